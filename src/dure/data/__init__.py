@@ -1,0 +1,1 @@
+"""Real and synthetic data sets, and randomness that belongs to a sample."""

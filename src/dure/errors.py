@@ -1,0 +1,105 @@
+"""What can go wrong, as one tree.
+
+    DureError                     exit code 1
+    ├── Misuse                    2   the user can mend it; shown as one sentence, never with a traceback
+    │   ├── SpecInvalid               settings that cannot be; all faults at once
+    │   ├── TaskInvalid               the task file, a missing method, a wrong return
+    │   ├── DataInvalid               empty, iterable or missing data
+    │   ├── RunInvalid                no such run, a name that is taken or leaves the runs folder
+    │   ├── CheckpointMismatch        a checkpoint of another model
+    │   ├── DiskFull                  bytes needed and bytes free
+    │   └── UnusedParameters          parameters that got no gradient under DDP
+    ├── EnvironmentLacks          3   a device, a library, an operating-system ability
+    ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
+    ├── LossNotFinite             1   rank, step and sample indices
+    ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
+    ├── PeerLost                  1   another rank went away; never the first cause
+    ├── WorkerFailed              1   the verdict over all ranks
+    └── Interrupted               130 or 143
+"""
+
+from collections.abc import Sequence
+
+DONE, FAILED, MISUSE, ENVIRONMENT = 0, 1, 2, 3
+
+
+class DureError(Exception):
+    """Base of every error that dure raises on purpose."""
+
+    exit_code: int = FAILED
+
+
+class Misuse(DureError):
+    """Something that the user can mend."""
+
+    exit_code = MISUSE
+
+
+class SpecInvalid(Misuse):
+    """Settings that cannot be. `faults` holds every one of them, in words."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(self.faults))
+
+
+class TaskInvalid(Misuse):
+    """A task that cannot be loaded, lacks a method or returns the wrong thing."""
+
+
+class DataInvalid(Misuse):
+    """Data that is missing, empty or of a kind that a run cannot be defined on."""
+
+
+class RunInvalid(Misuse):
+    """A folder that is no run, a name that is taken, or one that leaves the runs folder."""
+
+
+class CheckpointMismatch(Misuse):
+    """A checkpoint whose tensors are not the model's."""
+
+
+class DiskFull(Misuse):
+    """Too little free space for what has to be written."""
+
+
+class UnusedParameters(Misuse):
+    """Parameters that took no part in the loss although the strategy waits for their gradients."""
+
+
+class EnvironmentLacks(DureError):
+    """This machine or installation lacks something that was asked for."""
+
+    exit_code = ENVIRONMENT
+
+
+class CheckpointDamaged(DureError):
+    """A checkpoint that is not, byte for byte, what was written."""
+
+
+class LossNotFinite(DureError):
+    """A NaN or infinite loss on some rank."""
+
+
+class RanksDisagree(DureError):
+    """Ranks of one run that do not agree on what is being run."""
+
+
+class PeerLost(DureError):
+    """Another rank went away in the middle of a collective. A consequence, never a first cause."""
+
+
+class WorkerFailed(DureError):
+    """One or more ranks failed; the message is the verdict, the first causal failure in front."""
+
+    def __init__(self, verdict: str, exit_code: int = FAILED) -> None:
+        self.exit_code = exit_code
+        super().__init__(verdict)
+
+
+class Interrupted(DureError):
+    """The run was asked to stop by a signal and can be resumed."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)

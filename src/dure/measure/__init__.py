@@ -1,0 +1,1 @@
+"""What a run measures of itself: sums, clocks and the records of its steps."""

@@ -1,0 +1,112 @@
+"""The records of a run: one line per step, one per evaluation, one summary."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimiser step as one rank saw it: a line of `rank<r>.jsonl`."""
+
+    time: float
+    """Seconds since the epoch at the end of the step."""
+    step: int
+    """Optimiser steps done, this one included; counted over the whole run, resumes included."""
+    epoch: int
+    """Epoch of the samples of this step, from 0."""
+    samples_seen: int
+    """Samples used by all ranks since the start of the run, this step included."""
+    loss_sum: float
+    """The loss summed over the samples (or tokens) of this step, over all ranks."""
+    loss_count: float
+    """What `loss_sum` is divided by for the mean loss, over all ranks."""
+    data_seconds: float
+    """Waiting for this step's data."""
+    forward_backward_seconds: float
+    """Computing, communication hidden behind it included."""
+    sync_seconds: float
+    """Communication that was not hidden."""
+    optimizer_seconds: float
+    """Clipping and the optimiser's step."""
+    wall_seconds: float
+    """From the end of the step before to the end of this one."""
+    sent_bytes: int
+    """Bytes that this rank sent to others for this step, by the strategy's formula."""
+    samples: list[int] | None = None
+    """With `--record-samples`: the data indices that this rank used, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A metric over the whole evaluation data."""
+
+    value: float
+    count: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochRow:
+    """One evaluated point of a run, as the end table shows it."""
+
+    epoch: float
+    """Epochs done, fractional when the evaluation stood inside one."""
+    samples_seen: int
+    train_loss: float | None
+    """Mean training loss since the evaluation before."""
+    metrics: dict[str, Metric]
+    seconds: float
+    """Wall seconds since the evaluation before, the evaluation included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What a run came to: `summary.json`, the answer of `dure.train`, and `--json`."""
+
+    run: str
+    """The run folder."""
+    status: str
+    """`completed`, `interrupted` or `failed`."""
+    strategy: str
+    world_size: int
+    """Processes (torchrun's meaning)."""
+    num_devices: int
+    """Devices that the work was spread over; more than `world_size` for `dp` and `balanced_dp`."""
+    device: str
+    precision: str
+    steps: int
+    samples: int
+    epochs: float
+    final_loss: float | None
+    """Mean loss of the last step."""
+    metrics: dict[str, Metric]
+    """Of the last evaluation."""
+    best: dict[str, Any] | None
+    """The best evaluation: `metric`, `value`, `samples_seen`, `checkpoint`."""
+    wall_seconds: float
+    """Training and evaluation of all attempts, start-up excluded."""
+    samples_per_second: float
+    """Training samples over training seconds (evaluation and checkpoints excluded)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where rank 0's time went: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
+    rows: list[EpochRow] = field(default_factory=list)
+    not_preserved: list[str] = field(default_factory=list)
+    """What the strategy, as used here, does not preserve of the one-device run."""
+    message: str | None = None
+    """Why the run ended early, when it did."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "RunSummary":
+        """Rebuild a summary from `to_json`'s answer.
+
+        Raises:
+            TypeError: A field is unknown or missing.
+        """
+        metrics = {name: Metric(**metric) for name, metric in data["metrics"].items()}
+        rows = [
+            EpochRow(**{**row, "metrics": {k: Metric(**m) for k, m in row["metrics"].items()}}) for row in data["rows"]
+        ]
+        return cls(**{**data, "metrics": metrics, "rows": rows})

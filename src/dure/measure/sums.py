@@ -1,0 +1,23 @@
+"""A value with its weight: the only form in which dure averages anything."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A total and the number of items it was summed over.
+
+    Means of means are wrong as soon as two batches differ in size. A `Sum` keeps what is needed to
+    combine batches, microbatches and ranks exactly: totals add, counts add, and one division comes last.
+
+    Args:
+        total: The summed value: a scalar tensor (differentiable when it is a loss) or a number.
+        count: How many items are in it: samples, tokens, pixels, unmasked positions.
+    """
+
+    total: "Tensor | float"
+    count: "Tensor | int | float"

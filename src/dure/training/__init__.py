@@ -1,0 +1,1 @@
+"""The run itself: task, sample order, loop, evaluation, checkpoint, worker."""

@@ -1,9 +1,29 @@
-"""RunSpec: what the user wants of a run, loaded and validated."""
+"""RunSpec: what the user wants of a run, and how it comes together from flags, environment, TOML and defaults."""
 
+import difflib
+import json
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from dure.errors import SpecInvalid
+
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""A run's name is also its folder's name, so that it can neither leave the runs folder nor look like an option."""
+
+ENVIRONMENT_PREFIX = "DURE_"
+
+INTERNAL_PREFIX = "DURE_INTERNAL_"
+"""Variables that dure's own processes hand to each other; never settings, so never reported as unknown ones."""
 
 
 class RunSpec(BaseModel):
@@ -13,7 +33,7 @@ class RunSpec(BaseModel):
     rest is execution and may change on every resume.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
     # what the run is
     task: str = Field(description="file.py:Class or package.module:Class")
@@ -25,10 +45,10 @@ class RunSpec(BaseModel):
     shuffle: bool = Field(True, description="draw each epoch's order from (seed, epoch)")
     drop_last: bool = Field(False, description="drop an epoch's short last batch instead of using it")
     clip_norm: float | None = Field(None, gt=0, description="clip by the norm of the global gradient")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
 
     # how it is executed
     strategy: str | None = Field(None, description="see `dure strategies` (default single, or ddp when nproc > 1)")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
     nproc: int = Field(1, gt=0, description="devices to spread over: processes, or one process's devices for dp")
     microbatch_size: int | None = Field(None, gt=0, description="most samples per backward on one device")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes an accelerator if any")
@@ -59,7 +79,454 @@ class RunSpec(BaseModel):
 
     # where, and what is shown
     runs_dir: Path = Field(Path("runs"), description="folder of the runs")
-    name: str | None = Field(None, description="name of the run (default: date, task and strategy)")
+    name: str | None = Field(
+        None, pattern=RUN_NAME_PATTERN, description="name of the run (default: date, task and strategy)"
+    )
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
     quiet: bool = Field(False, description="no progress and no table; errors only")
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "What the run is": (
+        *("task", "task_options", "epochs", "samples", "global_batch_size", "seed", "shuffle", "drop_last"),
+        "clip_norm",
+    ),
+    "How it is executed": (
+        *("strategy", "nproc", "microbatch_size", "precision", "device", "share_devices", "backend", "start"),
+        *("threads", "timeout_seconds", "deterministic", "compile", "sync_batchnorm", "bucket_bytes"),
+        *("gradient_as_bucket_view", "find_unused_parameters", "device0_share", "num_workers"),
+    ),
+    "Evaluation and checkpoints": (
+        *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
+        *("checkpoint_every_minutes", "keep_checkpoints"),
+    ),
+    "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
+}
+"""Every field once, as `--help` and `--show-spec` group them."""
+
+LENGTH_FIELDS = ("epochs", "samples")
+"""Two ways to say one thing: the higher source wins and sets the other aside. May grow on a resume."""
+
+IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
+"""What makes a run this run: refused when a resume would change them."""
+
+PLACE_FIELDS = ("runs_dir", "name")
+"""Where a run is: decided once, when its folder is made."""
+
+EXECUTION_FIELDS = tuple(
+    name for name in RunSpec.model_fields if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS)
+)
+"""What every resume may choose anew."""
+
+DEFAULT_STRATEGY = {"one": "single", "many": "ddp"}
+ONE_DEVICE_STRATEGIES = frozenset({"single"})
+SETTING_OF_ONE_STRATEGY = {"device0_share": "balanced_dp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSpec:
+    """A spec, and for every setting where its value came from."""
+
+    spec: RunSpec
+    origin: dict[str, str]
+    """Of each field, and of each task option as `task_options.<name>`: `flag --epochs`, `default`, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """One place that settings come from."""
+
+    values: Mapping[str, Any]
+    say: Callable[[str], str]
+    """Names the source of one setting, for people."""
+    is_chosen: bool = True
+    """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
+
+
+@dataclass(kw_only=True)
+class _Draft:
+    """Settings on their way to a spec; faults are collected, not raised."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    chosen: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+
+    def drop(self, name: str) -> None:
+        self.values.pop(name, None)
+        self.origin.pop(name, None)
+        self.chosen.discard(name)
+
+
+def resolve(
+    *,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config: Path | None,
+    task_defaults: Mapping[str, Any],
+    strategies: Collection[str],
+    base: RunSpec | None = None,
+) -> ResolvedSpec:
+    """Bring the settings of a run together: flags over `DURE_*` over TOML over the task's defaults.
+
+    When a run is resumed its own spec takes the place of the task's defaults. Values may be text (flags and the
+    environment have nothing else); a value of None counts as not given.
+
+    Args:
+        flags: Explicitly given settings by field name; `task_options` holds the task's own.
+        environ: The process's environment.
+        config: A TOML file whose keys are field names, with a `[task_options]` table.
+        task_defaults: `Task.defaults` of the task's class.
+        strategies: The known strategies' names.
+        base: The spec of the run that is being resumed.
+
+    Raises:
+        SpecInvalid: One or more settings cannot be; every fault is in it.
+    """
+    draft = _Draft()
+    settings = {name: value for name, value in flags.items() if value is not None}
+    config_source = _config_source(config, draft.faults)
+    environment_source = _environment_source(environ, draft.faults)
+    if base is None:
+        ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
+    else:
+        ground = _Source(values=base.model_dump(), say=lambda name: "the resumed run", is_chosen=False)
+        config_source, environment_source = _without_place(config_source), _without_place(environment_source)
+    for source in (ground, config_source, environment_source, _Source(values=settings, say=_say_flag)):
+        _overlay(draft, source)
+    _settle_strategy(draft, base)
+    spec = _validate(draft, strategies)
+    if base is not None and spec is not None:
+        draft.faults += _identity_faults(draft, spec, base)
+    if draft.faults or spec is None:
+        raise SpecInvalid(draft.faults)
+    for name in RunSpec.model_fields:
+        draft.origin.setdefault(name, "default")
+    return ResolvedSpec(spec=spec, origin=draft.origin)
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Order the known names by their likeness to a name that is not among them."""
+    return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Say in one sentence that a name is unknown: what was meant, if that can be guessed, and the known ones."""
+    ordered = nearest_first(name, known)
+    if not ordered:
+        return f"unknown {kind} {name!r}: there is none"
+    is_near = difflib.SequenceMatcher(None, name.lower(), ordered[0].lower()).ratio() >= 0.6
+    guess = f"did you mean {ordered[0]}? " if is_near else ""
+    return f"unknown {kind} {name!r}: {guess}known: {', '.join(ordered)}"
+
+
+def flag_name(setting: str) -> str:
+    """Return the flag of a setting: `global_batch_size` is `--global-batch-size`."""
+    return "--" + setting.replace("_", "-")
+
+
+def same_task(one: str, other: str) -> bool:
+    """Tell whether two references name the same class, however the file's path is spelled."""
+    (file, _, cls), (other_file, _, other_cls) = one.rpartition(":"), other.rpartition(":")
+    if not (file.endswith(".py") and other_file.endswith(".py")):
+        return one == other
+    return cls == other_cls and os.path.realpath(file) == os.path.realpath(other_file)
+
+
+# --- the sources
+
+
+def _say_flag(name: str) -> str:
+    option = name.removeprefix("task_options.")
+    return f"flag {flag_name(name)}" if option == name else f"flag --task.{option}"
+
+
+def _task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) -> _Source:
+    task = next((str(values["task"]) for values in higher if "task" in values), "task")
+    label = f"{task.rpartition(':')[2]}.defaults"
+    return _Source(values=defaults, say=lambda name: label, is_chosen=False)
+
+
+def _without_place(source: _Source) -> _Source:
+    """Leave out where runs go: DURE_RUNS_DIR of a shell is about new runs, a resumed one stays where it is."""
+    values = {name: value for name, value in source.values.items() if name not in PLACE_FIELDS}
+    return _Source(values=values, say=source.say)
+
+
+def _environment_source(environ: Mapping[str, str], faults: list[str]) -> _Source:
+    """Read `DURE_<FIELD>`; an empty variable counts as not set, as in the shell."""
+    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in RunSpec.model_fields}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(INTERNAL_PREFIX) or not text.strip():
+            continue
+        if variable not in known:
+            faults.append(unknown_name("environment variable", variable, known))
+        elif known[variable] == "task_options":
+            values["task_options"] = _options_from_json(variable, text, faults)
+        else:
+            values[known[variable]] = text
+    return _Source(values=values, say=lambda name: f"environment {ENVIRONMENT_PREFIX}{name.split('.')[0].upper()}")
+
+
+def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if isinstance(options, dict):
+        return options
+    faults.append(f'environment {variable} is {text!r} but must be a JSON object such as {{"hidden": 64}}')
+    return {}
+
+
+def _config_source(config: Path | None, faults: list[str]) -> _Source:
+    if config is None:
+        return _Source(values={}, say=str)
+    values: dict[str, Any] = {}
+    try:
+        values = tomllib.loads(Path(config).read_bytes().decode())
+    except tomllib.TOMLDecodeError as error:
+        faults.append(f"{config} is not valid TOML: {error}")
+    except UnicodeDecodeError as error:
+        faults.append(f"{config} is not UTF-8 text (byte {error.start}): TOML files are")
+    except OSError as error:
+        faults.append(f"--config {config} cannot be read: {error.strerror}")
+    return _Source(values=values, say=lambda name: str(config))
+
+
+# --- bringing them together
+
+
+def _overlay(draft: _Draft, source: _Source) -> None:
+    """Lay one source over the ones below it."""
+    for name, value in source.values.items():
+        if value is None:
+            continue
+        if name not in RunSpec.model_fields:
+            fault = unknown_name("setting", name, RunSpec.model_fields)
+            draft.faults.append(f"{source.say(name)}: {fault}")
+        elif name == "task_options":
+            _overlay_options(draft, source, value)
+        else:
+            draft.values[name], draft.origin[name] = value, source.say(name)
+            (draft.chosen.add if source.is_chosen else draft.chosen.discard)(name)
+    _overlay_length(draft, source)
+
+
+def _overlay_options(draft: _Draft, source: _Source, options: Any) -> None:
+    if not isinstance(options, Mapping):
+        draft.faults.append(f"{source.say('task_options')}: task_options is {options!r} but must be a table")
+        return
+    for name, value in options.items():
+        key = f"task_options.{name}"
+        draft.options[name], draft.origin[key] = value, source.say(key)
+        (draft.chosen.add if source.is_chosen else draft.chosen.discard)(key)
+
+
+def _overlay_length(draft: _Draft, source: _Source) -> None:
+    given = [name for name in LENGTH_FIELDS if source.values.get(name) is not None]
+    if len(given) == 2:
+        draft.faults.append(f"{source.say('epochs')} and {source.say('samples')} both say how long to train: give one")
+    elif given:
+        draft.drop("samples" if given == ["epochs"] else "epochs")
+
+
+def _settle_strategy(draft: _Draft, base: RunSpec | None) -> None:
+    """Choose the strategy when nobody did, and let a resumed run's choices give way to new ones."""
+    many = str(draft.values.get("nproc", 1)).strip() != "1"
+    is_outgrown = many and draft.values.get("strategy") in ONE_DEVICE_STRATEGIES
+    if "strategy" not in draft.values or (base is not None and "strategy" not in draft.chosen and is_outgrown):
+        draft.values["strategy"] = DEFAULT_STRATEGY["many" if many else "one"]
+        draft.origin["strategy"] = "default for one device" if not many else "default for several devices"
+    for setting, strategy in SETTING_OF_ONE_STRATEGY.items():
+        if draft.values["strategy"] != strategy and setting not in draft.chosen:
+            draft.drop(setting)
+    if not any(name in draft.values for name in LENGTH_FIELDS):
+        draft.values["epochs"] = 1.0
+
+
+# --- what cannot be
+
+
+def _validate(draft: _Draft, strategies: Collection[str]) -> RunSpec | None:
+    """Check every setting by itself, then the sound ones together. Returns None when there is no task."""
+    bad = {name for name, value in draft.values.items() if _is_bool_for_number(name, value)}
+    try:
+        RunSpec.model_validate({**draft.values, "task": draft.values.get("task", "-:-")})
+    except ValidationError as error:
+        bad |= {str(detail["loc"][0]) for detail in error.errors()}
+    draft.faults += [_fault(draft, name) for name in draft.values if name in bad]
+    strategy = draft.values["strategy"]
+    if "strategy" not in bad and strategy not in strategies:
+        bad.add("strategy")
+        draft.faults.append(f"{draft.origin['strategy']}: {unknown_name('strategy', strategy, strategies)}")
+    sound = {name: value for name, value in draft.values.items() if name not in bad}
+    has_task = "task" in sound
+    spec = RunSpec.model_validate({"task": "-:-", "task_options": draft.options, **sound})
+    draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in _RULES if _breaks(rule, spec, bad)]
+    if not has_task and "task" not in bad:
+        draft.faults.append("no task is given: name one, as in `dure train train.py:MyTask`")
+    return spec if has_task else None
+
+
+def _say(draft: _Draft, name: str) -> str:
+    return f"{draft.origin.get(name, 'default')}"
+
+
+def _is_bool_for_number(name: str, value: Any) -> bool:
+    """Tell whether a truth value stands where a number belongs; Python would take True for 1."""
+    return isinstance(value, bool) and bool not in _kinds(RunSpec.model_fields[name])
+
+
+def _fault(draft: _Draft, name: str) -> str:
+    return f"{draft.origin[name]}: {name} is {_show(draft.values[name])} but must be {requirement(name)}"
+
+
+def _show(value: Any) -> str:
+    return repr(str(value)) if isinstance(value, str | Path) else repr(value)
+
+
+def _kinds(info: FieldInfo) -> tuple[Any, ...]:
+    """Return the types that a field may have, without None."""
+    annotation = info.annotation
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return tuple(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
+    return (annotation,)
+
+
+def requirement(name: str) -> str:
+    """Say in words what a setting's value must be: `a whole number above 0`."""
+    info = RunSpec.model_fields[name]
+    kind = _kinds(info)[0]
+    if name == "name":
+        return "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+    bounds = [(Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most")]
+    said = [
+        f"{word} {getattr(limit, attribute)}"
+        for cls, attribute, word in bounds
+        for limit in info.metadata
+        if isinstance(limit, cls)
+    ]
+    return " ".join([words, " and ".join(said)]).strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """Something that several settings must fulfil together."""
+
+    fields: tuple[str, ...]
+    blame: str
+    """The setting whose source is named."""
+    is_broken: Callable[[RunSpec], bool]
+    fault: Callable[[RunSpec], str]
+
+
+def _breaks(rule: _Rule, spec: RunSpec, bad: set[str]) -> bool:
+    return not bad.intersection(rule.fields) and rule.is_broken(spec)
+
+
+_RULES = (
+    _Rule(
+        fields=("microbatch_size", "global_batch_size"),
+        blame="microbatch_size",
+        is_broken=lambda spec: (spec.microbatch_size or 0) > spec.global_batch_size,
+        fault=lambda spec: (
+            f"microbatch_size is {spec.microbatch_size}, more than the global_batch_size of"
+            f" {spec.global_batch_size} that it is a part of: lower the one or raise the other"
+        ),
+    ),
+    _Rule(
+        fields=("nproc", "global_batch_size"),
+        blame="global_batch_size",
+        is_broken=lambda spec: spec.global_batch_size < spec.nproc,
+        fault=lambda spec: (
+            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.nproc} devices:"
+            f" raise it to at least {spec.nproc} or lower nproc"
+        ),
+    ),
+    _Rule(
+        fields=("strategy", "nproc"),
+        blame="strategy",
+        is_broken=lambda spec: spec.strategy in ONE_DEVICE_STRATEGIES and spec.nproc > 1,
+        fault=lambda spec: (
+            f"strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
+            f" choose {DEFAULT_STRATEGY['many']}, or leave nproc at 1"
+        ),
+    ),
+    _Rule(
+        fields=("device0_share", "strategy"),
+        blame="device0_share",
+        is_broken=lambda spec: (
+            spec.device0_share is not None and spec.strategy != SETTING_OF_ONE_STRATEGY["device0_share"]
+        ),
+        fault=lambda spec: (
+            f"device0_share is {spec.device0_share} but strategy {spec.strategy} has no such share:"
+            f" choose --strategy {SETTING_OF_ONE_STRATEGY['device0_share']} or leave it out"
+        ),
+    ),
+    _Rule(
+        fields=("backend", "device"),
+        blame="backend",
+        is_broken=lambda spec: spec.backend == "nccl" and spec.device in ("cpu", "mps"),
+        fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
+    ),
+)
+
+
+# --- resuming
+
+
+def _identity_faults(draft: _Draft, spec: RunSpec, base: RunSpec) -> list[str]:
+    """Refuse what would make the resumed run another run."""
+    faults = []
+    for name in IDENTITY_FIELDS:
+        now, then = getattr(spec, name), getattr(base, name)
+        if name == "task_options":
+            faults += _option_faults(draft, now, then)
+        elif now != then and not (name == "task" and same_task(now, then)):
+            faults.append(_identity_fault(draft.origin.get(name, "default"), name, now, then))
+    for name in LENGTH_FIELDS:
+        now, then = getattr(spec, name), getattr(base, name)
+        if now is not None and then is not None and now < then:
+            faults.append(
+                f"{draft.origin[name]}: {name} is {now:g} but the run was begun with {then:g}:"
+                " a resumed run may become longer, not shorter"
+            )
+    for name in PLACE_FIELDS:
+        if name in draft.chosen and getattr(spec, name) != getattr(base, name):
+            faults.append(f"{draft.origin[name]}: a resumed run stays in its folder: leave {name} out")
+    return faults
+
+
+def _option_faults(draft: _Draft, now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    faults = []
+    for option, value in now.items():
+        if option in then and _means(value, then[option]):
+            now[option] = then[option]
+        else:
+            key = f"task_options.{option}"
+            faults.append(_identity_fault(draft.origin[key], f"task option {option}", value, then.get(option, "unset")))
+    return faults
+
+
+def _means(value: Any, then: Any) -> bool:
+    """Compare an option with the recorded one; a flag's text may stand for a number or a truth value."""
+    if isinstance(value, str) and not isinstance(then, str):
+        try:
+            value = json.loads(value.lower())
+        except ValueError:
+            return False
+    return bool(value == then)
+
+
+def _identity_fault(origin: str, name: str, now: Any, then: Any) -> str:
+    return (
+        f"{origin}: {name} is {_show(now)} but the run was begun with {_show(then)}, and it is part of what the run is:"
+        " leave it out, or start a new run"
+    )

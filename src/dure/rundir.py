@@ -1,0 +1,404 @@
+"""The run folder: its name, and the atomic write and tolerant read of its records.
+
+runs/<name>/
+  spec.json       the resolved spec, where each value came from, the versions it was begun with
+  rank<r>.jsonl   a StepRecord per step
+  events.jsonl    what happened, one line each
+  summary.json    what it came to
+  checkpoints/    logs/
+  .lock           held while the run is active
+"""
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dure.errors import DiskFull, DureError, EnvironmentLacks, RunInvalid
+from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
+
+SPEC, EVENTS, SUMMARY, LOCK = "spec.json", "events.jsonl", "summary.json", ".lock"
+
+_LOCK_PATIENCE_SECONDS = 0.5
+"""`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
+
+_CLOCK_SLACK_SECONDS = 0.02
+"""File times come from the kernel's coarse clock, up to one tick behind `time.time()`."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's folder."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str, *, or_numbered: bool = False) -> "RunDir":
+        """Make the folder of a new run, with `logs/` and `checkpoints/`.
+
+        Args:
+            runs_dir: The folder of the runs; made when missing.
+            name: Its name and the folder's.
+            or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
+                that begin in the same second share.
+
+        Raises:
+            RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
+            DiskFull: There is no space for it.
+        """
+        check_name(name)
+        with _saying(runs_dir, "made"):
+            runs_dir.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000 if or_numbered else 2):
+            path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
+            with contextlib.suppress(FileExistsError), _saying(path, "made"):
+                path.mkdir()
+                (path / "logs").mkdir()
+                (path / "checkpoints").mkdir()
+                return cls(path)
+        raise RunInvalid(
+            f"{runs_dir / name} exists already: choose another --name, or continue that run with"
+            f" `dure train --resume {runs_dir / name}`"
+        )
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDir":
+        """Open an existing run.
+
+        Raises:
+            RunInvalid: There is no such folder, or it is a folder that is no run.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            what = "is a file, not a run folder" if path.exists() else "does not exist"
+            raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
+        if not (path / SPEC).is_file():
+            raise RunInvalid(
+                f"{path} is a folder that is no run (it has no {SPEC}): `dure runs` shows the runs in ./runs"
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log_path(self, rank: int) -> Path:
+        """Return where a rank's output goes."""
+        return self.path / "logs" / f"rank{rank}.log"
+
+    def records_path(self, rank: int) -> Path:
+        """Return where a rank's step records go."""
+        return self.path / f"rank{rank}.jsonl"
+
+    # --- records
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write a record so that a reader sees the old one or the new one, never half of it, after a crash too.
+
+        Raises:
+            DiskFull: There is no space; the old record stays.
+            RunInvalid: The folder cannot be written.
+        """
+        target, temporary = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"
+        text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
+        with _saying(target, "written"):
+            try:
+                with temporary.open("w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.rename(target)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            _fsync_folder(self.path)
+
+    def read_json(self, name: str) -> Any:
+        """Read a record that `write_json` wrote.
+
+        Raises:
+            RunInvalid: It is missing, cannot be read, or is no JSON.
+        """
+        with _saying(self.path / name, "read"):
+            text = (self.path / name).read_bytes()
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise RunInvalid(f"{self.path / name} is damaged ({error}): restore it from a copy of the run") from None
+
+    def write_spec(self, resolved: ResolvedSpec) -> None:
+        """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
+        spec = resolved.spec.model_dump(mode="json")
+        self.write_json(SPEC, {"spec": spec, "origin": resolved.origin, "versions": _versions(), "time": time.time()})
+
+    def read_spec(self) -> RunSpec:
+        """Read the run's spec.
+
+        Raises:
+            RunInvalid: `spec.json` is missing, damaged, or of another version of dure.
+        """
+        record = self.read_json(SPEC)
+        try:
+            return RunSpec.model_validate(record["spec"])
+        except (ValidationError, KeyError, TypeError) as error:
+            raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
+
+    def records(self, rank: int) -> Iterator[dict[str, Any]]:
+        """Yield a rank's step records in the order in which they were written."""
+        return _json_lines(self.records_path(rank))
+
+    # --- events
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix."""
+        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
+        with _saying(self.path / EVENTS, "written"):
+            descriptor = os.open(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(descriptor, (_newline_after_torn_line(descriptor) + line).encode())
+            finally:
+                os.close(descriptor)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events; a line that a crash tore is left out."""
+        return _json_lines(self.path / EVENTS)
+
+    # --- is it running?
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run: nobody else may train into it meanwhile. Freed by the kernel however the process ends.
+
+        Processes forked inside hold it too, so a run whose supervisor was killed counts as active until its
+        workers are gone. Writes the event `attempt`, by which `list_runs` tells a died run from an ended one.
+
+        Raises:
+            RunInvalid: Another process holds it; its pid is said.
+        """
+        owner = os.getpid()
+        with _saying(self.path / LOCK, "opened"):
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(descriptor, self.path)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{owner}\n".encode(), 0)
+            self.append_event("attempt", pid=owner, host=platform.node())
+            yield
+        finally:
+            # a forked worker that unwinds through here must not free the lock that it shares with its parent
+            if os.getpid() == owner:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def is_active(self) -> bool:
+        """Tell whether a process is training into this run now."""
+        try:
+            with (self.path / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        return False
+
+    def discard(self) -> None:
+        """Remove the folder of a run that never took a step, so that a refused start leaves nothing behind."""
+        has_steps = any(path.stat().st_size for path in self.path.glob("rank*.jsonl"))
+        if not has_steps and not any(self.checkpoints.glob("samples-*")):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is no run name.
+
+    Raises:
+        RunInvalid: It holds anything but letters, digits and `._-`, or could leave the runs folder.
+    """
+    if not re.fullmatch(RUN_NAME_PATTERN, name) or name.endswith("\n"):
+        raise RunInvalid(
+            f"{name!r} cannot name a run: use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+        )
+
+
+def default_name(task: str, strategy: str, now: datetime) -> str:
+    """Name a run by date, task and strategy: `2026-11-20_10-26-46_digits_ddp`."""
+    label = re.sub(r"[^a-z0-9]+", "-", task.rpartition(":")[2].lower()).strip("-") or "task"
+    return f"{now:%Y-%m-%d_%H-%M-%S}_{label[:24]}_{strategy}"[:64]
+
+
+# --- the runs of a folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOverview:
+    """One run as `dure runs` shows it."""
+
+    name: str
+    path: str
+    status: str
+    """`running`, `completed`, `interrupted`, `failed`, `died` (it ended without a word) or `unreadable`."""
+    task: str | None = None
+    strategy: str | None = None
+    world_size: int | None = None
+    num_devices: int | None = None
+    samples: int | None = None
+    best: dict[str, Any] | None = None
+    """As in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
+
+
+def list_runs(runs_dir: Path) -> list[RunOverview]:
+    """Return the runs of a folder by name, which for default names is by date. A damaged one is shown, not fatal.
+
+    Raises:
+        RunInvalid: The folder does not exist or cannot be read.
+    """
+    if not runs_dir.is_dir():
+        raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
+    with _saying(runs_dir, "read"):
+        paths = sorted(path for path in runs_dir.iterdir() if (path / SPEC).is_file())
+    return [_overview(RunDir(path)) for path in paths]
+
+
+def _overview(run: RunDir) -> RunOverview:
+    try:
+        spec = run.read_spec()
+        summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
+        status = _status(run, summary)
+    except (DureError, AttributeError):
+        return RunOverview(name=run.name, path=str(run.path), status="unreadable")
+    last = {} if summary and status not in ("running", "died") else _last_record(run.records_path(0))
+    return RunOverview(
+        name=run.name,
+        path=str(run.path),
+        status=status,
+        task=spec.task,
+        strategy=summary.get("strategy", spec.strategy),
+        world_size=summary.get("world_size"),
+        num_devices=summary.get("num_devices", spec.nproc),
+        samples=last.get("samples_seen", summary.get("samples", 0)),
+        best=summary.get("best"),
+    )
+
+
+def _status(run: RunDir, summary: Mapping[str, Any]) -> str:
+    """Tell how a run stands. A summary older than the last attempt speaks of an attempt before that one."""
+    if run.is_active():
+        return "running"
+    attempts = [event["time"] for event in run.events() if event.get("event") == "attempt"]
+    if not summary or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
+        return "died"
+    return str(summary["status"]) if "status" in summary else "unreadable"
+
+
+def _last_record(path: Path) -> dict[str, Any]:
+    """Return the last whole line of a record file, reading only its end: it may hold millions."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().splitlines()
+    return next((record for line in reversed(lines) if (record := _parse(line)) is not None), {})
+
+
+# --- small parts
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Parse a line, or return None when a crash tore it."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _newline_after_torn_line(descriptor: int) -> str:
+    """Return what separates a new line from the last one: nothing, unless a crash left that one unfinished."""
+    size = os.fstat(descriptor).st_size
+    return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+
+
+def _take(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise RunInvalid(f"{path} is being trained by process {pid}: wait for it, or stop it first") from None
+            time.sleep(0.02)
+        except OSError as error:
+            raise EnvironmentLacks(
+                f"{path} lies on a file system without locks ({error.strerror}): use a --runs-dir on a local disk"
+            ) from None
+
+
+@contextlib.contextmanager
+def _saying(path: Path, done: str) -> Iterator[None]:
+    """Turn what the operating system says of a file into a sentence."""
+    try:
+        yield
+    except FileExistsError:
+        if path.is_dir():
+            raise
+        raise RunInvalid(f"{path} cannot be {done}: a file of that name is in the way") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"{path} cannot be {done}: the disk is full; free some space or use another --runs-dir"
+            ) from None
+        raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
+
+
+def _fsync_folder(path: Path) -> None:
+    """Make a rename in this folder outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    """Return what the run was begun with, read from the installation's records: importing torch takes seconds."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("dure", "torch", "numpy", "safetensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:3])
+    return f"{type(error).__name__}: {error}"

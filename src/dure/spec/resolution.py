@@ -1,127 +1,34 @@
-"""RunSpec: what the user wants of a run, and how it comes together from flags, environment, TOML and defaults."""
+"""How a spec comes together: flags over environment over TOML over the task's defaults, all faults at once."""
 
-import difflib
 import json
-import os
 import tomllib
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from dure.errors import SpecInvalid
-
-RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""A run's name is also its folder's name, so that it can neither leave the runs folder nor look like an option."""
+from dure.spec.fields import (
+    DEFAULT_STRATEGY,
+    IDENTITY_FIELDS,
+    LENGTH_FIELDS,
+    ONE_DEVICE_STRATEGIES,
+    PLACE_FIELDS,
+    SETTING_OF_ONE_STRATEGY,
+    RunSpec,
+    flag_name,
+    kinds,
+    requirement,
+    same_task,
+)
+from dure.spec.names import unknown_name
 
 ENVIRONMENT_PREFIX = "DURE_"
 
 INTERNAL_PREFIX = "DURE_INTERNAL_"
 """Variables that dure's own processes hand to each other; never settings, so never reported as unknown ones."""
-
-
-class RunSpec(BaseModel):
-    """Every setting of a run. A field's description is its help text; its name is its flag.
-
-    The fields of the first group define the run (the same samples in the same order with the same weight); the
-    rest is execution and may change on every resume.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
-
-    # what the run is
-    task: str = Field(description="file.py:Class or package.module:Class")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="the task's own options")
-    epochs: float | None = Field(None, gt=0, description="length in passes over the training data (default 1)")
-    samples: int | None = Field(None, gt=0, description="length in samples, instead of epochs")
-    global_batch_size: int = Field(64, gt=0, description="samples per optimiser step, over all ranks")
-    seed: int = Field(0, ge=0, lt=2**63, description="covers Python, NumPy, torch, loader workers, sample order")
-    shuffle: bool = Field(True, description="draw each epoch's order from (seed, epoch)")
-    drop_last: bool = Field(False, description="drop an epoch's short last batch instead of using it")
-    clip_norm: float | None = Field(None, gt=0, description="clip by the norm of the global gradient")
-
-    # how it is executed
-    strategy: str | None = Field(None, description="see `dure strategies` (default single, or ddp when nproc > 1)")
-    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
-    nproc: int = Field(1, gt=0, description="devices to spread over: processes, or one process's devices for dp")
-    microbatch_size: int | None = Field(None, gt=0, description="most samples per backward on one device")
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes an accelerator if any")
-    share_devices: bool = Field(False, description="let several processes use one CUDA device")
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="process group backend")
-    start: Literal["auto", "fork", "spawn", "inline"] = Field("auto", description="how worker processes start")
-    threads: int | None = Field(None, gt=0, description="CPU threads per process (default: cores / processes)")
-    timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer is an error")
-    deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
-    compile: bool = Field(False, description="torch.compile the model")
-    sync_batchnorm: bool = Field(False, description="BatchNorm statistics over all ranks")
-    bucket_bytes: int = Field(25 * 2**20, gt=0, description="ddp: gradient bucket size")
-    gradient_as_bucket_view: bool = Field(True, description="ddp: gradients are views into the buckets")
-    find_unused_parameters: bool = Field(False, description="ddp: allow parameters that take no part in a step")
-    device0_share: float | None = Field(
-        None, ge=0, le=1, description="balanced_dp: fraction of a batch that device 0 gets (default: by memory)"
-    )
-    num_workers: int = Field(0, ge=0, description="loader processes per rank")
-
-    # evaluation and checkpoints
-    eval_every_epochs: float = Field(1.0, gt=0, description="evaluate this often, and always at the end")
-    eval_batch_size: int | None = Field(None, gt=0, description="samples per evaluation batch, at any world size")
-    best_metric: str = Field("loss", description="evaluation metric that decides the best checkpoint")
-    best_mode: Literal["auto", "min", "max"] = Field("auto", description="auto: min for loss, max for others")
-    checkpoint_every_samples: int | None = Field(None, gt=0, description="beside the end of each epoch")
-    checkpoint_every_minutes: float | None = Field(None, gt=0, description="beside the end of each epoch")
-    keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints to keep, beside the best")
-
-    # where, and what is shown
-    runs_dir: Path = Field(Path("runs"), description="folder of the runs")
-    name: str | None = Field(
-        None, pattern=RUN_NAME_PATTERN, description="name of the run (default: date, task and strategy)"
-    )
-    record_samples: bool = Field(False, description="write the data indices of every step into the records")
-    tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
-    quiet: bool = Field(False, description="no progress and no table; errors only")
-
-
-GROUPS: dict[str, tuple[str, ...]] = {
-    "What the run is": (
-        *("task", "task_options", "epochs", "samples", "global_batch_size", "seed", "shuffle", "drop_last"),
-        "clip_norm",
-    ),
-    "How it is executed": (
-        *("strategy", "nproc", "microbatch_size", "precision", "device", "share_devices", "backend", "start"),
-        *("threads", "timeout_seconds", "deterministic", "compile", "sync_batchnorm", "bucket_bytes"),
-        *("gradient_as_bucket_view", "find_unused_parameters", "device0_share", "num_workers"),
-    ),
-    "Evaluation and checkpoints": (
-        *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
-        *("checkpoint_every_minutes", "keep_checkpoints"),
-    ),
-    "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
-}
-"""Every field once, as `--help` and `--show-spec` group them."""
-
-LENGTH_FIELDS = ("epochs", "samples")
-"""Two ways to say one thing: the higher source wins and sets the other aside. May grow on a resume."""
-
-IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
-"""What makes a run this run: refused when a resume would change them."""
-
-PLACE_FIELDS = ("runs_dir", "name")
-"""Where a run is: decided once, when its folder is made."""
-
-EXECUTION_FIELDS = tuple(
-    name for name in RunSpec.model_fields if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS)
-)
-"""What every resume may choose anew."""
-
-DEFAULT_STRATEGY = {"one": "single", "many": "ddp"}
-ONE_DEVICE_STRATEGIES = frozenset({"single"})
-SETTING_OF_ONE_STRATEGY = {"device0_share": "balanced_dp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,34 +112,6 @@ def resolve(
     for name in RunSpec.model_fields:
         draft.origin.setdefault(name, "default")
     return ResolvedSpec(spec=spec, origin=draft.origin)
-
-
-def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Order the known names by their likeness to a name that is not among them."""
-    return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say in one sentence that a name is unknown: what was meant, if that can be guessed, and the known ones."""
-    ordered = nearest_first(name, known)
-    if not ordered:
-        return f"unknown {kind} {name!r}: there is none"
-    is_near = difflib.SequenceMatcher(None, name.lower(), ordered[0].lower()).ratio() >= 0.6
-    guess = f"did you mean {ordered[0]}? " if is_near else ""
-    return f"unknown {kind} {name!r}: {guess}known: {', '.join(ordered)}"
-
-
-def flag_name(setting: str) -> str:
-    """Return the flag of a setting: `global_batch_size` is `--global-batch-size`."""
-    return "--" + setting.replace("_", "-")
-
-
-def same_task(one: str, other: str) -> bool:
-    """Tell whether two references name the same class, however the file's path is spelled."""
-    (file, _, cls), (other_file, _, other_cls) = one.rpartition(":"), other.rpartition(":")
-    if not (file.endswith(".py") and other_file.endswith(".py")):
-        return one == other
-    return cls == other_cls and os.path.realpath(file) == os.path.realpath(other_file)
 
 
 # --- the sources
@@ -378,7 +257,7 @@ def _say(draft: _Draft, name: str) -> str:
 
 def _is_bool_for_number(name: str, value: Any) -> bool:
     """Tell whether a truth value stands where a number belongs; Python would take True for 1."""
-    return isinstance(value, bool) and bool not in _kinds(RunSpec.model_fields[name])
+    return isinstance(value, bool) and bool not in kinds(RunSpec.model_fields[name])
 
 
 def _fault(draft: _Draft, name: str) -> str:
@@ -387,33 +266,6 @@ def _fault(draft: _Draft, name: str) -> str:
 
 def _show(value: Any) -> str:
     return repr(str(value)) if isinstance(value, str | Path) else repr(value)
-
-
-def _kinds(info: FieldInfo) -> tuple[Any, ...]:
-    """Return the types that a field may have, without None."""
-    annotation = info.annotation
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return tuple(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
-    return (annotation,)
-
-
-def requirement(name: str) -> str:
-    """Say in words what a setting's value must be: `a whole number above 0`."""
-    info = RunSpec.model_fields[name]
-    kind = _kinds(info)[0]
-    if name == "name":
-        return "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
-    bounds = [(Gt, "gt", "above"), (Ge, "ge", "of at least"), (Lt, "lt", "below"), (Le, "le", "of at most")]
-    said = [
-        f"{word} {getattr(limit, attribute)}"
-        for cls, attribute, word in bounds
-        for limit in info.metadata
-        if isinstance(limit, cls)
-    ]
-    return " ".join([words, " and ".join(said)]).strip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,37 @@
+"""What the user wants of a run: the settings (`fields`), and how they come together (`resolution`)."""
+
+from dure.spec.fields import (
+    EXECUTION_FIELDS,
+    GROUPS,
+    IDENTITY_FIELDS,
+    LENGTH_FIELDS,
+    PLACE_FIELDS,
+    RUN_NAME_PATTERN,
+    RunSpec,
+    flag_name,
+    kinds,
+    requirement,
+    same_task,
+)
+from dure.spec.names import nearest_first, unknown_name
+from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, resolve
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "EXECUTION_FIELDS",
+    "GROUPS",
+    "IDENTITY_FIELDS",
+    "INTERNAL_PREFIX",
+    "LENGTH_FIELDS",
+    "PLACE_FIELDS",
+    "RUN_NAME_PATTERN",
+    "ResolvedSpec",
+    "RunSpec",
+    "flag_name",
+    "kinds",
+    "nearest_first",
+    "requirement",
+    "resolve",
+    "same_task",
+    "unknown_name",
+]

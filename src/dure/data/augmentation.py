@@ -1,0 +1,51 @@
+"""Batch transforms whose draws belong to the samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dure.data.randomness import sample_uniform
+from dure.errors import DataInvalid
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFlipAndCrop:
+    """Shift and mirror each image of a batch: the usual augmentation of CIFAR-10 (He et al. 2016, section 4.2).
+
+    The first column of the batch must be images `(B, C, H, W)` of any dtype; the others are passed on.
+    """
+
+    padding: int
+    """Zero pixels around the image before a window of the old size is cut out: it shifts by up to this many."""
+    flip: bool
+    """Whether every second image, by chance, is mirrored left to right."""
+
+    def __call__(self, batch: tuple[Tensor, ...], indices: Sequence[int]) -> tuple[Tensor, ...]:
+        images, *rest = batch
+        if images.ndim != 4:
+            raise DataInvalid(
+                f"random_flip_and_crop got a first column of shape {tuple(images.shape)}: it needs images (B, C, H, W)"
+            )
+        num_images, _, height, width = images.shape
+        draws = sample_uniform(indices, 3)
+        top, left = (draws[:, :2] * (2 * self.padding + 1)).long().unbind(1)
+        rows = top[:, None] + torch.arange(height)  # (B, H)
+        columns = torch.arange(width).expand(num_images, width)
+        if self.flip:
+            columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
+        columns = left[:, None] + columns  # (B, W)
+        padded = functional.pad(images, [self.padding] * 4)
+        which = torch.arange(num_images)[:, None, None]
+        # an index on both sides of the channel slice puts the channels last: (B, H, W, C)
+        moved = padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+        return (moved, *rest)
+
+
+def random_flip_and_crop(padding: int = 4, flip: bool = True) -> RandomFlipAndCrop:
+    """Return a batch transform that shifts each image by up to `padding` pixels and mirrors half of them."""
+    if padding < 0:
+        raise DataInvalid(f"random_flip_and_crop got padding {padding}: it must be 0 or more")
+    return RandomFlipAndCrop(padding=padding, flip=flip)

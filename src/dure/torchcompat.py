@@ -1,0 +1,266 @@
+"""Every private, renamed or warning interface of torch, once.
+
+The rest of dure calls torch's public, stable names directly and these for everything else, so that a new
+torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11 and 2.13).
+"""
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from socket import socket
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dure.errors import EnvironmentLacks
+
+# -- imports that torch delays -----------------------------------------------------------------------------------
+
+
+def import_late_parts() -> None:
+    """Import what torch would import later, at a worse moment. Before a fork and before a process group.
+
+    The first DistributedDataParallel imports `torch._dynamo`, 0.8 to 1.0 s in every rank unless it was there before
+    the fork. That in turn imports `torch.distributed.nn.functional`, whose default arguments then hold the process
+    group of that moment, with its store and ports, until the interpreter ends (2.11 and 2.13).
+    """
+    importlib.import_module("torch.distributed.nn.functional")
+    importlib.import_module("torch._dynamo")
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------
+
+_WARNINGS_FROM_INSIDE_TORCH: tuple[tuple[type[Warning], str, str], ...] = (
+    # torch.distributed.optim (67 of them at import) and the first torch.compile script functions of their own
+    (DeprecationWarning, r"`torch\.jit\.(script|script_method|trace|interface)` is deprecated", r"torch\.jit\..*"),
+    # one for each init_rpc
+    (UserWarning, r"You are using a Backend .* as a ProcessGroup", r"torch\.distributed\..*"),
+)
+"""Category, start of the message and module of each warning that torch gives about torch."""
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Silence the known warnings that torch gives about its own code, and no other.
+
+    Warning filters belong to the process: keep threads that warn out of the block.
+    """
+    with warnings.catch_warnings():
+        for category, message, module in _WARNINGS_FROM_INSIDE_TORCH:
+            warnings.filterwarnings("ignore", message=message, category=category, module=module)
+        yield
+
+
+# -- collectives -------------------------------------------------------------------------------------------------
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather every rank's `input` (N,) into `output` (world_size * N,) by rank.
+
+    2.13 has this name and deprecates `all_gather_into_tensor`, the only one that 2.11 has.
+
+    Communication: one blocking all_gather over `group`; sends (world_size - 1) * N elements per rank.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, input, group=group)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum every rank's `input` (world_size * N,) and leave share `rank` of it in `output` (N,).
+
+    2.13 has this name and deprecates `reduce_scatter_tensor`, the only one that 2.11 has.
+
+    Communication: one blocking reduce_scatter over `group`; sends (world_size - 1) * N elements per rank.
+    """
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, input, group=group)
+
+
+# -- stores ------------------------------------------------------------------------------------------------------
+
+
+def store_on_socket(listener: socket, timeout: timedelta) -> dist.TCPStore:
+    """Serve a store on a socket that already listens, so that its port and address are certain.
+
+    Left to itself a TCPStore listens on every interface, and a port found free may be taken before it is used.
+
+    Args:
+        listener: A listening TCP socket. The store owns its descriptor from here on.
+        timeout: How long a `get` or `wait` of a missing key lasts.
+    """
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Connect to a store that another process serves.
+
+    Raises:
+        torch.distributed.DistError: Nothing answered within `timeout`.
+    """
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------
+
+
+def wrap_ddp(
+    model: nn.Module,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    bucket_bytes: int = 25 * 2**20,
+    gradient_as_bucket_view: bool = True,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool | None = None,
+) -> DistributedDataParallel:
+    """Wrap a model in torch's DDP with only those arguments that every version takes without a word.
+
+    Args:
+        model: On its device already.
+        device: The model's one device when it is an accelerator; None or the CPU otherwise.
+        bucket_bytes: Size of a gradient bucket, bytes (torch's own unit is MiB).
+        broadcast_buffers: None keeps torch's default (rank 0's buffers before each forward). False keeps
+            every rank's own: `broadcast_buffers=False` warns in 2.13, and its successor `forward_sync_buffers`
+            is unknown to 2.11 and has another meaning, so the attribute is set after the wrapping.
+
+    Communication: one broadcast of parameters and buffers from rank 0.
+    """
+    has_accelerator = device is not None and device.type not in ("cpu", "mps")
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device] if has_accelerator else None,
+        process_group=process_group,
+        bucket_cap_mb=bucket_bytes / 2**20,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        find_unused_parameters=find_unused_parameters,
+    )
+    if broadcast_buffers is not None:
+        wrapped.broadcast_buffers = broadcast_buffers
+    return wrapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DDPTimes:
+    """What DDP's reducer measured of its last sampled step."""
+
+    backward_seconds: float
+    """From the start of backward to the last gradient."""
+    sync_seconds: float
+    """From the first bucket's all_reduce to the end of the last one."""
+    overlap_seconds: float
+    """The part of `sync_seconds` that backward hid."""
+
+
+def sample_ddp_times(wrapped: DistributedDataParallel, every_steps: int) -> None:
+    """Let DDP measure every `every_steps`th step (private in torch; by default every 100th)."""
+    wrapped._set_ddp_runtime_logging_sample_rate(every_steps)
+
+
+def ddp_times(wrapped: DistributedDataParallel) -> DDPTimes:
+    """Read DDP's own times of its last sampled step (private in torch; zeros before the first)."""
+    data = wrapped._get_ddp_logging_data()
+
+    def seconds(key: str) -> float:
+        return float(data.get(key, 0)) * 1e-9
+
+    return DDPTimes(
+        backward_seconds=seconds("backward_compute_time"),
+        sync_seconds=seconds("backward_comm_time"),
+        overlap_seconds=seconds("backward_compute_comm_overlap_time"),
+    )
+
+
+# -- modules and generators --------------------------------------------------------------------------------------
+
+
+def shallow_replica(module: nn.Module) -> nn.Module:
+    """Copy one module without its children's, parameters' and buffers' contents (private in torch).
+
+    What `nn.DataParallel` builds replicas of: dictionaries are copied, tensors shared, and the replica's
+    parameters may be replaced by non-leaf tensors.
+    """
+    return cast(nn.Module, module._replicate_for_data_parallel())
+
+
+def default_generator(device: torch.device) -> Generator:
+    """Return the generator that random functions without one use on `device`.
+
+    `torch.accelerator` has no way to it, and every backend keeps it under another name.
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return cast(Generator, module.default_generators[index])
+
+
+# -- torchvision -------------------------------------------------------------------------------------------------
+
+_kept_alive: list[torch.library.Library] = []
+"""An operator's schema disappears with the Library object that declared it."""
+
+
+def repair_torchvision() -> bool:
+    """Make `import torchvision` work beside a torch build that its binary part was not made for.
+
+    The registry's torchvision 0.28.0 does not load its compiled operators beside torch 2.13.0+cpu, and its
+    import then fails with `operator torchvision::nms does not exist`. Declaring the two schemas that the import
+    refers to is enough for models, transforms and data sets; the operators themselves stay missing.
+    Does nothing where torchvision is missing or whole, or when called again.
+
+    Returns:
+        Whether schemas were declared.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _has_operator("nms"):
+        return False
+    for library in Path(spec.origin).parent.glob("_C*.so"):
+        try:
+            # a second declaration beside one that loads would be an error: let the real one come first
+            torch.ops.load_library(library)
+        except OSError:
+            continue
+    missing = [name for name in ("nms", "qnms") if not _has_operator(name)]
+    if "nms" not in missing:
+        return False
+    declarations = torch.library.Library("torchvision", "DEF")
+    for name in missing:
+        declarations.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept_alive.append(declarations)
+    return True
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, repaired where its binary part does not fit this torch.
+
+    Raises:
+        EnvironmentLacks: torchvision is not installed.
+    """
+    repair_torchvision()
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("torchvision", "PIL"):
+            raise
+        raise EnvironmentLacks(
+            f"{error.name} is not installed, but this task needs torchvision: pip install 'dure[vision]'"
+        ) from None
+
+
+def _has_operator(name: str) -> bool:
+    namespace: Any = torch.ops.torchvision
+    return hasattr(namespace, name)

@@ -1,0 +1,27 @@
+"""What every test gets: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import clean_up, find_leaks, take_snapshot
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, a port, a thread, a process group or an environment variable."""
+    before = take_snapshot()
+    yield
+    leaks = find_leaks(before)
+    if leaks:
+        clean_up(before)
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where torch sees no CUDA device."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")

@@ -1,0 +1,200 @@
+"""The one place where process groups are made and ended, and what the loop needs of one."""
+
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dure.errors import PeerLost
+from dure.rank import RankInfo
+
+_MESSAGE_LIMIT_BYTES = 64 * 2**20
+
+# How gloo, NCCL and the store word the loss of a peer. Seen on torch 2.11 and 2.13.
+_PEER_LOST_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "remote process exited",
+    "socket closed",
+    "failed to recv",
+    "recvvalue failed",
+    "application timeout",
+    "wait timeout",
+    "connect timeout",
+    "processgroup not initialized",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAddress:
+    """Where the run's key-value store listens, and under which prefix this attempt keeps its keys.
+
+    A dead attempt's keys must never be read by the next one, so the prefix carries run and round.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    listen_fd: int | None = None
+    """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
+
+
+class Group(ABC):
+    """All ranks of a run. `Solo` is its twin for one process without a process group."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Add up `tensor` over all ranks, in place.
+
+        Communication: all_reduce over the group, 2 (P-1)/P of the tensor's bytes sent per rank, blocking.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
+        """Overwrite the tensors with those of `source_rank`. Communication: one broadcast each, blocking."""
+
+    @abstractmethod
+    def all_gather_json(self, message: Any) -> list[Any]:
+        """Return what every rank said, by rank. JSON, never pickled. Communication: two all_gather, blocking."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave in order: all ranks wait for each other, then the group is destroyed."""
+
+
+class Solo(Group):
+    """A group of one: everything is already reduced."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
+        """Leave the tensors as they are."""
+
+    def all_gather_json(self, message: Any) -> list[Any]:
+        """Return the one message, through JSON as a real group would."""
+        return [json.loads(json.dumps(message))]
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class ProcessGroup(Group):
+    """The default torch process group, with messages and reductions on the backend's own device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        # NCCL moves CUDA tensors only; gloo prefers host memory for small messages.
+        self._message_device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Add up over all ranks, in place."""
+        moved = tensor.to(self._message_device)
+        dist.all_reduce(moved)
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+    def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
+        """Overwrite with the tensors of one rank."""
+        for tensor in tensors:
+            dist.broadcast(tensor, source_rank)
+
+    def all_gather_json(self, message: Any) -> list[Any]:
+        """Gather one JSON message from each rank."""
+        data = json.dumps(message).encode()
+        if len(data) > _MESSAGE_LIMIT_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes is over the limit of {_MESSAGE_LIMIT_BYTES}")
+        device = self._message_device
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.world_size)]
+        dist.all_gather(gathered, padded)
+        return [
+            json.loads(bytes(tensor[: int(size)].cpu().numpy())) for tensor, size in zip(gathered, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.all_reduce_sum(torch.zeros(1, device=self._message_device))
+
+    def close(self) -> None:
+        """Wait for all, then destroy."""
+        self.barrier()
+        dist.destroy_process_group()
+
+
+def open_group(
+    rank: RankInfo, address: StoreAddress | None, *, device: torch.device, backend: str, timeout_seconds: float
+) -> ProcessGroup:
+    """Make the default process group of this process, the only way that dure makes one.
+
+    Args:
+        rank: This process.
+        address: The run's own store; None takes the one that torchrun's environment names.
+        device: The device of this rank.
+        backend: `gloo` or `nccl`.
+        timeout_seconds: For the store and for every collective.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if address is None:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout)))
+        # torchrun's store outlives an attempt; the count of restarts keeps their keys apart
+        prefix = f"dure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    else:
+        store = dist.TCPStore(
+            address.host,
+            address.port,
+            rank.world_size,
+            is_master=rank.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=address.listen_fd if rank.rank == 0 else None,
+        )
+        prefix = address.prefix
+        if address.host == "127.0.0.1":
+            # gloo would otherwise listen on the address that the host's name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(prefix, store),
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return ProcessGroup(device)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception only says that another rank went away."""
+    if isinstance(error, PeerLost):
+        return True
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    return any(words in str(error).lower() for words in _PEER_LOST_WORDS)

@@ -1,0 +1,66 @@
+"""What is here: cores, memory, devices. Nothing in this module creates a device context, so that forking stays safe."""
+
+import os
+import sys
+
+from dure.errors import EnvironmentLacks, SpecInvalid
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use (its affinity, where the system has one)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int:
+    """Return the host memory that can be taken without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def count_accelerators(kind: str) -> int:
+    """Return the number of visible devices of a kind, `cuda` or `mps`.
+
+    CUDA devices are counted through NVML: the CUDA runtime, once asked, cannot be used in a forked child.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    if kind == "mps":
+        return int(sys.platform == "darwin" and torch.backends.mps.is_available())
+    return 0
+
+
+def resolve_device(wanted: str) -> str:
+    """Return the kind of device a run uses: `cuda`, `mps` or `cpu`.
+
+    Raises:
+        EnvironmentLacks: The wanted kind is not here.
+    """
+    if wanted == "auto":
+        return next((kind for kind in ("cuda", "mps") if count_accelerators(kind)), "cpu")
+    if wanted != "cpu" and count_accelerators(wanted) == 0:
+        raise EnvironmentLacks(f"--device {wanted} but this machine shows no {wanted} device: use --device cpu or auto")
+    return wanted
+
+
+def check_devices(device: str, num_devices: int, *, shared: bool) -> None:
+    """Refuse more devices than the machine has.
+
+    Raises:
+        SpecInvalid: Fewer CUDA or MPS devices are visible than the run wants.
+    """
+    if device == "cpu" or shared:
+        return
+    visible = count_accelerators(device)
+    if num_devices > visible:
+        raise SpecInvalid(
+            [
+                f"nproc is {num_devices} but {visible} {device} device(s) are visible: use --nproc {visible}, "
+                "--device cpu, or --share-devices to let several processes use one device"
+            ]
+        )

@@ -1,0 +1,262 @@
+"""The contract between the loop and a strategy: three verbs, each one measured span."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.comm.groups import Group
+from dure.errors import TaskInvalid
+from dure.measure.sums import Sum
+from dure.strategies import StrategyInfo
+from dure.strategies.batches import Microbatch
+from dure.strategies.precision import Precision
+
+LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The settings that strategies read; each takes what concerns it."""
+
+    clip_norm: float | None = None
+    deterministic: bool = False
+    sync_batchnorm: bool = False
+    compile: bool = False
+    bucket_bytes: int = 25 * 2**20
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    device0_share: float | None = None
+
+
+class Requests(NamedTuple):
+    """What a rank wants of all ranks; they learn it together with the step's facts, so all act at the same step."""
+
+    stop: bool = False
+    """Checkpoint and end: this rank got a signal."""
+    save: bool = False
+    """Checkpoint and go on: this rank's clock says so."""
+
+
+class StepFacts:
+    """What a step found out, over all ranks: loss sum, loss count and what was requested.
+
+    On an accelerator the numbers travel to the host behind the computation; `read` waits for them. The loop reads
+    them one step late there, so that the device never runs dry.
+    """
+
+    def __init__(
+        self, facts: Tensor | Sequence[float], *, is_integral: bool, local_losses: Sequence[Tensor]
+    ) -> None:
+        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own losses."""
+        self._is_integral = is_integral
+        self._local_losses = local_losses
+        self._event: torch.Event | None = None
+        if isinstance(facts, Tensor) and facts.device.type != "cpu":
+            host = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=facts.device.type == "cuda")
+            host.copy_(facts, non_blocking=True)
+            self._event = torch.Event(device=facts.device)
+            self._event.record()
+            facts = host
+        self._facts = facts
+
+    def is_locally_finite(self) -> bool:
+        """Whether this rank's own losses of the step were finite."""
+        return all(bool(loss.isfinite()) for loss in self._local_losses)
+
+    def read(self) -> tuple[float, float, Requests]:
+        """Return loss sum, loss count and the requests."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
+        loss_sum, count, stop, save = values
+        # a count of whole items went through float32 arithmetic on its way
+        count = round(count) if self._is_integral and math.isfinite(count) else count
+        return loss_sum, count, Requests(stop > 0, save > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
+
+    root: Tensor
+    """Differentiable: the loss weighted for this step, not yet scaled for fp16."""
+    value: Tensor
+    """Detached; `value * factor` is the loss summed over the items."""
+    factor: float
+    count: "Tensor | int | float"
+
+    @property
+    def total(self) -> Tensor:
+        """The loss summed over the items."""
+        return self.value if self.factor == 1 else self.value * self.factor
+
+
+class Strategy(ABC):
+    """One way to divide the work of a step.
+
+    The loop calls `prepare` once and then, for every step, `forward_backward`, `sync_gradients` and
+    `optimizer_step`. After `sync_gradients` every replica's gradient is that of the global batch's mean loss.
+
+    How the weights come out exact: every microbatch's loss enters backward divided by the step's *expected* count,
+    which all ranks know beforehand; gradients and counts are then only ever added. For a mean over samples the
+    expected count is the true one. For other counts (tokens) the true one is known after the forward passes, and
+    one multiplication before the optimiser's step corrects the difference; the expectation is a power of two there,
+    so that it never changes a bit of the result.
+    """
+
+    gradient_divisor: int = 1
+    """What the engine divides the summed gradients by (DDP: the world size)."""
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        self.info = info
+        self.group = group
+        self.devices = tuple(devices)
+        self.device = self.devices[0]
+        self.precision = precision
+        self.options = options
+        self.last_gradient_time: float | None = None
+        """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
+        self._expected_items: float | None = None
+
+    def prepare(
+        self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction
+    ) -> None:
+        """Place the model, build the optimiser over it and make both ready, in the one visible order."""
+        self.loss = loss
+        self.model = self.place(model)
+        if self.options.compile:
+            self.model.compile()
+        self.optimizer = build_optimizer(self.model)
+        self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.distribute()
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move the model to the first device."""
+        return model.to(self.device)
+
+    def distribute(self) -> None:
+        """Apply the parallelism to the placed model."""
+
+    @abstractmethod
+    def forward_backward(
+        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
+    ) -> None:
+        """Compute this rank's gradients of the step.
+
+        Args:
+            microbatches: This rank's share, at least one.
+            global_samples: Samples of the step over all ranks.
+            requests: This rank's; all ranks learn them with the step's facts.
+        """
+
+    @abstractmethod
+    def sync_gradients(self) -> StepFacts:
+        """Bring gradients and facts together over all ranks and return the facts."""
+
+    def optimizer_step(self) -> None:
+        """Correct the count, clip by the true global gradient's norm, and step."""
+        self._correct_count()
+        self.precision.unscale(self.optimizer)
+        if self.options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trainable, self.options.clip_norm)
+        self.precision.step(self.optimizer)
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients, those outside the optimiser too: a stale one would enter the norm."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    @abstractmethod
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes that this rank sends to other ranks or devices in one step."""
+
+    def process_microbatch_size(self, microbatch_size: int) -> int:
+        """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""
+        return microbatch_size
+
+    def evaluation_models(self) -> list[nn.Module]:
+        """Return one up-to-date model per device of this process, to evaluate on all of them."""
+        return [self.model]
+
+    def before_reading(self) -> None:
+        """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""
+
+    def not_preserved(self) -> list[str]:
+        """Return what this run, with its model and options, does not preserve of the one-device run."""
+        has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
+        has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.model.modules())
+        is_many = self.group.world_size * len(self.devices) > 1
+        return [
+            text
+            for text in self.info.does_not_preserve
+            if is_many
+            and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
+            and (not text.startswith("dropout") or has_dropout)
+        ]
+
+    def close(self) -> None:
+        """Let go of threads and engines."""
+
+    # what the strategies share
+
+    def loss_term(self, model: nn.Module, microbatch: Microbatch, global_samples: int) -> LossTerm:
+        """Compute one microbatch's loss, weighted for this step."""
+        with self.precision.autocast():
+            result = self.loss(model, microbatch.batch)
+        if isinstance(result, Sum):
+            total = _checked_loss(result.total)
+            weight = self.gradient_divisor / self.expected_items(global_samples)
+            term = LossTerm(total * weight, total.detach(), 1.0, result.count)
+        else:
+            result = _checked_loss(result)
+            weight = microbatch.num_samples * self.gradient_divisor / global_samples
+            root = result if weight == 1 else result * weight
+            term = LossTerm(root, result.detach(), microbatch.num_samples, microbatch.num_samples)
+        if microbatch.is_stand_in:
+            return LossTerm(term.root * 0.0, torch.zeros_like(term.value), 1.0, 0)
+        return term
+
+    def expected_items(self, global_samples: int) -> float:
+        """Return the power of two that stands in for the step's count until the true one is known."""
+        if self._expected_items is None:
+            self._expected_items = 2.0 ** round(math.log2(global_samples))
+        return self._expected_items
+
+    def _correct_count(self) -> None:
+        if self._expected_items is None:
+            return
+        count = self.counted_items()
+        factor = self._expected_items / count
+        gradients = [p.grad for p in self.trainable if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+        if isinstance(count, float) and count > 0:
+            self._expected_items = 2.0 ** round(math.log2(count))
+
+    @abstractmethod
+    def counted_items(self) -> "Tensor | float":
+        """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
+
+
+def _checked_loss(value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+        raise TaskInvalid(
+            f"the task's loss returned {seen}: return a scalar tensor (the mean over the batch's samples) or "
+            "dure.Sum(total, count) with a scalar tensor as total"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise TaskInvalid(
+            "the task's loss returned a tensor without a gradient: compute it from the model's output without detach(), "
+            ".item() or no_grad(), and leave some parameter trainable"
+        )
+    return value

@@ -1,0 +1,175 @@
+"""DistributedDataParallel: a process per device, gradients all-reduced in buckets during backward.
+
+The engine is torch's DDP (Li et al. 2020, section 3.2). What dure adds: the step's facts (loss sum, count, wish to
+stop) travel inside the first gradient bucket, so that exact weights and an agreed stop cost no message of their own.
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dure.errors import UnusedParameters
+from dure.strategies.base import LossTerm, Requests, StepFacts, Strategy
+from dure.strategies.batches import Microbatch
+from dure.strategies.sync_batchnorm import convert_sync_batchnorm
+
+_UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
+
+
+class ObjectiveModule(nn.Module):
+    """The task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
+
+    `carrier` is a parameter outside the optimiser. Its gradient is made to be the step's facts: the term
+    `carrier . facts` is zero in value (the carrier is zero) and has the facts as its gradient. DDP then adds them up
+    over ranks and microsteps like any gradient.
+    """
+
+    def __init__(self, strategy: "DDP", model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        # the model's own dtype keeps the carrier in a bucket with other gradients; halves are too coarse for counts
+        dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} else torch.float32
+        self.carrier = nn.Parameter(torch.zeros(4, dtype=dtype, device=strategy.device))
+        self._strategy = [strategy]  # in a list: the strategy is no submodule
+        self.is_integral = True
+        self.local_losses: list[Tensor] = []
+        self._fixed: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> Tensor:
+        """Return what backward starts from."""
+        strategy = self._strategy[0]
+        term = strategy.loss_term(self.model, microbatch, global_samples)
+        facts = self._facts(term, requests)
+        return strategy.precision.scale(term.root) + torch.dot(self.carrier, facts)
+
+    def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
+        like, count = self.carrier, term.count
+        self.local_losses.append(term.value)
+        if isinstance(count, Tensor) or count != term.factor:
+            self.is_integral = not isinstance(count, float)
+            count = torch.as_tensor(count, dtype=like.dtype).to(like.device, non_blocking=True)
+            wanted = [torch.full_like(count, float(request)) for request in requests]
+            return torch.stack([term.value.to(like.dtype) * term.factor, count, *wanted])
+        # a mean over samples: the same few counts every step, so the constants are made once
+        self.is_integral = True
+        if (count, requests) not in self._fixed:
+            self._fixed[count, requests] = (
+                torch.tensor([0.0, count, *requests], dtype=like.dtype, device=like.device),
+                torch.tensor([count, 0.0, 0.0, 0.0], dtype=like.dtype, device=like.device),
+            )
+        base, unit = self._fixed[count, requests]
+        return torch.addcmul(base, unit, term.value.to(like.dtype))
+
+
+class DDP(Strategy):
+    """torch's DistributedDataParallel over the objective."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
+        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+
+    def distribute(self) -> None:
+        """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
+        self.gradient_divisor = self.group.world_size
+        self.objective = ObjectiveModule(self, self.model)
+        self.engine = DistributedDataParallel(
+            self.objective,
+            bucket_cap_mb=max(1, self.options.bucket_bytes // 2**20),
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
+        self.trainable_bytes = sum(p.numel() * p.element_size() for p in self.trainable)
+        self._is_first_step = True
+        self._arrivals: list[nn.Parameter] = []
+        # on an accelerator the host runs ahead: its clock says nothing about when a gradient was ready
+        self._arrival_hooks = (
+            [p.register_post_accumulate_grad_hook(self._arrivals.append) for p in self.trainable]
+            if self.device.type == "cpu"
+            else []
+        )
+
+    def forward_backward(
+        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
+    ) -> None:
+        """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
+        self.objective.local_losses = []
+        pending = iter(microbatches)
+        microbatch: Microbatch | None = next(pending)
+        while microbatch is not None:
+            following = next(pending, None)
+            is_last = following is None
+            with nullcontext() if is_last else self.engine.no_sync():
+                self._backward(microbatch, global_samples, requests if is_last else Requests())
+            microbatch = following
+        if self._is_first_step:
+            self._after_first_backward()
+
+    def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
+        try:
+            self.engine(microbatch, global_samples, requests).backward()
+        except RuntimeError as error:
+            if "Expected to have finished reduction in the prior iteration" in str(error):
+                raise UnusedParameters(
+                    "a parameter that got a gradient in earlier steps got none in the last one, and ddp waits for all "
+                    f"of them: {_UNUSED_CURE}"
+                ) from None
+            raise
+
+    def _after_first_backward(self) -> None:
+        self._is_first_step = False
+        if not self.options.find_unused_parameters:
+            unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            if unused:
+                shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+                raise UnusedParameters(
+                    f"{len(unused)} parameter(s) got no gradient in the first step, and ddp waits for all of them: "
+                    f"{shown}; {_UNUSED_CURE}"
+                )
+        for hook in self._arrival_hooks:
+            hook.remove()
+        if self._arrivals:
+            # autograd's order is the same every step: only the last gradient's arrival is worth a hook
+            self._arrivals[-1].register_post_accumulate_grad_hook(self._note_arrival)
+        self._arrivals.clear()
+
+    def _note_arrival(self, parameter: Tensor) -> None:
+        self.last_gradient_time = time.perf_counter()
+
+    def sync_gradients(self) -> StepFacts:
+        """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
+        facts = self.objective.carrier.grad
+        assert facts is not None
+        summed = facts * self.gradient_divisor
+        self._count: Tensor | float = float(summed[1]) if self.device.type == "cpu" else summed[1]
+        return StepFacts(
+            summed, is_integral=self.objective.is_integral, local_losses=self.objective.local_losses
+        )
+
+    def zero_gradients(self) -> None:
+        """Drop the carrier's gradient too."""
+        super().zero_gradients()
+        self.objective.carrier.grad = None
+
+    def counted_items(self) -> "Tensor | float":
+        """Return the step's count over all ranks."""
+        return self._count
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends."""
+        world_size = self.group.world_size
+        carrier = self.objective.carrier
+        return 2 * (world_size - 1) * (self.trainable_bytes + carrier.numel() * carrier.element_size()) // world_size
+
+    def close(self) -> None:
+        """Let DDP's reducer go before the process group does."""
+        del self.engine
+

@@ -1,0 +1,58 @@
+"""Autocast and loss scaling: the one place that knows what `fp32`, `bf16` and `fp16` mean."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """How a forward pass computes and how its gradients are kept in range.
+
+    `fp32` leaves the model's own dtypes alone (a float64 model stays float64). `bf16` and `fp16` run the forward
+    pass under autocast with the parameters as they are. `fp16` also scales the loss (Micikevicius et al. 2018,
+    section 3.2): one scale for all microsteps of a step, unscaled once before clipping.
+    """
+
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name = name
+        self.device_type = device_type
+        self.scaler = torch.amp.GradScaler(device_type) if name == "fp16" else None
+        if self.scaler is not None:
+            # it makes its scale at the first call, which must not be raced for by the device threads of balanced_dp
+            self.scaler.scale(torch.zeros(1, device=device_type))
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which model and loss are computed."""
+        if self.name == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=_DTYPES[self.name])
+
+    def scale(self, root: torch.Tensor) -> torch.Tensor:
+        """Scale what backward starts from."""
+        return root if self.scaler is None else self.scaler.scale(root)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the accumulated gradients back to their true size."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the optimiser; with fp16, skip it when a gradient overflowed (the same on all ranks)."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        """Return the scaler's state, for a checkpoint."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a scaler's state; a run resumed under another precision starts afresh."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)

@@ -1,0 +1,90 @@
+"""BatchNorm whose statistics are those of all ranks' samples."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over all ranks; backward sums the gradients over all ranks, since every rank's loss depends on the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        summed = tensor.detach().clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+class SyncBatchNorm(_BatchNorm):
+    """The plain twin of torch's CUDA-only `SyncBatchNorm`, for any device and backend.
+
+    Two all-reduces per forward (counts and sums, then squared deviations from the global mean), so that the variance
+    does not cancel as a mean of squares would; two in backward. Ranks may hold different numbers of samples.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm needs (B, C, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `(B, C, ...)` by the statistics of all ranks in training, by the running ones otherwise."""
+        self._check_input_dim(input)
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        count = torch.full((1,), input.numel() // input.size(1), dtype=input.dtype, device=input.device)
+        summed = _AllReduceSum.apply(torch.cat([input.sum(dims), count]))  # type: ignore[no-untyped-call]
+        count = summed[-1].detach()
+        mean = summed[:-1] / count
+        deviation = input - mean.view(shape)
+        variance = _AllReduceSum.apply(deviation.square().sum(dims)) / count  # type: ignore[no-untyped-call]
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        normalised = deviation * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+        return normalised
+
+    def _update_running(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), momentum)
+
+
+def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """Replace every BatchNorm by one over all ranks: torch's on CUDA, our plain one elsewhere.
+
+    Parameters and buffers keep their identity and names, so an optimiser built before stays right.
+    """
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for name, child in model.named_children():
+        if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
+            setattr(model, name, _synchronised(child))
+        else:
+            convert_sync_batchnorm(child, device)
+    return _synchronised(model) if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm) else model
+
+
+def _synchronised(old: _BatchNorm) -> SyncBatchNorm:
+    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+    new.load_state_dict(old.state_dict())
+    if old.affine:
+        new.weight, new.bias = old.weight, old.bias
+    for name, buffer in old.named_buffers(recurse=False):
+        new.register_buffer(name, buffer)
+    new.train(old.training)
+    return new

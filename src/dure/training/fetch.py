@@ -1,0 +1,169 @@
+"""From data indices to batches on a device, the same on any number of ranks and loader workers."""
+
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_sample
+from dure.errors import DataInvalid
+from dure.strategies.batches import map_tensors, to_device
+
+_PROBED_FETCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """Samples to be fetched as one batch. It is what the sampler hands to a loader worker."""
+
+    epoch: int
+    indices: Sequence[int]
+
+
+def check_dataset(data: Any, source: str) -> None:
+    """Refuse what a run cannot be defined on.
+
+    Raises:
+        DataInvalid: Iterable-style, without a length, or empty.
+    """
+    kind = type(data).__name__
+    if isinstance(data, IterableDataset):
+        raise DataInvalid(
+            f"{source} returned {kind}, an IterableDataset: a stream has no sample indices, so its order cannot be kept "
+            "the same at another number of ranks; give a map-style dataset (__len__ and __getitem__)"
+        )
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataInvalid(f"{source} returned {kind}: give a map-style dataset (__len__ and __getitem__)")
+    if len(data) == 0:
+        raise DataInvalid(f"{source} returned an empty dataset ({kind}): there is nothing to use; check its path or filter")
+
+
+class SampleFetch(Dataset[Any]):
+    """Fetches batches so that what is drawn for a sample depends on (seed, epoch, sample index) alone.
+
+    Data sets with a batched `__getitems__` are asked once per batch. Whether such a call draws from the global
+    generators (a `Subset` over random transforms does) is probed on the first fetches and at every power of two; if it
+    does, this and all later batches are fetched sample by sample, each under its own seed.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
+        self.data = data
+        self.collate = collate
+        self.seed = seed
+        self.is_batched = hasattr(data, "__getitems__") or type(data) is TensorDataset
+        self._num_fetches = 0
+
+    def __getitems__(self, request: FetchRequest) -> Any:
+        """Fetch one batch."""
+        if self.is_batched:
+            self._num_fetches += 1
+            fetches = self._num_fetches
+            if fetches > _PROBED_FETCHES and fetches & (fetches - 1):
+                return self._fetch_batched(request)
+            with kept_global_randomness():
+                seed_for_sample(0, 0, 0)
+                before = _next_draws()
+                seed_for_sample(0, 0, 0)
+                batch = self._fetch_batched(request)
+                if _next_draws() == before:
+                    return batch
+            self.is_batched = False
+        return self._fetch_one_by_one(request)
+
+    def _fetch_batched(self, request: FetchRequest) -> Any:
+        if type(self.data) is TensorDataset:
+            chosen = torch.as_tensor(request.indices)
+            return tuple(tensor[chosen] for tensor in self.data.tensors)
+        with at_epoch(self.seed, request.epoch):
+            fetched = self.data.__getitems__(request.indices)
+        return self.collate(fetched) if isinstance(fetched, list) else fetched
+
+    def _fetch_one_by_one(self, request: FetchRequest) -> Any:
+        samples = []
+        with kept_global_randomness(), at_epoch(self.seed, request.epoch):
+            for index in request.indices:
+                seed_for_sample(self.seed, request.epoch, index)
+                samples.append(self.data[index])
+        return self.collate(samples)
+
+
+def _next_draws() -> tuple[float, float, int]:
+    return random.random(), float(np.random.random()), int(torch.randint(2**31, (1,)))
+
+
+class Loader:
+    """Turns requests into batches on the device, in order, with or without loader processes."""
+
+    def __init__(self, fetch: SampleFetch, device: torch.device, num_workers: int) -> None:
+        self._fetch = fetch
+        self._device = device
+        self._num_workers = num_workers
+
+    def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        """Yield one batch per request."""
+        host_batches = self._with_workers(requests) if self._num_workers else map(self._fetch.__getitems__, requests)
+        if self._device.type == "cpu":
+            return iter(host_batches)
+        if self._device.type == "cuda":
+            return _copied_ahead(host_batches, self._device)
+        return (to_device(batch, self._device) for batch in host_batches)
+
+    def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterable[Any]:
+        return DataLoader(
+            self._fetch,
+            batch_sampler=_Requests(requests),
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_ignore_interrupts,
+            pin_memory=self._device.type == "cuda",
+        )
+
+
+def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy the next batch in a stream of its own while the device computes on this one."""
+    stream = torch.cuda.Stream(device)
+
+    def begin_copy(batch: Any) -> Any:
+        with torch.cuda.stream(stream):
+            # the caching host allocator keeps pinned memory until its copy is done
+            pinned = map_tensors(batch, lambda tensor: tensor if tensor.is_pinned() else tensor.pin_memory())
+            return to_device(pinned, device)
+
+    source = iter(host_batches)
+    waiting = next(source, _END)
+    waiting = waiting if waiting is _END else begin_copy(waiting)
+    while waiting is not _END:
+        torch.cuda.current_stream(device).wait_stream(stream)
+        # the copy was allocated in the other stream: its memory must not be reused there while it is used here
+        map_tensors(waiting, lambda tensor: tensor.record_stream(torch.cuda.current_stream(device)))
+        ready, following = waiting, next(source, _END)
+        waiting = following if following is _END else begin_copy(following)
+        yield ready
+
+
+_END = object()
+
+
+class _Requests:
+    """The sampler of a DataLoader that is asked for whole batches."""
+
+    def __init__(self, requests: Iterable[FetchRequest]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[FetchRequest]:
+        return iter(self._requests)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_interrupts(worker_id: int) -> None:
+    # Ctrl-C reaches the whole terminal group; the rank ends its loaders after its checkpoint
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+

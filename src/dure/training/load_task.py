@@ -1,0 +1,151 @@
+"""From `file.py:Class` to a task, and back."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from dure.errors import TaskInvalid
+from dure.training.task import Task
+
+_REQUIRED = ("build_model", "train_data", "build_optimizer", "loss")
+
+
+def load_task_class(reference: str) -> type[Task]:
+    """Import the task class that `file.py:Class` or `package.module:Class` names.
+
+    A file is run once per process, with its folder importable, as Python does for a script.
+
+    Raises:
+        TaskInvalid: No such file or class, an import that fails (with the user's own traceback), a missing method.
+    """
+    where, _, class_name = reference.rpartition(":")
+    if not where or not class_name.isidentifier():
+        raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except TaskInvalid:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TaskInvalid(f"{where} does not import:\n{traceback_in_user_code(error)}") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        tasks = [name for name, value in vars(module).items() if _is_task(value) and value.__module__ == module.__name__]
+        known = f"it has {', '.join(tasks)}" if tasks else "it has no class derived from dure.Task"
+        raise TaskInvalid(f"{where} has no class {class_name}: {known}")
+    if not _is_task(found):
+        raise TaskInvalid(f"{class_name} in {where} is not a task: derive it from dure.Task")
+    check_task_class(found)
+    return found  # type: ignore[no-any-return]
+
+
+def check_task_class(cls: type[Task]) -> None:
+    """Refuse a class that lacks a needed method.
+
+    Raises:
+        TaskInvalid: Names every missing method with its signature.
+    """
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        signatures = ", ".join(f"{name}{inspect.signature(getattr(Task, name))}" for name in missing)
+        raise TaskInvalid(f"{cls.__name__} lacks {signatures}: add what is missing to the class")
+
+
+def task_reference(cls: type[Task]) -> str:
+    """Return the `file.py:Class` by which another process finds this class.
+
+    Raises:
+        TaskInvalid: The class was defined where no file can be read again, such as a notebook or a function.
+    """
+    file = inspect.getsourcefile(cls) if cls.__module__ != "__main__" else getattr(sys.modules["__main__"], "__file__", None)
+    if "." in cls.__qualname__ or file is None or not Path(file).exists():
+        raise TaskInvalid(
+            f"{cls.__qualname__} is not at the top level of a file, so another process cannot import it: move it there, "
+            "or pass start='inline' (one process) or start='fork'"
+        )
+    return f"{Path(file).resolve()}:{cls.__name__}"
+
+
+def task_option_fields(cls: type[Task]) -> list[dataclasses.Field[Any]]:
+    """Return the task's own options: its annotated fields."""
+    return [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+
+def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
+    """Make the task, with its options converted to their declared types.
+
+    Raises:
+        TaskInvalid: An unknown option, a missing one, or a value of the wrong type; all of them at once.
+    """
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in task_option_fields(cls)}
+    faults = [f"task option {name} is unknown" for name in options if name not in fields]
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in options:
+            try:
+                values[name] = TypeAdapter(hints[name]).validate_python(options[name])
+            except ValidationError as error:
+                faults.append(f"task option {name} is {options[name]!r}: {error.errors()[0]['msg']}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            faults.append(f"task option {name} has no value: give --task.{name.replace('_', '-')}")
+    if faults:
+        known = ", ".join(fields) or "none"
+        raise TaskInvalid("; ".join(faults) + f" (options of {cls.__name__}: {known})")
+    return cls(**values)
+
+
+def traceback_in_user_code(error: BaseException) -> str:
+    """Format a traceback without dure's, torch's and the import system's own frames in front.
+
+    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, all is shown.
+    """
+    ours = str(Path(__file__).resolve().parents[1])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, "<frozen")) and "site-packages" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError):
+        frames = []
+    kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)] if kept else []
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _is_task(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Task) and value is not Task
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise TaskInvalid(f"{path} does not exist: give the path of the file that defines the task")
+    for module in list(sys.modules.values()):
+        # the file may be imported already: under its package name by tests, or as the running script
+        if getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
+            return module
+    name = f"dure_task_{path.stem}"
+    if name in sys.modules:
+        name = f"{name}_{abs(hash(path))}"
+    location = importlib.util.spec_from_file_location(name, path)
+    if location is None or location.loader is None:
+        raise TaskInvalid(f"{path} is no Python file: give the file that defines the task")
+    module = importlib.util.module_from_spec(location)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        location.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,66 @@
+"""Which samples, in which order: the part of a run that no machine may change."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dure.errors import SpecInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples of one optimiser step, over all ranks."""
+
+    epoch: int
+    indices: np.ndarray
+    """Data indices `(B,)`, the last batch of an epoch possibly shorter."""
+    samples_seen: int
+    """Of the whole run, after this batch."""
+    epoch_samples: int
+    """Samples of this epoch used, after this batch."""
+
+
+class SampleOrder:
+    """The order of samples as a function of (data length, global batch size, seed, epoch) and nothing else.
+
+    Epoch `e`'s permutation comes from `(seed, e)` alone; step `t` of it takes positions `[t*B, (t+1)*B)`. A position in
+    the run is a number of samples, so a checkpoint needs nothing but that number to go on.
+    """
+
+    def __init__(
+        self, num_samples: int, global_batch_size: int, *, seed: int, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        self.num_samples = num_samples
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch_samples = num_samples - num_samples % global_batch_size if drop_last else num_samples
+        """Samples of an epoch that are used."""
+        if self.epoch_samples == 0:
+            raise SpecInvalid(
+                [
+                    f"--drop-last with {num_samples} training samples and a global batch of {global_batch_size} leaves "
+                    f"nothing: use a global batch of at most {num_samples}, or keep the short batch"
+                ]
+            )
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """Return the data indices of an epoch in order, `(num_samples,)` int64.
+
+        Philox (Salmon et al. 2011) is counter-based: epoch `e` needs no walk through the epochs before it.
+        """
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_samples)
+
+    def batches(self, samples_seen: int, total_samples: int) -> Iterator[GlobalBatch]:
+        """Yield the batches from a position to the end of the run; the last one is cut to end exactly there."""
+        while samples_seen < total_samples:
+            epoch, offset = divmod(samples_seen, self.epoch_samples)
+            indices = self.permutation(epoch)
+            while offset < self.epoch_samples and samples_seen < total_samples:
+                size = min(self.global_batch_size, self.epoch_samples - offset, total_samples - samples_seen)
+                offset += size
+                samples_seen += size
+                yield GlobalBatch(epoch, indices[offset - size : offset], samples_seen, offset)

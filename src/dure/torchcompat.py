@@ -42,8 +42,6 @@ def import_late_parts() -> None:
 _WARNINGS_FROM_INSIDE_TORCH: tuple[tuple[type[Warning], str, str], ...] = (
     # torch.distributed.optim (67 of them at import) and the first torch.compile script functions of their own
     (DeprecationWarning, r"`torch\.jit\.(script|script_method|trace|interface)` is deprecated", r"torch\.jit\..*"),
-    # one for each init_rpc
-    (UserWarning, r"You are using a Backend .* as a ProcessGroup", r"torch\.distributed\..*"),
 )
 """Category, start of the message and module of each warning that torch gives about torch."""
 

@@ -1,0 +1,93 @@
+# What a developer and CI run. `make demo` and `make test` need Python 3.11+ and a package registry, nothing else.
+#
+#   PYTHON=python3.12 make test    another interpreter for the environment
+#   DURE_NO_VENV=1 make gpu-check  no environment, no installing: $(PYTHON) as it is
+
+PYTHON ?= python3
+VENV ?= .venv
+DURE_NO_VENV ?= 0
+PYTEST_ARGS ?=
+
+ifeq ($(DURE_NO_VENV),1)
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+CORE :=
+DEMO :=
+DEV :=
+BENCH :=
+else
+PY := $(VENV)/bin/python
+CORE := $(VENV)/.dure-core
+DEMO := $(VENV)/.dure-demo
+DEV := $(VENV)/.dure-dev
+BENCH := $(VENV)/.dure-bench
+endif
+
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test check format lint types floors slow faults gpu-check bench clean
+.DELETE_ON_ERROR:
+
+help: ## show these targets
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: $(DEMO) ## train the digits task on 2 processes and show the table
+	$(PY) -m dure train examples/digits.py:Digits --strategy ddp --nproc 2
+
+test: $(DEV) ## run the test suite (without the slow and the fault tests)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: format lint types floors test ## everything that must hold before a commit
+
+format: $(DEV) ## is everything formatted?
+	$(PY) -m ruff format --check .
+
+lint: $(DEV) ## is there anything that ruff minds?
+	$(PY) -m ruff check .
+
+types: $(DEV) ## do the types hold?
+	$(PY) -m mypy
+
+floors: $(DEV) ## does every module import its own floor or lower?
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+slow: $(DEV) ## run the tests that take longer
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+faults: $(DEV) ## run the tests that kill, hang and slow ranks
+	$(PY) -m pytest -m faults $(PYTEST_ARGS)
+
+gpu-check: $(CORE) ## conformance, precision and memory on CUDA; the script exits 3 where there is no CUDA device
+	$(PY) benchmarks/gpu_check.py
+
+bench: $(BENCH) ## overhead per step beside the bare loop, DDP by hand, Accelerate and Fabric
+	$(PY) benchmarks/overhead.py
+
+clean: ## remove the environment, caches and builds; runs stay
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip and not python is the target: a venv that could not get pip is no venv
+$(VENV)/bin/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "dure needs Python 3.11 or newer, but there is no '$(PYTHON)': install it, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "dure needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name a newer one: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# a stamp is made when its installation is done, so a repeated make installs nothing
+$(VENV)/.dure-core: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dure-demo: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[digits]'
+	@touch $@
+
+$(VENV)/.dure-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.dure-core $(VENV)/.dure-demo
+
+$(VENV)/.dure-bench: $(DEV)
+	$(INSTALL) -e '.[dev,bench]'
+	@touch $@

@@ -1,0 +1,122 @@
+"""Gates over the source text: what no file of dure may contain."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+FORBIDDEN_CALLS = {
+    "eval": "runs text as code",
+    "exec": "runs text as code",
+    "os.system": "goes through a shell",
+    "os.popen": "goes through a shell",
+    "pickle.load": "unpickles",
+    "pickle.loads": "unpickles",
+    "pickle.Unpickler": "unpickles",
+    "marshal.loads": "unpickles",
+    "shelve.open": "unpickles",
+    "torch.load": "unpickles",
+    "yaml.load": "builds any object",
+    "broadcast_object_list": "unpickles what a peer sends",
+    "all_gather_object": "unpickles what a peer sends",
+    "gather_object": "unpickles what a peer sends",
+    "scatter_object_list": "unpickles what a peer sends",
+    "recv_object_list": "unpickles what a peer sends",
+}
+"""By whole dotted name, or by its last part where the name stands for a collective."""
+
+FORBIDDEN_KEYWORDS = {"shell": True, "weights_only": False, "allow_pickle": True}
+ROOMLESS = {"utils.py", "util.py", "common.py", "helpers.py", "helper.py", "misc.py"}
+
+
+def unsafe_calls(source: str) -> Iterator[str]:
+    """Yield line and reason of each call that could run what a file or a peer says."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        last = name.rpartition(".")[2]
+        if name in FORBIDDEN_CALLS or (last.endswith(("_object", "_object_list")) and last in FORBIDDEN_CALLS):
+            yield f"{node.lineno}: {name} {FORBIDDEN_CALLS.get(name) or FORBIDDEN_CALLS[last]}"
+        for keyword in node.keywords:
+            if (
+                keyword.arg in FORBIDDEN_KEYWORDS
+                and isinstance(keyword.value, ast.Constant)
+                and keyword.value.value is FORBIDDEN_KEYWORDS[keyword.arg]
+            ):
+                yield f"{node.lineno}: {name}({keyword.arg}={keyword.value.value})"
+
+
+def strategy_branches(source: str) -> Iterator[str]:
+    """Yield each comparison of a strategy's name with a written-out name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Match) and _is_strategy(node.subject):
+            yield f"{node.lineno}: match {ast.unparse(node.subject)}"
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [node.left, *node.comparators]
+        if any(map(_is_strategy, sides)) and any(map(_is_written_name, sides)):
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_strategy(node: ast.expr) -> bool:
+    return ast.unparse(node).rpartition(".")[2] in ("strategy", "strategy_name")
+
+
+def _is_written_name(node: ast.expr) -> bool:
+    if isinstance(node, ast.Tuple | ast.Set | ast.List):
+        return any(map(_is_written_name, node.elts))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_when_read_then_nothing_runs_what_a_file_says(path: Path) -> None:
+    assert list(unsafe_calls(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval(text)",
+        "exec(text)",
+        "pickle.load(file)",
+        "torch.load(path)",
+        "load(path, weights_only=False)",
+        "run(line, shell=True)",
+        "yaml.load(file)",
+        "np.load(path, allow_pickle=True)",
+        "dist.all_gather_object(out, mine)",
+    ],
+)
+def test_unsafe_calls_when_one_is_written_then_it_is_found(line: str) -> None:
+    assert len(list(unsafe_calls(line))) == 1
+
+
+def test_unsafe_calls_when_a_model_goes_to_evaluation_then_none_is_found() -> None:
+    assert list(unsafe_calls("model.eval(); safetensors.torch.load(data); re.compile('eval(x)')")) == []
+
+
+def test_strategies_when_named_outside_their_table_then_nothing_branches_on_a_name() -> None:
+    table = ROOT / "src/dure/strategies/__init__.py"
+    branches = {
+        str(path.relative_to(ROOT)): found
+        for path in SOURCES
+        if path != table and (found := list(strategy_branches(path.read_text(encoding="utf-8"))))
+    }
+    assert branches == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["spec.strategy == 'ddp'", "strategy in ('dp', 'ddp')", "match strategy:\n    case _: pass"]
+)
+def test_strategy_branches_when_one_is_written_then_it_is_found(line: str) -> None:
+    assert len(list(strategy_branches(line))) == 1
+
+
+def test_files_when_named_then_each_says_what_is_in_it() -> None:
+    named = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in named if path.name in ROOMLESS] == []

@@ -1,0 +1,35 @@
+"""pyproject.toml and constraints.txt belong together."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+REQUIREMENTS = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.values()) for line in lines]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.mark.parametrize("requirement", [r for r in REQUIREMENTS if r.name != "dure"], ids=str)
+def test_requirement_when_constrained_then_its_pin_is_in_the_range(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_constraints_when_read_then_they_name_no_host() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8") + (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|--index-url|--extra-index-url|--find-links", text)
+
+
+def test_python_when_supported_then_make_checks_for_the_same_version() -> None:
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -1,0 +1,210 @@
+"""The checkpoints of a run: whatever happens, the newest whole one can be found and is what was written.
+
+A checkpoint is a fresh directory under a temporary name. Every rank writes its files and forces them to the disk; the
+manifest with their sizes and SHA-256 comes last; one rename makes the directory visible. So a crash at any moment
+leaves the older checkpoints and at most a `.writing-` directory, which is no checkpoint and is removed at the next
+start. Nothing is ever written into a directory that is a checkpoint already.
+
+    checkpoints/
+      samples-000000001024/    manifest.json, model.safetensors, optimizer.safetensors, state.json, rank<r>.safetensors
+      latest, best             names, for people and scripts; dure itself trusts only the manifests
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
+from dure.training.checkpoint_reader import Checkpoint, export_weights, verify
+from dure.training.checkpoint_writer import NAME, WRITING, CheckpointWriter, is_being_written
+from dure.training.durable_files import open_regular, replace_file, sync_directory
+from dure.training.manifest import Manifest, read_manifest
+from dure.training.optimizer_state import optimizer_from_names, optimizer_to_names
+from dure.training.snapshot import Group, Piece, Position, Snapshot, Solo
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "Group",
+    "Piece",
+    "Position",
+    "SavedCheckpoint",
+    "Snapshot",
+    "Solo",
+    "export_weights",
+    "optimizer_from_names",
+    "optimizer_to_names",
+    "verify",
+]
+
+TRASH = ".trash-"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that is on the disk."""
+
+    path: Path
+    num_bytes: int
+    """Of all files of all ranks, the manifest not counted."""
+    seconds: float
+    """From the call of `save` to its end."""
+
+
+class CheckpointStore:
+    """The folder of one run's checkpoints. Only `save` is collective; the rest is for any one rank."""
+
+    def __init__(self, root: Path, keep: int, warn: Callable[[str], None]) -> None:
+        """Name the folder; nothing is read or written yet.
+
+        Args:
+            root: The folder; it is made when the first checkpoint is saved.
+            keep: How many of the newest to keep, beside the best.
+            warn: Receives one sentence for each thing that is wrong without ending the run.
+        """
+        self.root = root
+        self._keep = max(keep, 1)
+        self._warn = warn
+        self._damaged: set[str] = set()
+
+    def save(
+        self, snapshot: Snapshot, position: Position, group: Group, metrics: Any = None, is_best: bool = False
+    ) -> SavedCheckpoint:
+        """Save a checkpoint; when this returns, on any rank, it is on the disk and will be found.
+
+        All ranks succeed or all raise. Then older checkpoints that need not be kept are removed.
+
+        Args:
+            snapshot: What to save; it says what each rank has to give.
+            position: Where in the run this is; the same on every rank.
+            group: The ranks that save. They share a file system.
+            metrics: Plain values for the manifest: the evaluation at this position.
+            is_best: Whether this is the best so far; it is then kept until a better one is saved.
+
+        Communication:
+            Four blocking `all_gather_json` over `group`: about 200 bytes per rank and file, and with sharded tensors
+            about 100 bytes per piece.
+
+        Raises:
+            DiskFull: The room is too little or ended while writing; on every rank, with nothing half-written left.
+            TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
+            PeerLost: Another rank could not write its part.
+        """
+        started = time.perf_counter()
+        path, num_bytes = CheckpointWriter(self.root, snapshot, position, group).run(metrics, is_best)
+        if group.rank == 0:
+            self._after_commit(path, is_best)
+        return SavedCheckpoint(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - started)
+
+    def _after_commit(self, path: Path, is_best: bool) -> None:
+        """Point to the new checkpoint and remove old ones. It is safe already: what fails here is only told."""
+        try:
+            replace_file(self.root / "latest", f"{path.name}\n")
+            if is_best:
+                replace_file(self.root / "best", f"{path.name}\n")
+            self._remove_old(path)
+        except (OSError, DureError) as error:
+            self._warn(f"checkpoint {path.name} is saved, but tidying up after it failed: {error}")
+
+    def _remove_old(self, newest: Path) -> None:
+        """Keep the newest K positions up to the one just saved, and the best.
+
+        Those beyond it are left alone. They are of a run that was resumed from further back because they were damaged,
+        and must neither count as the newest nor be destroyed before a person has seen them.
+        """
+        marked = (path for path, manifest in self._readable() if manifest.is_best and _key(path) <= _key(newest))
+        best = next((path for path in marked if self._looks_whole(path)), None)
+        kept: set[str] = set()
+        for path in self._named():
+            if _key(path) > _key(newest):
+                continue
+            position = path.name.partition(".")[0]
+            if position not in kept and len(kept) < self._keep and self._looks_whole(path):
+                kept.add(position)
+            elif path != best:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        # renamed first: a crash in the middle must not leave something that bears a checkpoint's name
+        trash = path.with_name(f"{TRASH}{path.name}")
+        if trash.exists():
+            shutil.rmtree(trash)
+        path.rename(trash)
+        shutil.rmtree(trash)
+
+    def remove_leftovers(self) -> None:
+        """Remove what saves that never ended, and removals that never ended, left behind. For rank 0, at the start."""
+        if not self.root.is_dir():
+            return
+        for path in [*self.root.glob(f"{WRITING}*"), *self.root.glob(f"{TRASH}*")]:
+            if path.is_dir() and not path.is_symlink() and not is_being_written(path):
+                shutil.rmtree(path, ignore_errors=True)
+        sync_directory(self.root)
+
+    def newest_valid(self) -> Path | None:
+        """Return the newest checkpoint of which every byte is what was written, or None when there is none.
+
+        Each damaged one is reported by name with the reason, and then which one is taken instead.
+        """
+        return self._first_valid(self._named(), "the newest good one")
+
+    def best(self) -> Path | None:
+        """Return the checkpoint that was the best when it was saved; the newest good one when that cannot be used."""
+        declared = [path for path, manifest in self._readable() if manifest.is_best]
+        found = self._first_valid(declared, "the best before it")
+        if found is None and (found := self.newest_valid()) is not None:
+            self._warn(f"there is no good checkpoint that is marked as the best; taking the newest, {found.name}")
+        return found
+
+    def _first_valid(self, candidates: list[Path], what: str) -> Path | None:
+        skipped = False
+        for path in candidates:
+            try:
+                verify(path)
+            except (CheckpointDamaged, CheckpointMismatch) as error:
+                self._warn(str(error))
+                self._damaged.add(path.name)
+                skipped = True
+                continue
+            self._damaged.discard(path.name)
+            if skipped:
+                self._warn(f"taking {path.name}, {what}")
+            return path
+        return None
+
+    def _named(self) -> list[Path]:
+        """List everything that bears a checkpoint's name, the newest first."""
+        if not self.root.is_dir():
+            return []
+        found = [path for path in self.root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_key, reverse=True)
+
+    def _readable(self) -> list[tuple[Path, Manifest]]:
+        found = []
+        for path in self._named():
+            try:
+                found.append((path, read_manifest(path)))
+            except (CheckpointDamaged, CheckpointMismatch):
+                continue
+        return found
+
+    def _looks_whole(self, path: Path) -> bool:
+        """Tell from manifest and sizes, without reading it all, whether a checkpoint counts among the kept."""
+        try:
+            for name, entry in read_manifest(path).files.items():
+                os.close(open_regular(path / name, entry.num_bytes))
+        except CheckpointDamaged:
+            return False
+        except CheckpointMismatch:
+            return True  # of a newer dure: not for this one to judge, nor to remove
+        return path.name not in self._damaged
+
+
+def _key(path: Path) -> tuple[int, int]:
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)

@@ -1,0 +1,260 @@
+"""Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.errors import CheckpointDamaged, CheckpointMismatch
+from dure.training.checkpoint_share import STATE_NAME, rank_file_name
+from dure.training.durable_files import check_file, raise_if_full, read_verified, sync_directory, write_new_file
+from dure.training.manifest import Manifest, TensorEntry, read_manifest
+from dure.training.optimizer_state import optimizer_from_names
+from dure.training.resharding import assemble, fill
+from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out, parse
+from dure.training.snapshot import Piece, Position
+from dure.training.state_tree import decode
+
+FEW = 5
+"""Names that an error shows of each kind."""
+
+
+def verify(path: Path) -> Manifest:
+    """Check every byte of a checkpoint and return its manifest.
+
+    Raises:
+        CheckpointDamaged: Something is missing, cut or altered; the message names checkpoint and file.
+        CheckpointMismatch: A newer dure wrote it.
+    """
+    try:
+        manifest = read_manifest(path)
+        for name, entry in manifest.files.items():
+            check_file(path / name, entry.num_bytes, entry.sha256)
+    except (CheckpointDamaged, CheckpointMismatch) as error:
+        raise _named(error, path) from error
+    return manifest
+
+
+def _named(error: CheckpointDamaged | CheckpointMismatch, path: Path) -> CheckpointDamaged | CheckpointMismatch:
+    if isinstance(error, CheckpointDamaged):
+        return CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}")
+    return CheckpointMismatch(f"checkpoint {path.name} does not fit: {error}")
+
+
+class Checkpoint:
+    """A checkpoint whose needed bytes have been read once, checked, and are held in memory.
+
+    What is held are the bytes themselves: the tensors are views of them, and nothing is read again. Let it go when
+    everything is loaded.
+    """
+
+    def __init__(self, path: Path, *, rank: int = 0, weights_only: bool = False) -> None:
+        """Read and check a checkpoint.
+
+        Args:
+            path: The checkpoint's directory.
+            rank: The rank whose own state is read, where the checkpoint has one.
+            weights_only: Read the model alone, as an evaluation or an export needs it.
+
+        Raises:
+            CheckpointDamaged: Something that is needed is missing, cut or altered; named.
+            CheckpointMismatch: A newer dure wrote it.
+        """
+        self.path = path
+        self._rank = rank
+        try:
+            self.manifest = read_manifest(path)
+            needed = {STATE_NAME, *_files_of(self.manifest.model)}
+            if not weights_only:
+                needed |= _files_of(self.manifest.optimizer) | ({rank_file_name(rank)} & self.manifest.files.keys())
+            read = {name: self._read(name) for name in sorted(needed)}
+            self._state = _parse_state(bytes(read.pop(STATE_NAME)))
+            self._tensors = {name: parse(data, name) for name, data in read.items()}
+            self._check_entries(self.manifest.model)
+            if not weights_only:
+                self._check_entries(self.manifest.optimizer)
+        except (CheckpointDamaged, CheckpointMismatch) as error:
+            raise _named(error, path) from error
+
+    def _read(self, name: str) -> bytearray:
+        if name not in self.manifest.files:
+            raise CheckpointDamaged(f"{name} is not among its files")
+        entry = self.manifest.files[name]
+        return read_verified(self.path / name, entry.num_bytes, entry.sha256)
+
+    def _check_entries(self, entries: Mapping[str, TensorEntry]) -> None:
+        for name, entry in entries.items():
+            for piece in entry.pieces:
+                tensor = self._tensors[piece.file].get(name)
+                if tensor is None or tuple(tensor.shape) != piece.sizes or DTYPE_NAMES[tensor.dtype] != entry.dtype:
+                    raise CheckpointDamaged(f"{piece.file} does not hold {name} as the manifest says")
+
+    @property
+    def position(self) -> Position:
+        """Where in the run it stands."""
+        return Position(**self.manifest.position.model_dump())
+
+    @property
+    def metrics(self) -> Any:
+        """The evaluation that was saved with it."""
+        return decode(self.manifest.metrics)
+
+    @property
+    def extra(self) -> Any:
+        """The plain values that were saved with it."""
+        return decode(self._state["extra"])
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """The optimiser's state by parameter names, its tensors whole and on the CPU."""
+        entries = self.manifest.optimizer
+        return dict(decode(self._state["optimizer"], lambda name: assemble(self._pieces(name, entries[name]))))
+
+    def per_rank(self, world_size: int) -> dict[str, Tensor] | None:
+        """Return what the rank kept for itself, or None when the checkpoint is of another number of ranks."""
+        if self.manifest.world_size != world_size:
+            return None
+        return dict(self._tensors[rank_file_name(self._rank)])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return every tensor of the model, whole and under all its names; tied ones are the same tensor."""
+        found = {name: assemble(self._pieces(name, entry)) for name, entry in self.manifest.model.items()}
+        return found | {alias: found[name] for alias, name in self.manifest.aliases.items()}
+
+    def _pieces(self, name: str, entry: TensorEntry) -> list[Piece]:
+        return [
+            Piece(tensor=self._tensors[piece.file][name], offsets=piece.offsets, shape=entry.shape)
+            for piece in entry.pieces
+        ]
+
+    def load_model(self, model: nn.Module) -> None:
+        """Copy the weights into a model, whatever its device or sharding; all of them or none.
+
+        Args:
+            model: The model itself, not wrapped.
+
+        Raises:
+            CheckpointMismatch: The checkpoint is of another model; the message says which tensors differ.
+        """
+        wanted = model.state_dict()
+        self._check_fits(wanted)
+        names = self.manifest.aliases
+        entries = self.manifest.model
+        state: dict[str, Any] = {name: decode(value) for name, value in self._state["model_extra"].items()}
+        for name, target in wanted.items():
+            if isinstance(target, Tensor):
+                own = names.get(name, name)
+                pieces = self._pieces(own, entries[own])
+                state[name] = _like(target, pieces) if hasattr(target, "__create_chunk_list__") else assemble(pieces)
+        self._check_ties(wanted, state)
+        model.load_state_dict(state, strict=True)
+
+    def _check_fits(self, wanted: Mapping[str, Any]) -> None:
+        aliases, entries = self.manifest.aliases, self.manifest.model
+        had = {name: entries[aliases.get(name, name)] for name in [*entries, *aliases]}
+        has = {name: value for name, value in wanted.items() if isinstance(value, Tensor)}
+        others = self._state["model_extra"].keys() ^ (wanted.keys() - has.keys())
+        shapes = [
+            f"{name} ({_describe(had[name].dtype, had[name].shape)} in the checkpoint,"
+            f" {_describe(DTYPE_NAMES.get(value.dtype, str(value.dtype)), tuple(value.shape))} in the model)"
+            for name, value in has.items()
+            if name in had
+            and (had[name].shape != tuple(value.shape) or had[name].dtype != DTYPE_NAMES.get(value.dtype))
+        ]
+        faults = [
+            *_listed("that the checkpoint lacks", [name for name in has if name not in had]),
+            *_listed("that the model lacks", [name for name in had if name not in has]),
+            *_listed("of another shape or dtype", shapes),
+            *_listed("of extra state on one side only", sorted(others)),
+        ]
+        if faults:
+            raise CheckpointMismatch(
+                f"checkpoint {self.path.name} is of another model: {'; '.join(faults)}. Build the model as the run that"
+                " saved it did (the same task and task options), or start a new run"
+            )
+
+    def _check_ties(self, wanted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Refuse to put two different tensors into one tied tensor, of which the last would win."""
+        first: dict[int, str] = {}
+        for name, target in wanted.items():
+            if not isinstance(target, Tensor) or target.numel() == 0 or hasattr(target, "__create_chunk_list__"):
+                continue
+            other = first.setdefault(hash((target.data_ptr(), target.shape, target.stride())), name)
+            if other != name and state[other] is not state[name] and not _same_bits(state[other], state[name]):
+                raise CheckpointMismatch(
+                    f"checkpoint {self.path.name} is of another model: {other} and {name} are one tensor in the model"
+                    " and two different ones in the checkpoint"
+                )
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Give an optimiser over the model's parameters the saved state, bit for bit.
+
+        Raises:
+            CheckpointMismatch: The optimiser's parameter groups are not the saved ones.
+        """
+        try:
+            optimizer_from_names(model, optimizer, self.optimizer)
+        except CheckpointMismatch as error:
+            raise _named(error, self.path) from error
+
+
+def _files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
+    return {piece.file for entry in entries.values() for piece in entry.pieces}
+
+
+def _parse_state(data: bytes) -> dict[str, Any]:
+    state = json.loads(data)
+    if not isinstance(state, dict) or not {"optimizer", "model_extra", "extra"} <= state.keys():
+        raise CheckpointDamaged(f"{STATE_NAME} lacks its fields")
+    return state
+
+
+def _like(target: Tensor, pieces: list[Piece]) -> Tensor:
+    filled = torch.empty_like(target)
+    fill(filled, pieces)
+    return filled
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {shape}"
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return [f"{len(names)} {'tensor' if len(names) == 1 else 'tensors'} {what}: {', '.join(names[:FEW])}{more}"]
+
+
+def export_weights(path: Path, out: Path) -> int:
+    """Write a checkpoint's weights as one safetensors file that any library reads, and return its bytes.
+
+    The file appears whole or not at all; one that is there is replaced. A tied tensor stands under each of its names.
+
+    Raises:
+        CheckpointDamaged: The checkpoint is not what was written.
+        DiskFull: There is no room for the file.
+        OSError: The system refuses the file.
+    """
+    weights = Checkpoint(path, weights_only=True).weights()
+    layout = lay_out(weights)
+    new = out.with_name(f".{out.name}.writing")
+    new.unlink(missing_ok=True)
+    try:
+        write_new_file(new, file_buffers(weights, layout))
+        new.replace(out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise_if_full(error, new)
+        raise
+    finally:
+        new.unlink(missing_ok=True)
+    return layout.num_bytes

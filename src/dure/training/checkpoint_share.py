@@ -1,0 +1,200 @@
+"""What one rank writes of a checkpoint: which tensors in which file, and how many bytes that takes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.errors import TaskInvalid
+from dure.training.durable_files import write_new_file
+from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
+from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
+from dure.training.snapshot import Piece, Snapshot, as_piece
+from dure.training.state_tree import encode
+
+PARTS = ("model", "optimizer")
+STATE_NAME = "state.json"
+
+PieceTable = dict[str, dict[str, Any]]
+"""Of each part the pieces that a rank has, by name: dtype, whole shape, offsets, sizes. Plain JSON values."""
+
+
+def rank_file_name(rank: int) -> str:
+    """Name the file of what belongs to one rank alone."""
+    return f"rank{rank}.safetensors"
+
+
+def part_file_name(part: str, rank: int) -> str:
+    """Name the file that a rank writes of a part; what rank 0 writes is, without shards, the whole part."""
+    return f"{part}.safetensors" if rank == 0 else f"{part}-{rank:05d}.safetensors"
+
+
+@dataclass(kw_only=True)
+class Share:
+    """What one rank writes."""
+
+    rank: int
+    parts: dict[str, dict[str, Tensor | Piece]]
+    """`model` and `optimizer`: the tensors of each that this rank has to write, by name."""
+    per_rank: dict[str, Tensor]
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: bytes = b""
+    """The JSON of everything that is no tensor; rank 0 writes it."""
+
+    def pieces(self) -> PieceTable:
+        """Return the tensors that are pieces as plain JSON values, for the other ranks."""
+        return {
+            part: {
+                name: {
+                    "dtype": DTYPE_NAMES[value.tensor.dtype],
+                    "shape": list(value.shape),
+                    "offsets": list(value.offsets),
+                    "sizes": list(value.tensor.shape),
+                }
+                for name, value in tensors.items()
+                if isinstance(value, Piece)
+            }
+            for part, tensors in self.parts.items()
+        }
+
+    def keep_only(self, pieces: PieceTable) -> None:
+        """Drop the pieces that are not in `pieces`, because a lower rank writes the same."""
+        for part, tensors in self.parts.items():
+            for name in [name for name, value in tensors.items() if isinstance(value, Piece)]:
+                if name not in pieces[part]:
+                    del tensors[name]
+
+    def files(self) -> dict[str, dict[str, Tensor | Piece]]:
+        """Return the tensors of each safetensors file."""
+        files = {part_file_name(part, self.rank): tensors for part, tensors in self.parts.items()}
+        written = {name: tensors for name, tensors in files.items() if tensors or self.rank == 0}
+        return {**written, rank_file_name(self.rank): dict(self.per_rank)}
+
+    def num_bytes(self) -> int:
+        """Count the bytes of this rank's files exactly."""
+        return len(self.state) + sum(lay_out(*_split(tensors)).num_bytes for tensors in self.files().values())
+
+    def write(self, directory: Path) -> dict[str, FileEntry]:
+        """Write this rank's files, each forced to the disk, and return their sizes and hashes.
+
+        Raises:
+            DiskFull: There is no room.
+        """
+        written = {}
+        for name, mixed in self.files().items():
+            tensors, offsets = _split(mixed)
+            size, digest = write_new_file(directory / name, file_buffers(tensors, lay_out(tensors, offsets)))
+            written[name] = FileEntry(num_bytes=size, sha256=digest)
+        if self.rank == 0:
+            size, digest = write_new_file(directory / STATE_NAME, [self.state])
+            written[STATE_NAME] = FileEntry(num_bytes=size, sha256=digest)
+        return written
+
+    def entries(self, part: str, pieces: list[PieceTable]) -> dict[str, TensorEntry]:
+        """Return the manifest's entries of a part: rank 0's whole tensors and every rank's pieces.
+
+        Args:
+            part: `model` or `optimizer`.
+            pieces: What every rank writes as pieces, in the order of ranks.
+        """
+        wholes = {name: value for name, value in self.parts[part].items() if isinstance(value, Tensor)}
+        found = {name: _whole_entry(value, part_file_name(part, 0)) for name, value in wholes.items()}
+        for rank, theirs in enumerate(pieces):
+            for name, piece in theirs[part].items():
+                entry = PieceEntry(
+                    file=part_file_name(part, rank), offsets=tuple(piece["offsets"]), sizes=tuple(piece["sizes"])
+                )
+                before = found[name].pieces if name in found else ()
+                found[name] = TensorEntry(dtype=piece["dtype"], shape=tuple(piece["shape"]), pieces=(*before, entry))
+        return found
+
+
+def _whole_entry(tensor: Tensor, file: str) -> TensorEntry:
+    shape = tuple(tensor.shape)
+    piece = PieceEntry(file=file, offsets=(0,) * len(shape), sizes=shape)
+    return TensorEntry(dtype=DTYPE_NAMES[tensor.dtype], shape=shape, pieces=(piece,))
+
+
+def _split(mixed: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    tensors = {name: value.tensor if isinstance(value, Piece) else value for name, value in mixed.items()}
+    return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, Piece)}
+
+
+def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
+    """Leave a piece that several ranks have (a replicated tensor) to the lowest of them, and an empty one to nobody."""
+    seen: set[tuple[Any, ...]] = set()
+    kept: list[PieceTable] = []
+    for table in tables:
+        mine: PieceTable = {part: {} for part in table}
+        for part, pieces in table.items():
+            for name, piece in pieces.items():
+                place = (part, name, *piece["offsets"], *piece["sizes"])
+                if place not in seen and (0 not in piece["sizes"] or 0 in piece["shape"]):
+                    mine[part][name] = piece
+                seen.add(place)
+        kept.append(mine)
+    return kept
+
+
+def share_of(snapshot: Snapshot, rank: int) -> Share:
+    """Decide what a rank writes of a snapshot.
+
+    Tied tensors of the model are written once, and their further names kept as aliases.
+
+    Raises:
+        TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
+    """
+    try:
+        model, aliases, model_extra = _model_parts(snapshot.model)
+        optimizer: dict[str, Any] = {}
+        state = {
+            "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
+            "model_extra": model_extra,
+            "extra": encode(snapshot.extra, "extra"),
+        }
+        parts = {"model": model, "optimizer": {name: as_piece(value) for name, value in optimizer.items()}}
+        if rank:
+            parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
+        share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases)
+        share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if rank == 0 else b""
+        share.num_bytes()  # refuses dtypes before anything is written
+    except TypeError as error:
+        raise TaskInvalid(
+            f"this run cannot be checkpointed: {error}; nothing is pickled, so a model's and an optimiser's state may"
+            " hold tensors, numbers, strings, lists, tuples and dictionaries"
+        ) from error
+    return share
+
+
+def _only_pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+    return {name: value for name, value in tensors.items() if isinstance(value, Piece)}
+
+
+def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, str], dict[str, Any]]:
+    tensors: dict[str, Tensor | Piece] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    first_names: dict[Any, str] = {}
+    for name, value in model.items():
+        if not isinstance(value, Tensor | Piece):
+            extra[name] = encode(value, f"the model's {name}")
+            continue
+        piece = as_piece(value)
+        first = first_names.setdefault(_memory_of(piece) or name, name)
+        if first == name:
+            tensors[name] = piece
+        else:
+            aliases[name] = first
+    return tensors, aliases, extra
+
+
+def _memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
+    tensor = value.tensor if isinstance(value, Piece) else value
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return None
+    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)

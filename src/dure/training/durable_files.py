@@ -1,0 +1,150 @@
+"""Files that are wholly there or not at all: fsync, rename, refusal of anything but a regular file."""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from dure.errors import CheckpointDamaged, DiskFull
+from dure.units import format_bytes
+
+NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+Buffer = bytes | bytearray | memoryview
+
+
+def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
+    """Write a file that must not exist yet, force it to the disk and return its size and SHA-256.
+
+    The hash is of the bytes handed to the system, so that what a disk or a network changes on the way shows later.
+
+    Raises:
+        DiskFull: The file system or a quota has no room for it.
+        OSError: Anything else that the system refuses.
+    """
+    digest, num_bytes = sha256(), 0
+    try:
+        with path.open("xb") as file:
+            for buffer in buffers:
+                digest.update(buffer)
+                num_bytes += file.write(buffer)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
+    return num_bytes, digest.hexdigest()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a small text file so that a reader sees the old text or the new one, never a part."""
+    new = path.with_name(f".{path.name}.writing")
+    new.unlink(missing_ok=True)
+    try:
+        write_new_file(new, [text.encode()])
+        new.rename(path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries to the disk: a created or renamed file is only then sure to be found again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def raise_if_full(error: OSError, path: Path) -> None:
+    """Raise `DiskFull` in the place of an error that says so in the system's words.
+
+    Raises:
+        DiskFull: The error is one of no space or no quota.
+    """
+    if error.errno in NO_SPACE_ERRNOS:
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        raise DiskFull(
+            f"writing {path.name} found no space left in {path.parent} ({free} free): free some, or put the run"
+            " elsewhere with --runs-dir; the checkpoints before it are untouched"
+        ) from error
+
+
+def open_regular(path: Path, num_bytes: int | None = None, at_most: int | None = None) -> int:
+    """Open a file for reading that is a regular one of the expected size, and return its descriptor.
+
+    Links are refused, because a checkpoint lives in its own directory, and pipes, because they wait for ever.
+
+    Raises:
+        CheckpointDamaged: The file is missing, is something else, or has another size.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        what = "is missing" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"
+        raise CheckpointDamaged(f"{path.name} {what}") from None
+    fault = _fault_of(descriptor, num_bytes, at_most)
+    if fault:
+        os.close(descriptor)
+        raise CheckpointDamaged(f"{path.name} {fault}")
+    return descriptor
+
+
+def _fault_of(descriptor: int, num_bytes: int | None, at_most: int | None) -> str | None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    if num_bytes is not None and status.st_size != num_bytes:
+        return f"has {status.st_size} bytes where {num_bytes} were written"
+    if at_most is not None and status.st_size > at_most:
+        return f"has {format_bytes(status.st_size)}, more than the {format_bytes(at_most)} that it may have"
+    return None
+
+
+def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
+    """Read a file once and return its bytes when size and SHA-256 are what was written.
+
+    The bytes that are checked are the bytes that are used: nothing is read a second time.
+
+    Raises:
+        CheckpointDamaged: The file is missing, has another size or another hash.
+    """
+    data = bytearray(num_bytes)
+    with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
+        view, filled = memoryview(data), 0
+        while filled < num_bytes:
+            got = _read_some(file.fileno(), view[filled : filled + 2**24], path)
+            if not got:
+                raise CheckpointDamaged(f"{path.name} ended after {filled} of {num_bytes} bytes")
+            filled += got
+    _check_digest(path, sha256(data).hexdigest(), digest)
+    return data
+
+
+def check_file(path: Path, num_bytes: int, digest: str) -> None:
+    """Check a file's size and SHA-256 without keeping its bytes.
+
+    Raises:
+        CheckpointDamaged: The file is missing, has another size or another hash.
+    """
+    buffer, seen = bytearray(2**20), sha256()
+    with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
+        while got := _read_some(file.fileno(), memoryview(buffer), path):
+            seen.update(memoryview(buffer)[:got])
+    _check_digest(path, seen.hexdigest(), digest)
+
+
+def _read_some(descriptor: int, into: memoryview, path: Path) -> int:
+    try:
+        return os.readv(descriptor, [into])
+    except OSError as error:
+        raise CheckpointDamaged(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _check_digest(path: Path, seen: str, written: str) -> None:
+    if seen != written:
+        raise CheckpointDamaged(f"{path.name} was altered: its SHA-256 is {seen[:16]}… and was {written[:16]}…")

@@ -1,0 +1,152 @@
+"""An optimiser's state by the names of the model's parameters instead of torch's running numbers.
+
+Torch numbers parameters in the order in which the optimiser got them. Names survive another order, another strategy
+and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.errors import CheckpointMismatch, TaskInvalid
+from dure.training.resharding import fill, whole
+
+EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+"""How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""
+
+STEP_KEY = "step"
+"""Torch's own optimisers keep the step count in float32 on the device of their choice, whatever the parameter's."""
+
+
+def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimiser's state with the model's parameter names in the place of numbers.
+
+    Args:
+        model: The model itself, not wrapped: its names are the names of the checkpoint.
+        optimizer: An optimiser over parameters of `model`.
+
+    Returns:
+        `state` by parameter name, `groups` with their names under `params`, and under `shared_state` and `other` what
+        some optimisers keep beside these. Tensors are the live ones, not copies.
+
+    Raises:
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's.
+    """
+    saved = optimizer.state_dict()
+    names = _names_by_number(model, optimizer, saved)
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    state = {names[number]: value for number, value in saved["state"].items() if number in names}
+    # some optimisers keep state of the whole beside that of the parameters
+    shared_state = {key: value for key, value in saved["state"].items() if key not in names}
+    other = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}
+
+
+def optimizer_from_names(model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any]) -> None:
+    """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
+
+    Args:
+        model: The model itself, not wrapped.
+        optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
+        data: The saved state; its tensors may be on any device and are copied.
+
+    Raises:
+        CheckpointMismatch: The groups are not the saved ones.
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's.
+    """
+    template = optimizer.state_dict()
+    names = _names_by_number(model, optimizer, template)
+    canonical = _canonical_names(model)
+    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical)
+    numbers = {name: number for number, name in names.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state: dict[Any, Any] = dict(data.get("shared_state", {}))
+    for key, value in data["state"].items():
+        name = canonical.get(key)
+        if name not in numbers:
+            raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
+        state[numbers[name]] = _placed_like(parameters[name], value)
+    optimizer.load_state_dict({**data.get("other", {}), "state": state, "param_groups": groups})
+    for number, value in state.items():
+        if number in names:
+            _restore_dtypes(optimizer.state[parameters[names[number]]], value)
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Map every name of every parameter to the first name of it: tied parameters have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _names_by_number(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[int, str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, str] = {}
+    for live, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(live["params"], packed["params"], strict=True):
+            if id(parameter) not in names:
+                raise TaskInvalid(
+                    f"build_optimizer gave the optimiser a parameter of shape {tuple(parameter.shape)} that is not one"
+                    " of the model's, so no checkpoint could name it: make it a part of the model"
+                )
+            found[number] = names[id(parameter)]
+    return found
+
+
+def _matching_groups(
+    saved: list[dict[str, Any]],
+    template: list[dict[str, Any]],
+    names: Mapping[int, str],
+    canonical: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    if len(saved) != len(template):
+        raise CheckpointMismatch(f"its optimiser has {len(saved)} parameter groups and this one has {len(template)}")
+    matched = []
+    for index, (old, new) in enumerate(zip(saved, template, strict=True)):
+        had = {canonical.get(name, name) for name in old["params"]}
+        has = {names[number] for number in new["params"]}
+        if had != has:
+            few = ", ".join(sorted(had ^ has)[:5])
+            raise CheckpointMismatch(
+                f"parameter group {index} of its optimiser has {len(had)} parameters and this one's has {len(has)}; "
+                f"not in both: {few}"
+            )
+        kept = {key: new[key] for key in EXECUTION_KEYS if key in new}
+        values = {key: value for key, value in old.items() if key not in EXECUTION_KEYS}
+        matched.append({**new, **values, **kept, "params": new["params"]})
+    return matched
+
+
+def _placed_like(parameter: Tensor, value: Any) -> Any:
+    """Copy state, with the strides of its parameter where the shape is the same.
+
+    A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has none.
+    """
+    if isinstance(value, Tensor):
+        if value.shape != parameter.shape:
+            return value.clone()
+        like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        fill(like, [whole(value)])
+        return like
+    if isinstance(value, Mapping):
+        return {
+            key: item.clone() if key == STEP_KEY and isinstance(item, Tensor) else _placed_like(parameter, item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_placed_like(parameter, item) for item in value)
+    return value
+
+
+def _restore_dtypes(loaded: Any, saved: Any) -> None:
+    """Undo torch's cast of loaded state to its parameter's dtype, which would round float32 state of bfloat16."""
+    if not isinstance(loaded, dict) or not isinstance(saved, Mapping):
+        return
+    for key, value in saved.items():
+        now = loaded.get(key)
+        if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype and key != STEP_KEY:
+            loaded[key] = value.to(device=now.device)
+        elif isinstance(value, Mapping):
+            _restore_dtypes(now, value)

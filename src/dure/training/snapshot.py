@@ -1,0 +1,86 @@
+"""What a checkpoint holds, in memory: position, model, optimiser, and what a rank keeps for itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where in the run a checkpoint stands. Samples decide; step and epoch follow from them."""
+
+    samples_seen: int
+    """Samples used by all ranks since the start of the run."""
+    step: int
+    """Optimiser steps done."""
+    epoch: int
+    """Epoch of the next sample, from 0: as many as are completed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """This rank's rectangular piece of a tensor that is spread over ranks."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    """Where the piece begins in the whole tensor, in each dimension."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of a run at a position.
+
+    A plain tensor is whole and the same on every rank; rank 0 writes it. A `Piece`, or a `DTensor`, is written by the
+    rank that has it. Ranks other than 0 may leave out what is whole.
+    """
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """The model's own `state_dict()`: its own names, no `module.`."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """The answer of `optimizer_to_names`."""
+    extra: Any = None
+    """Plain values of any nesting: gradient scaler, the best so far, sums of an open epoch."""
+    per_rank: Mapping[str, Tensor] = field(default_factory=dict)
+    """What belongs to this rank alone: the states of its random generators."""
+
+
+class Group(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather_json(self, value: Any, /) -> list[Any]:
+        """Return every rank's value, in the order of ranks."""
+        ...
+
+
+class Solo:
+    """A group of one process."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather_json(self, value: Any, /) -> list[Any]:
+        return [value]
+
+
+def as_piece(value: Any) -> "Tensor | Piece":
+    """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
+
+    Raises:
+        TypeError: The rank has several separate pieces of it.
+    """
+    if isinstance(value, Piece) or not hasattr(value, "__create_chunk_list__"):
+        return value
+    chunks = value.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise TypeError(f"a tensor of which one rank has {len(chunks)} separate pieces")
+    return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))

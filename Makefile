@@ -23,7 +23,8 @@ DEV := $(VENV)/.dure-dev
 BENCH := $(VENV)/.dure-bench
 endif
 
-INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes, and says nothing)" && \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test check format lint types floors slow faults gpu-check bench clean
 .DELETE_ON_ERROR:

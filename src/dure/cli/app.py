@@ -1,0 +1,106 @@
+"""`dure`: finds the verb, and turns whatever goes wrong into a sentence and an exit code."""
+
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from cyclopts import App
+from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+
+from dure.cli import evaluate, export, runs, strategies, train
+from dure.cli.settings import spell_out_truths
+from dure.errors import DONE, DureError, Misuse, SpecInvalid
+from dure.spec import unknown_name
+
+VERBS: dict[str, Callable[[], Callable[..., None]]] = {
+    "eval": evaluate.command,
+    "export": export.command,
+    "strategies": strategies.command,
+    "runs": runs.command,
+}
+"""Every verb but `train`, whose flags depend on the task."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; `sys.argv`'s when None.
+
+    Returns:
+        The exit code: 0 done, 1 training failed, 2 misuse, 3 the environment lacks something, 130 and 143 signals.
+    """
+    try:
+        _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except DureError as error:
+        print(_sentence(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("dure: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return DONE
+
+
+def build_app(train_command: Callable[..., None]) -> App:
+    """Build the parser of all verbs."""
+    app = App(
+        name="dure",
+        help="Train a PyTorch model on one device or many, with the same result.",
+        help_format="plaintext",
+        help_epilogue="dure COMMAND --help shows a command's flags, dure train FILE:Task --help that task's own too.",
+        version=_version,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    app.command(train_command, name="train")
+    for name, build in VERBS.items():
+        app.command(build(), name=name)
+    return app
+
+
+def _run(tokens: list[str]) -> None:
+    tokens = spell_out_truths(tokens)
+    rest, train_command = train.read(tokens if tokens[:1] == ["train"] else ())
+    app = build_app(train_command)
+    try:
+        app(rest or tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise Misuse(_parse_fault(error, app)) from None
+
+
+def _parse_fault(error: CycloptsError, app: App) -> str:
+    """Say what is wrong with the command line; unknown names come with the known ones."""
+    if isinstance(error, UnknownOptionError):
+        said = (error.token.keyword or error.token.value).split("=")[0]
+        known = sorted({name for argument in error.argument_collection for name in argument.names})
+        flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
+        return unknown_name("flag", said, [*flags, "--help"])
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        said = error.unused_tokens[0]
+        known = ["--help", "--version"] if said.startswith("-") else ["train", *VERBS]
+        return unknown_name("flag" if said.startswith("-") else "command", said, known)
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        verb = " ".join(error.command_chain or ())
+        return f"{error.unused_tokens[0]!r} is one argument too many: see `dure {verb} --help`"
+    said = str(error).strip().rstrip(".")
+    return f"{said[:1].lower()}{said[1:]}: see `{' '.join(['dure', *(error.command_chain or ())])} --help`"
+
+
+def _sentence(error: DureError) -> str:
+    """Return an error as it is shown: one sentence, or a line for each of several faults."""
+    if isinstance(error, SpecInvalid) and len(error.faults) > 1:
+        return "\n".join([f"dure: {len(error.faults)} settings cannot be:", *(f"  {fault}" for fault in error.faults)])
+    return f"dure: {error}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("dure")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: dure is not installed, only on the path"

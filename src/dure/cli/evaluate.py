@@ -1,0 +1,43 @@
+"""`dure eval`: measure a run's checkpoint on the task's evaluation data."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.settings import flag_parameters, with_flags
+
+EVALUATION_SETTINGS = (
+    *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
+    *("num_workers", "eval_batch_size", "quiet"),
+)
+"""What may be chosen anew for an evaluation; everything else is the run's own."""
+
+
+def command() -> Callable[..., None]:
+    """Build the verb."""
+    return with_flags(evaluate, flag_parameters(EVALUATION_SETTINGS))
+
+
+def evaluate(
+    run: Annotated[Path, Parameter(help="the run's folder")],
+    /,
+    *,
+    which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint")] = "best",
+    json: JsonFlag = False,
+    **settings: Any,
+) -> None:
+    """Measure a run's best checkpoint on the evaluation data, every sample exactly once on any number of ranks."""
+    from dure import api
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    result = api.evaluate(run, which=which, **given)
+    if json:
+        print_json(result)
+        return
+    from dure.measure.records import Metric
+    from dure.report.end_table import metrics_table
+
+    show(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))

@@ -1,0 +1,34 @@
+"""`dure export`: a run's weights as one safetensors file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json
+from dure.units import format_bytes
+
+
+def command() -> Callable[..., None]:
+    """Build the verb."""
+    return export
+
+
+def export(
+    run: Annotated[Path, Parameter(help="the run's folder")],
+    file: Annotated[Path, Parameter(help="what to write, such as model.safetensors")],
+    /,
+    *,
+    which: Annotated[Literal["last", "best"], Parameter(help="which checkpoint")] = "last",
+    json: JsonFlag = False,
+) -> None:
+    """Write a run's weights, under the model's own names, into one safetensors file."""
+    from dure import api
+
+    result = api.export(run, file, which=which)
+    if json:
+        print_json(result)
+    else:
+        size = result.get("num_bytes")
+        print(f"{file}" + (f" ({format_bytes(size)})" if isinstance(size, int | float) else ""))

@@ -1,0 +1,45 @@
+"""`dure runs`: the runs of a folder."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json, show
+from dure.rundir import list_runs
+from dure.spec import RunSpec
+
+
+def command() -> Callable[..., None]:
+    """Build the verb."""
+    return runs
+
+
+def runs(
+    *,
+    runs_dir: Annotated[
+        Path | None, Parameter(help="folder of the runs", show_default=lambda _: str(_default_folder()))
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Show the runs of a folder: status, strategy and devices, samples, best metric."""
+    folder = runs_dir or _default_folder()
+    # before the first run there is no ./runs, which is no mistake; a folder that was named has to be there
+    found = list_runs(folder) if runs_dir is not None or folder.exists() else []
+    if json:
+        print_json({"runs": [asdict(run) for run in found]})
+        return
+    from dure.report.end_table import runs_table
+
+    if found:
+        show(runs_table(found))
+    else:
+        print(f"no runs in {folder}: `dure train` starts one", file=sys.stderr)
+
+
+def _default_folder() -> Path:
+    return Path(os.environ.get("DURE_RUNS_DIR") or RunSpec.model_fields["runs_dir"].default)

@@ -1,0 +1,48 @@
+"""`dure train --show-spec`: every setting, its value, and where the value came from."""
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from dure.cli.output import print_json, show
+from dure.spec import GROUPS, ResolvedSpec
+
+NARROW_COLUMNS = 60
+
+
+def print_spec(resolved: ResolvedSpec, *, as_json: bool) -> None:
+    """Print a resolved spec; with `as_json` as `{"spec": ..., "origin": ...}`."""
+    if as_json:
+        print_json({"spec": resolved.spec.model_dump(mode="json"), "origin": resolved.origin})
+    else:
+        show(_SpecTable(resolved))
+
+
+class _SpecTable:
+    """A row per setting, by group; in a narrow terminal the source goes below the value."""
+
+    def __init__(self, resolved: ResolvedSpec) -> None:
+        self.resolved = resolved
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_narrow = options.max_width < NARROW_COLUMNS
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        for column in ("setting", "value") if is_narrow else ("setting", "value", "from"):
+            table.add_column(column, overflow="fold")
+        for title, names in GROUPS.items():
+            table.add_row(Text(title, style="bold"))
+            for name in names:
+                for label, value, origin in self._rows(name):
+                    style = "dim" if origin == "default" else None
+                    row = (f"{value}\n{origin}",) if is_narrow else (value, origin)
+                    table.add_row(f"  {label}", *row, style=style)
+        yield table
+
+    def _rows(self, name: str) -> list[tuple[str, str, str]]:
+        spec, origin = self.resolved.spec, self.resolved.origin
+        if name == "task_options" and spec.task_options:
+            items = spec.task_options.items()
+            return [(f"task.{key}", str(value), origin.get(f"task_options.{key}", "default")) for key, value in items]
+        value = getattr(spec, name)
+        said = "-" if value is None or value == {} else str(value).lower() if isinstance(value, bool) else str(value)
+        return [(name, said, origin[name])]

@@ -1,0 +1,97 @@
+"""`dure train`: start a run, or go on with one."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.settings import flag_parameters, setting_names, with_flags
+from dure.cli.task_options import is_reference, option_parameters, take_task_options
+from dure.spec import flag_name
+
+if TYPE_CHECKING:
+    from dure.training.task import Task
+
+_HELP = frozenset({"--help", "-h"})
+
+
+def read(tokens: Sequence[str]) -> tuple[list[str], Callable[..., None]]:
+    """Take the task's own options out of the tokens, which only the task knows, and build the verb around them.
+
+    `--no-pretrained` is short for `--task.pretrained false` where the task has such an option and dure has not.
+    Only this short form and `--help` need the task's class, and so import torch, before the settings are checked.
+
+    Returns:
+        The tokens that are left, and the verb.
+    """
+    rest, options = take_task_options(tokens)
+    for token in [token for token in rest if _is_foreign_negative(token)]:
+        name = token.removeprefix("--no-").replace("-", "_")
+        if name in _option_names(_task_class(rest)):
+            rest.remove(token)
+            options[name] = "false"
+    cls = _task_class(rest) if _HELP.intersection(rest) else None
+    own = option_parameters(cls) if cls is not None else []
+    return rest, with_flags(partial(train, options), [*own, *flag_parameters(setting_names())], doc=train.__doc__)
+
+
+def _is_foreign_negative(token: str) -> bool:
+    known = {flag_name(name) for name in setting_names()}
+    return token.startswith("--no-") and "--" + token.removeprefix("--no-") not in known
+
+
+def _task_class(tokens: Sequence[str]) -> "type[Task] | None":
+    """Load the class that the tokens name, if they name one."""
+    references = [token for token in tokens if is_reference(token)]
+    if not references:
+        return None
+    from dure.training.load_task import load_task_class
+
+    return load_task_class(references[0])
+
+
+def _option_names(cls: "type[Task] | None") -> set[str]:
+    if cls is None:
+        return set()
+    from dure.training.load_task import task_option_fields
+
+    return {field.name for field in task_option_fields(cls)}
+
+
+def train(
+    options: dict[str, str],
+    task: Annotated[str | None, Parameter(help="file.py:Class or package.module:Class; not with --resume")] = None,
+    /,
+    *,
+    resume: Annotated[Path | None, Parameter(help="go on with this run's folder, on any strategy and nproc")] = None,
+    config: Annotated[Path | None, Parameter(help="TOML file of settings; flags and DURE_* go over it")] = None,
+    show_spec: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="print every setting and its source; do not train")
+    ] = False,
+    json: JsonFlag = False,
+    **settings: Any,
+) -> None:
+    """Train a task, or go on with a run.
+
+    Flags go over DURE_<NAME> in the environment, that over the TOML file, that over the task's own defaults.
+    """
+    from dure import api
+
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if options:
+        settings["task_options"] = options
+    if show_spec:
+        from dure.cli.show_spec import print_spec
+
+        print_spec(api.resolve_settings(task, resume=resume, config=config, **settings), as_json=json)
+        return
+    summary = api.train(task, resume=resume, config=config, **settings)
+    if json:
+        print_json(summary.to_json())
+    elif not settings.get("quiet"):
+        from dure.report.end_table import render
+
+        show(render(summary))

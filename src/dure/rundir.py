@@ -12,7 +12,6 @@ runs/<name>/
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -282,20 +281,20 @@ def _overview(run: RunDir) -> RunOverview:
         spec = run.read_spec()
         summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
         status = _status(run, summary)
-    except (DureError, AttributeError):
+        last = {} if status not in ("running", "died") else _last_record(run.records_path(0))
+        return RunOverview(
+            name=run.name,
+            path=str(run.path),
+            status=status,
+            task=spec.task,
+            strategy=summary.get("strategy", spec.strategy),
+            world_size=summary.get("world_size"),
+            num_devices=summary.get("num_devices", spec.nproc),
+            samples=last.get("samples_seen", summary.get("samples", 0)),
+            best=summary.get("best"),
+        )
+    except (DureError, AttributeError, TypeError):
         return RunOverview(name=run.name, path=str(run.path), status="unreadable")
-    last = {} if summary and status not in ("running", "died") else _last_record(run.records_path(0))
-    return RunOverview(
-        name=run.name,
-        path=str(run.path),
-        status=status,
-        task=spec.task,
-        strategy=summary.get("strategy", spec.strategy),
-        world_size=summary.get("world_size"),
-        num_devices=summary.get("num_devices", spec.nproc),
-        samples=last.get("samples_seen", summary.get("samples", 0)),
-        best=summary.get("best"),
-    )
 
 
 def _status(run: RunDir, summary: Mapping[str, Any]) -> str:
@@ -391,6 +390,8 @@ def _fsync_folder(path: Path) -> None:
 
 def _versions() -> dict[str, str]:
     """Return what the run was begun with, read from the installation's records: importing torch takes seconds."""
+    import importlib.metadata  # slow to import, and most commands only read runs
+
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("dure", "torch", "numpy", "safetensors"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +52,7 @@ SUMMARY = RunSummary(
 )
 
 LIMIT_SECONDS = 0.4
-"""What `dure --help` may take, by the best of a few tries: the machine is shared."""
+"""What `dure --help` may take; counted in processor time, since tests share the machine with others."""
 
 
 @pytest.fixture
@@ -305,9 +304,10 @@ def test_talk_when_torch_cannot_be_imported_then_works(tmp_path: Path) -> None:
 def test_help_when_timed_then_is_there_at_once() -> None:
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        before = os.times()
         assert _dure("--help").returncode == 0
-        times.append(time.perf_counter() - begin)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < LIMIT_SECONDS
 
 

@@ -1,6 +1,5 @@
 """`dure`: finds the verb, and turns whatever goes wrong into a sentence and an exit code."""
 
-import importlib.metadata
 import os
 import signal
 import sys
@@ -100,6 +99,8 @@ def _sentence(error: DureError) -> str:
 
 
 def _version() -> str:
+    import importlib.metadata  # a seventh of the time of `dure --help`, which has no use for it
+
     try:
         return importlib.metadata.version("dure")
     except importlib.metadata.PackageNotFoundError:

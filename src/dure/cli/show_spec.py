@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.cli.output import print_json, show
+from dure.report.end_table import add_row
 from dure.spec import GROUPS, ResolvedSpec
 
 NARROW_COLUMNS = 60
@@ -30,12 +31,12 @@ class _SpecTable:
         for column in ("setting", "value") if is_narrow else ("setting", "value", "from"):
             table.add_column(column, overflow="fold")
         for title, names in GROUPS.items():
-            table.add_row(Text(title, style="bold"))
+            add_row(table, Text(title, style="bold"))
             for name in names:
                 for label, value, origin in self._rows(name):
                     style = "dim" if origin == "default" else None
                     row = (f"{value}\n{origin}",) if is_narrow else (value, origin)
-                    table.add_row(f"  {label}", *row, style=style)
+                    add_row(table, f"  {label}", *row, style=style)
         yield table
 
     def _rows(self, name: str) -> list[tuple[str, str, str]]:

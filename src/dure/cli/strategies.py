@@ -10,6 +10,7 @@ from rich.text import Text
 
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import Misuse
+from dure.report.end_table import add_row
 from dure.spec import unknown_name
 
 if TYPE_CHECKING:
@@ -76,5 +77,5 @@ class _StrategyTable:
             for field, label in ROWS.items():
                 value = getattr(info, field)
                 text = "\n".join(value) if isinstance(value, tuple) else str(value)
-                block.add_row("", label, text or "-")
+                add_row(block, "", label, text or "-")
             yield block

@@ -51,7 +51,7 @@ def metrics_table(metrics: Mapping[str, Metric]) -> Table:
     table.add_column("value", justify="right")
     table.add_column("counted over", justify="right")
     for name, metric in metrics.items():
-        table.add_row(name, _number(metric.value), f"{metric.count:,.0f}")
+        add_row(table, name, _number(metric.value), f"{metric.count:,.0f}")
     return table
 
 
@@ -80,7 +80,7 @@ class _RunsTable:
             table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
         for run in self.runs:
             status = Text(run.status, style=STATUS_STYLES.get(run.status, "red"))
-            table.add_row(run.name, status, _spread(run), _samples(run), _best(run.best) if run.best else "")
+            add_row(table, run.name, status, _spread(run), _samples(run), _best(run.best) if run.best else "")
         yield table
 
 
@@ -105,7 +105,7 @@ def _epoch_table(summary: RunSummary) -> Table:
         values = (_number(row.metrics[name].value) if name in row.metrics else "" for name in names)
         loss = "" if row.train_loss is None else _number(row.train_loss)
         style = "bold" if row.samples_seen == best_samples else None
-        table.add_row(f"{row.epoch:.4g}", loss, *values, format_seconds(row.seconds), style=style)
+        add_row(table, f"{row.epoch:.4g}", loss, *values, format_seconds(row.seconds), style=style)
     return table
 
 
@@ -123,9 +123,9 @@ def _facts(summary: RunSummary) -> Table:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     if summary.best:
-        facts.add_row("best", _best(summary.best))
-    facts.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s")
-    facts.add_row("records", summary.run)
+        add_row(facts, "best", _best(summary.best))
+    add_row(facts, "speed", f"{summary.samples_per_second:,.0f} samples/s")
+    add_row(facts, "records", summary.run)
     return facts
 
 
@@ -137,7 +137,7 @@ def _time_table(seconds: Mapping[str, float]) -> Table:
     table.add_column(no_wrap=True, overflow="crop")
     for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         bar = "━" * round(BAR_COLUMNS * spent / total)
-        table.add_row(SECONDS_LABELS.get(name, name), f"{spent / total:.1%}", Text(bar, style="cyan"))
+        add_row(table, SECONDS_LABELS.get(name, name), f"{spent / total:.1%}", Text(bar, style="cyan"))
     return table
 
 
@@ -146,8 +146,13 @@ def _list(lines: Sequence[str]) -> Table:
     table.add_column(width=1)
     table.add_column(overflow="fold")
     for line in lines:
-        table.add_row("-", line)
+        add_row(table, "-", line)
     return table
+
+
+def add_row(table: Table, *cells: str | Text, style: str | None = None) -> None:
+    """Add a row whose text is shown as it is: names and paths may hold what rich takes for markup, `[x]`."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), style=style)
 
 
 def _table(show_header: bool = True) -> Table:

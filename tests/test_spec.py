@@ -134,7 +134,7 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ({"seed": True}, f"flag --seed: seed is True but must be a whole number of at least 0 and below {2**63}"),
         ({"precision": "fp8"}, "flag --precision: precision is 'fp8' but must be one of fp32, bf16, fp16"),
         ({"compile": "maybe"}, "flag --compile: compile is 'maybe' but must be true or false"),
-        ({"task": 3}, "flag --task: task is 3 but must be text"),
+        ({"task": 3}, "argument task: task is 3 but must be text"),
         ({"name": "../x"}, "flag --name: name is '../x' but must be 1 to 64 letters, digits"),
         (
             {"microbatch_size": 65},

@@ -20,7 +20,7 @@ def print_spec(resolved: ResolvedSpec, *, as_json: bool) -> None:
 
 
 class _SpecTable:
-    """A row per setting, by group; in a narrow terminal the source goes below the value."""
+    """A row per setting, by group; in a narrow terminal lines, with the source where it is not the default."""
 
     def __init__(self, resolved: ResolvedSpec) -> None:
         self.resolved = resolved
@@ -28,16 +28,20 @@ class _SpecTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         is_narrow = options.max_width < NARROW_COLUMNS
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-        for column in ("setting", "value") if is_narrow else ("setting", "value", "from"):
-            table.add_column(column, overflow="fold")
+        table.add_column("setting", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        table.add_column("from", overflow="fold")
         for title, names in GROUPS.items():
             add_row(table, Text(title, style="bold"))
-            for name in names:
-                for label, value, origin in self._rows(name):
-                    style = "dim" if origin == "default" else None
-                    row = (f"{value}\n{origin}",) if is_narrow else (value, origin)
-                    add_row(table, f"  {label}", *row, style=style)
-        yield table
+            lines = [Text(title, style="bold")]
+            for label, value, origin in (row for name in names for row in self._rows(name)):
+                is_default = origin.startswith("default")
+                add_row(table, f"  {label}", value, origin, style="dim" if is_default else None)
+                lines.append(Text(f"  {label}: {value}" + ("" if is_default else f" ({origin})"), overflow="fold"))
+            if is_narrow:
+                yield from lines
+        if not is_narrow:
+            yield table
 
     def _rows(self, name: str) -> list[tuple[str, str, str]]:
         spec, origin = self.resolved.spec, self.resolved.origin
@@ -45,5 +49,11 @@ class _SpecTable:
             items = spec.task_options.items()
             return [(f"task.{key}", str(value), origin.get(f"task_options.{key}", "default")) for key, value in items]
         value = getattr(spec, name)
-        said = "-" if value is None or value == {} else str(value).lower() if isinstance(value, bool) else str(value)
+        said = "-" if value is None or value == {} else _said(value)
         return [(name, said, origin[name])]
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -13,8 +13,8 @@ from dure.units import format_seconds
 MOST_ROWS = 24
 """More evaluations than this are thinned out evenly; the first, the best and the last always stay."""
 
-NARROW_COLUMNS = 60
-"""Below this width a table of runs has no room for its columns: each run gets lines of its own."""
+FAR = 1000
+"""Columns of a terminal without an edge, to measure how wide a table would like to be."""
 
 BAR_COLUMNS = 20
 
@@ -56,7 +56,7 @@ def metrics_table(metrics: Mapping[str, Metric]) -> Table:
 
 
 def runs_table(runs: Sequence[RunOverview]) -> RenderableType:
-    """Show the runs of a folder, one line each; lines of their own where the terminal is narrow."""
+    """Show the runs of a folder, a line each; lines of their own where the terminal is too narrow for that."""
     return _RunsTable(runs)
 
 
@@ -67,26 +67,32 @@ class _RunsTable:
         self.runs = runs
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width < NARROW_COLUMNS:
-            for run in self.runs:
-                yield Text(run.name, style="bold", overflow="fold")
-                yield Text(f"  {run.status}, {_spread(run)}, {_samples(run)} samples", overflow="fold")
-                if run.best:
-                    yield Text(f"  best {_best(run.best)}", overflow="fold")
-            return
         table = _table()
         for name in ("run", "status", "strategy", "samples", "best"):
-            justify = "right" if name == "samples" else "left"
-            table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(name, justify="right" if name == "samples" else "left", no_wrap=True)
         for run in self.runs:
-            status = Text(run.status, style=STATUS_STYLES.get(run.status, "red"))
-            add_row(table, run.name, status, _spread(run), _samples(run), _best(run.best) if run.best else "")
-        yield table
+            status = Text(run.status, style=_status_style(run.status))
+            add_row(table, run.name, status, _spread(run), _samples(run), _best(run.best, with_samples=False))
+        if console.measure(table, options=options.update(max_width=FAR)).maximum <= options.max_width:
+            yield table
+        else:
+            yield from self._lines()
+
+    def _lines(self) -> RenderResult:
+        for run in self.runs:
+            yield Text(run.name, style="bold", overflow="fold")
+            yield Text(f"  {run.status}, {_spread(run)}, {_samples(run) or '?'} samples", overflow="fold")
+            if run.best:
+                yield Text(f"  best {_best(run.best)}", overflow="fold")
+
+
+def _status_style(status: str) -> str:
+    return STATUS_STYLES.get(status, "red")
 
 
 def _headline(summary: RunSummary) -> Text:
     devices = "1 device" if summary.num_devices == 1 else f"{summary.num_devices} devices"
-    status = Text(summary.status, style=f"bold {STATUS_STYLES.get(summary.status, 'red')}")
+    status = Text(summary.status, style=f"bold {_status_style(summary.status)}")
     return status.append(
         f": {summary.strategy} on {devices} ({summary.device}, {summary.precision}), {summary.epochs:.4g} epochs,"
         f" {summary.steps:,} steps, {summary.samples:,} samples in {format_seconds(summary.wall_seconds)}",
@@ -99,7 +105,7 @@ def _epoch_table(summary: RunSummary) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     table = _table()
     for name in ("epoch", "train loss", *(f"val {name}" for name in names), "time"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     best_samples = summary.best.get("samples_seen") if summary.best else None
     for row in rows:
         values = (_number(row.metrics[name].value) if name in row.metrics else "" for name in names)
@@ -167,11 +173,12 @@ def _samples(run: RunOverview) -> str:
     return "" if run.samples is None else f"{run.samples:,}"
 
 
-def _best(best: Mapping[str, object]) -> str:
-    value = best.get("value")
+def _best(best: Mapping[str, object] | None, *, with_samples: bool = True) -> str:
+    if not best:
+        return ""
+    value, samples = best.get("value"), best.get("samples_seen")
     said = _number(value) if isinstance(value, int | float) else str(value)
-    samples = best.get("samples_seen")
-    return f"{best.get('metric')} {said}" + (f" at {samples:,} samples" if isinstance(samples, int) else "")
+    return f"{best.get('metric')} {said}" + (f" at {samples:,} samples" if with_samples and samples else "")
 
 
 def _number(value: float) -> str:

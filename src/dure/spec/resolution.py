@@ -118,6 +118,8 @@ def resolve(
 
 
 def _say_flag(name: str) -> str:
+    if name == "task":
+        return "argument task"
     option = name.removeprefix("task_options.")
     return f"flag {flag_name(name)}" if option == name else f"flag --task.{option}"
 

@@ -1,6 +1,6 @@
 """`dure train`: start a run, or go on with one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,8 @@ from cyclopts import Parameter
 from dure.cli.output import JsonFlag, print_json, show
 from dure.cli.settings import flag_parameters, setting_names, with_flags
 from dure.cli.task_options import is_reference, option_parameters, take_task_options
+from dure.errors import RunInvalid
+from dure.rundir import RunDir
 from dure.spec import flag_name
 
 if TYPE_CHECKING:
@@ -91,7 +93,17 @@ def train(
     summary = api.train(task, resume=resume, config=config, **settings)
     if json:
         print_json(summary.to_json())
-    elif not settings.get("quiet"):
+    elif not _is_quiet(settings, Path(summary.run)):
         from dure.report.end_table import render
 
         show(render(summary))
+
+
+def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:
+    """Tell whether `quiet` was set, which the environment or the TOML file may have done: the run's spec knows."""
+    if "quiet" in settings:
+        return bool(settings["quiet"])
+    try:
+        return RunDir.open(run).read_spec().quiet
+    except RunInvalid:
+        return False

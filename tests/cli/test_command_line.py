@@ -319,3 +319,8 @@ def test_output_when_its_reader_goes_away_then_nothing_is_said() -> None:
     command = f"{sys.executable} -m dure strategies --json | true"
     answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert answer.stderr == ""
+
+
+def test_help_when_the_terminal_is_not_utf8_then_is_shown_all_the_same() -> None:
+    answer = _dure("--help", PYTHONIOENCODING="ascii")
+    assert (answer.returncode, "strategies" in answer.stdout, answer.stderr) == (0, True, "")

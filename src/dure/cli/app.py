@@ -1,5 +1,6 @@
 """`dure`: finds the verb, and turns whatever goes wrong into a sentence and an exit code."""
 
+import io
 import os
 import signal
 import sys
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 training failed, 2 misuse, 3 the environment lacks something, 130 and 143 signals.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets '?' instead of our traceback
     try:
         _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -18,7 +18,7 @@ PIPE_COLUMNS = 160
 
 def print_json(document: Any) -> None:
     """Print one JSON document. Not-a-number and infinity, which JSON lacks, become null."""
-    print(json.dumps(_finite(document), indent=2, ensure_ascii=False, default=str))
+    print(json.dumps(_finite(document), indent=2, default=str))
 
 
 def show(result: RenderableType) -> None:

@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -22,6 +23,16 @@ def test_tensor_data_fetched_by_batch_returns_rows_in_the_order_asked(data):
     values, labels = data.__getitems__([4, 0, 4])
     assert values.tolist() == [[8, 9], [0, 1], [8, 9]]
     assert labels.tolist() == [4, 0, 4]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_tensor_data_takes_indices_of_any_kind(data, kind):
+    assert data.__getitems__(kind([5, 2]))[1].tolist() == [5, 2]
+
+
+def test_tensor_data_fetched_beyond_its_end_raises(data):
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        data.__getitems__([6])
 
 
 def test_tensor_data_fetched_singly_returns_the_same_as_by_batch(data):

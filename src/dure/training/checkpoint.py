@@ -18,23 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.comm.groups import Group
 from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
 from dure.training.checkpoint_reader import Checkpoint, export_weights, verify
 from dure.training.checkpoint_writer import NAME, WRITING, CheckpointWriter, is_being_written
 from dure.training.durable_files import open_regular, replace_file, sync_directory
 from dure.training.manifest import Manifest, read_manifest
 from dure.training.optimizer_state import optimizer_from_names, optimizer_to_names
-from dure.training.snapshot import Group, Piece, Position, Snapshot, Solo
+from dure.training.snapshot import Piece, Position, Snapshot
 
 __all__ = [
     "Checkpoint",
     "CheckpointStore",
-    "Group",
     "Piece",
     "Position",
     "SavedCheckpoint",
     "Snapshot",
-    "Solo",
     "export_weights",
     "optimizer_from_names",
     "optimizer_to_names",

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from dure.comm.groups import Group
 from dure.errors import DiskFull, PeerLost
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, share_of, without_copies
 from dure.training.durable_files import raise_if_full, sync_directory, write_new_file
 from dure.training.manifest import MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
-from dure.training.snapshot import Group, Position, Snapshot
+from dure.training.snapshot import Position, Snapshot
 from dure.training.state_tree import encode
 from dure.units import format_bytes
 
@@ -69,7 +70,7 @@ class CheckpointWriter:
         """Do this rank's part of a phase and exchange the answers; a failure anywhere is an error everywhere."""
         mine: Exception | None = None
         try:
-            answer = {"answer": action()}
+            answer = {"answer": self._naming_full_disks(action)}
         except Exception as error:
             mine = error
             answer = {"error": f"{error}" or type(error).__name__, "is_full": isinstance(error, DiskFull)}
@@ -85,6 +86,13 @@ class CheckpointWriter:
                     f" at {self._position.samples_seen} samples: {other['error']}"
                 )
         return [other["answer"] for other in answers]
+
+    def _naming_full_disks(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            raise_if_full(error, self._root / base_name(self._position))
+            raise
 
     def _describe(self) -> Any:
         self._share = share_of(self._snapshot, self._group.rank)
@@ -107,8 +115,8 @@ class CheckpointWriter:
         if free < self._needed:
             raise DiskFull(
                 f"a checkpoint needs {format_bytes(self._needed)} but {format_bytes(free)} is free in {self._root}:"
-                " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir; the checkpoints"
-                " before it are untouched"
+                " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir;"
+                " the checkpoints before it are untouched"
             )
         self._directory, self._lock = make_writing_directory(self._root, self._position)
         return self._directory.name
@@ -128,15 +136,11 @@ class CheckpointWriter:
         assert self._directory is not None
         manifest = self._manifest(files, metrics, is_best)
         write_new_file(self._directory / MANIFEST_NAME, [seal(manifest)])
-        try:
-            sync_directory(self._directory)
-            final = free_name(self._root, self._position)
-            self._directory.rename(self._root / final)
-            self._directory = None
-            sync_directory(self._root)
-        except OSError as error:
-            raise_if_full(error, self._root / "checkpoint")
-            raise
+        sync_directory(self._directory)
+        final = free_name(self._root, self._position)
+        self._directory.rename(self._root / final)
+        self._directory = None
+        sync_directory(self._root)
         return final
 
     def _manifest(self, files: list[Any], metrics: Any, is_best: bool) -> Manifest:

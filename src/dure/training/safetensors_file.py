@@ -97,7 +97,7 @@ def file_buffers(tensors: Mapping[str, Tensor], layout: FileLayout) -> Iterator[
     for name in layout.order:
         tensor = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if tensor.numel():
-            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def parse(data: bytearray, name: str) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -48,37 +48,16 @@ class Snapshot:
     """What belongs to this rank alone: the states of its random generators."""
 
 
-class Group(Protocol):
-    """The ranks that save together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def all_gather_json(self, value: Any, /) -> list[Any]:
-        """Return every rank's value, in the order of ranks."""
-        ...
-
-
-class Solo:
-    """A group of one process."""
-
-    rank = 0
-    world_size = 1
-
-    def all_gather_json(self, value: Any, /) -> list[Any]:
-        return [value]
-
-
 def as_piece(value: Any) -> "Tensor | Piece":
     """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
 
     Raises:
         TypeError: The rank has several separate pieces of it.
     """
-    if isinstance(value, Piece) or not hasattr(value, "__create_chunk_list__"):
+    if isinstance(value, Piece):
+        return value
+    if not hasattr(value, "__create_chunk_list__"):
+        assert isinstance(value, Tensor)
         return value
     chunks = value.__create_chunk_list__()
     if len(chunks) != 1:

@@ -18,7 +18,7 @@
     └── Interrupted               130 or 143
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 DONE, FAILED, MISUSE, ENVIRONMENT = 0, 1, 2, 3
 
@@ -78,7 +78,11 @@ class CheckpointDamaged(DureError):
 
 
 class LossNotFinite(DureError):
-    """A NaN or infinite loss on some rank."""
+    """A NaN or infinite loss on some rank. `culprits` holds each such rank with the samples of its share."""
+
+    def __init__(self, message: str, culprits: Sequence[Mapping[str, object]] = ()) -> None:
+        self.culprits = tuple(culprits)
+        super().__init__(message)
 
 
 class RanksDisagree(DureError):

@@ -1,4 +1,4 @@
-"""Who am I among the processes of a run."""
+"""Who am I among the processes of a run, and where do they meet."""
 
 import os
 from collections.abc import Mapping
@@ -58,3 +58,30 @@ class RankInfo:
         """Return torchrun's variables for this position, for user code that reads them."""
         values = (self.rank, self.local_rank, self.node_rank, self.world_size, self.local_world_size)
         return {name: str(value) for name, value in zip(_VARIABLES["torchrun"], values, strict=True)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAddress:
+    """Where the run's key-value store listens, and under which prefix this attempt keeps its keys.
+
+    A dead attempt's keys must never be read by the next one, so the prefix carries run and round.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    listen_fd: int | None = None
+    """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What a launcher tells a worker about its place among the others."""
+
+    rank: RankInfo = RankInfo()
+    store: StoreAddress | None = None
+    """None: the store that torchrun's environment names, or none at all for a process alone."""
+    threads: int
+    """CPU threads for this process."""
+    is_supervised: bool
+    """Whether a supervisor of ours speaks for all ranks; otherwise each process speaks for itself."""

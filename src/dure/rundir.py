@@ -3,6 +3,7 @@
 runs/<name>/
   spec.json       the resolved spec, where each value came from, the versions it was begun with
   rank<r>.jsonl   a StepRecord per step
+  undone.jsonl    steps after the checkpoint that a resumed run did again
   events.jsonl    what happened, one line each
   summary.json    what it came to
   checkpoints/    logs/
@@ -162,6 +163,25 @@ class RunDir:
     def records(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a rank's step records in the order in which they were written."""
         return _json_lines(self.records_path(rank))
+
+    def undo_records_after(self, samples_seen: int) -> None:
+        """Move the records of steps that a resumed run will do again to `undone.jsonl`.
+
+        What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
+        """
+        for path in sorted(self.path.glob("rank*.jsonl")):
+            kept, undone = [], []
+            for record in _json_lines(path):
+                (kept if record["samples_seen"] <= samples_seen else undone).append(record)
+            if not undone and (path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")):
+                continue
+            rank = int(path.stem.removeprefix("rank"))
+            with _saying(path, "written"):
+                with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+                temporary.rename(path)
 
     # --- events
 

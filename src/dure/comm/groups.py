@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dure.errors import PeerLost
-from dure.rank import RankInfo
+from dure.rank import RankInfo, StoreAddress
 
 _MESSAGE_LIMIT_BYTES = 64 * 2**20
 
@@ -32,20 +32,6 @@ _PEER_LOST_WORDS = (
     "connect timeout",
     "processgroup not initialized",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreAddress:
-    """Where the run's key-value store listens, and under which prefix this attempt keeps its keys.
-
-    A dead attempt's keys must never be read by the next one, so the prefix carries run and round.
-    """
-
-    host: str
-    port: int
-    prefix: str
-    listen_fd: int | None = None
-    """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
 
 
 class Group(ABC):
@@ -163,9 +149,7 @@ def open_group(
     """
     timeout = timedelta(seconds=timeout_seconds)
     if address is None:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout)))
-        # torchrun's store outlives an attempt; the count of restarts keeps their keys apart
-        prefix = f"dure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store, prefix = _launchers_store(rank, timeout)
     else:
         store = dist.TCPStore(
             address.host,
@@ -189,6 +173,25 @@ def open_group(
         device_id=device if backend == "nccl" else None,
     )
     return ProcessGroup(device)
+
+
+def _launchers_store(rank: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
+    store, _, _ = next(iter(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout)))
+    # torchrun's store outlives an attempt; the count of restarts keeps their keys apart
+    return store, f"dure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def tell_all(rank: RankInfo, key: str, say: Callable[[], Any] | None, *, timeout_seconds: float) -> Any:
+    """Let rank 0 say something to all ranks before there is a group, through the launcher's store, as JSON.
+
+    Args:
+        say: On rank 0, what makes the message; None on the others.
+    """
+    store, prefix = _launchers_store(rank, timedelta(seconds=timeout_seconds))
+    store = dist.PrefixStore(f"{prefix}/said", store)
+    if say is not None:
+        store.set(key, json.dumps(say()))
+    return json.loads(store.get(key))
 
 
 def is_peer_lost(error: BaseException) -> bool:

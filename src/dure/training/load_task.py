@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from dure.errors import TaskInvalid
 from dure.training.task import Task
 
-_REQUIRED = ("build_model", "train_data", "build_optimizer", "loss")
+_registered: dict[str, type[Task]] = {}
 
 
 def load_task_class(reference: str) -> type[Task]:
@@ -27,6 +27,8 @@ def load_task_class(reference: str) -> type[Task]:
     Raises:
         TaskInvalid: No such file or class, an import that fails (with the user's own traceback), a missing method.
     """
+    if reference in _registered:
+        return _registered[reference]
     where, _, class_name = reference.rpartition(":")
     if not where or not class_name.isidentifier():
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
@@ -72,6 +74,16 @@ def task_reference(cls: type[Task]) -> str:
             "or pass start='inline' (one process) or start='fork'"
         )
     return f"{Path(file).resolve()}:{cls.__name__}"
+
+
+def register_task_class(cls: type[Task], reference: str | None = None) -> str:
+    """Make this process and its forks find a class without importing it, and return its reference.
+
+    Without a reference it gets one that no other process can use: it is for classes that no file gives back.
+    """
+    reference = reference or f"{cls.__module__}:{cls.__qualname__}"
+    _registered[reference] = cls
+    return reference
 
 
 def task_option_fields(cls: type[Task]) -> list[dataclasses.Field[Any]]:

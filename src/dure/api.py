@@ -1,0 +1,371 @@
+"""The verbs as functions: what the command line does, from Python."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dure.errors import DureError, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.launch.supervisor import Launch, Outcome, run_workers
+from dure.launch.verdict import Verdict, judge
+from dure.machine import check_devices, count_cores, resolve_device
+from dure.measure.records import RunSummary
+from dure.rank import Place, RankInfo
+from dure.report.summary import summarise
+from dure.rundir import SUMMARY, RunDir, default_name
+from dure.spec import ResolvedSpec, RunSpec, resolve
+from dure.strategies import STRATEGIES
+from dure.training.task import Task
+
+_WORKER = "dure.training.worker"
+
+
+def train(
+    task: "Task | type[Task] | str | None" = None,
+    *,
+    resume: "Path | str | None" = None,
+    config: "Path | str | None" = None,
+    **settings: Any,
+) -> RunSummary:
+    """Train a task, or go on with a run, and return what it came to.
+
+    Args:
+        task: A task, its class, or `file.py:Class`.
+        resume: A run's folder to go on with, under the same or another strategy and number of devices.
+        config: A TOML file of settings.
+        **settings: Fields of `RunSpec`: `strategy="ddp"`, `nproc=2`, `epochs=3`, ...
+
+    Raises:
+        Misuse: Settings, task or data that cannot be.
+        EnvironmentLacks: A device or library that was asked for is not here.
+        WorkerFailed: Training failed; the message names the first cause.
+        Interrupted: A signal stopped it; it can be resumed.
+    """
+    resolved = resolve_settings(task, resume=resume, config=config, **settings)
+    spec = resolved.spec
+    _check_before_start(spec)
+    launched_as = RankInfo.from_environment()
+    if launched_as is not None:
+        return _train_under_launcher(resolved, resume, launched_as)
+    run = _run_folder(spec, resume)
+    with run.lock():
+        run.write_spec(resolved)
+        try:
+            outcome = _start_workers(run, spec, {"kind": "train", "run": str(run.path)})
+            return _finish(run, spec, judge(run.path, outcome.ends), _signal_of(outcome))
+        except BaseException as error:
+            _clean_up(run, error)
+            raise
+
+
+def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict[str, Any]:
+    """Measure a run's checkpoint on the task's evaluation data, on `nproc` ranks.
+
+    Args:
+        run: The run's folder.
+        which: `best` or `last`.
+        **settings: What is to differ from the run's own settings: `nproc`, `device`, ...
+
+    Returns:
+        `metrics` (each with `value` and `count`), `checkpoint`, and the fields of a summary.
+    """
+    opened = RunDir.open(Path(run))
+    nproc = int(settings.get("nproc") or opened.read_spec().nproc)
+    settings = {**settings, "nproc": nproc, "strategy": "ddp" if nproc > 1 else "single"}
+    spec = resolve(
+        flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=opened.read_spec()
+    ).spec
+    _check_before_start(spec)
+    answer = f".evaluation-{os.getpid()}.json"
+    job = {
+        "kind": "evaluate",
+        "run": str(opened.path),
+        "spec": spec.model_dump(mode="json"),
+        "which": which,
+        "answer": answer,
+    }
+    start = time.perf_counter()
+    try:
+        outcome = _start_workers(opened, spec, job)
+        verdict = judge(opened.path, outcome.ends)
+        if verdict is not None:
+            raise WorkerFailed(verdict.text, verdict.exit_code)
+        if (stopped_by := _signal_of(outcome)) is not None:
+            raise Interrupted("the evaluation was stopped", 128 + stopped_by)
+        result = opened.read_json(answer)
+    finally:
+        (opened.path / answer).unlink(missing_ok=True)
+    return _evaluation_record(opened, spec, which, result, time.perf_counter() - start)
+
+
+def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dict[str, Any]:
+    """Write a run's weights, under the model's own names, into one safetensors file.
+
+    Returns:
+        `file`, `num_bytes`, `checkpoint`.
+    """
+    from dure.training.checkpoint import CheckpointStore, export_weights
+
+    opened = RunDir.open(Path(run))
+    warnings: list[str] = []
+    store = CheckpointStore(opened.checkpoints, warn=warnings.append)
+    path = store.best() if which == "best" else store.newest_valid()
+    if path is None:
+        raise RunInvalid(f"{opened.path} has no usable checkpoint: {'; '.join(warnings) or 'none was saved yet'}")
+    num_bytes = export_weights(path, Path(file))
+    return {"file": str(file), "num_bytes": num_bytes, "checkpoint": path.name, "warnings": warnings}
+
+
+def resolve_settings(
+    task: "Task | type[Task] | str | None" = None,
+    *,
+    resume: "Path | str | None" = None,
+    config: "Path | str | None" = None,
+    **settings: Any,
+) -> ResolvedSpec:
+    """Bring the settings together without starting anything; see `train` for the arguments.
+
+    Raises:
+        SpecInvalid: Every setting that cannot be, at once.
+        TaskInvalid: The task does not load.
+    """
+    from dure.training.load_task import load_task_class
+
+    base = None if resume is None else RunDir.open(Path(resume)).read_spec()
+    flags = dict(settings)
+    if task is not None:
+        flags.update(_task_settings(task, flags.get("start"), flags.get("task_options") or {}))
+    config_path = None if config is None else Path(config)
+    reference = flags.get("task") or (base.task if base else None) or _task_named_elsewhere(config_path)
+    if reference is None:
+        raise SpecInvalid(["no task is given: write `dure train file.py:Class`, or --resume a run"])
+    cls = load_task_class(reference)
+    if "task" in flags:
+        flags["task"] = _absolute(flags["task"])
+    return resolve(
+        flags=flags,
+        environ=os.environ,
+        config=config_path,
+        task_defaults=cls.defaults,
+        strategies=STRATEGIES,
+        base=base,
+    )
+
+
+def _task_named_elsewhere(config: Path | None) -> str | None:
+    """Look for the task in the environment and the TOML file; their faults are `resolve`'s to report."""
+    import tomllib
+
+    if "DURE_TASK" in os.environ:
+        return os.environ["DURE_TASK"]
+    try:
+        named = tomllib.loads(config.read_text()).get("task") if config is not None else None
+    except (OSError, ValueError):
+        return None
+    return named if isinstance(named, str) else None
+
+
+def _absolute(reference: str) -> str:
+    where, _, name = reference.rpartition(":")
+    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference
+
+
+def _task_settings(
+    task: "Task | type[Task] | str", start: str | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    from dure.errors import TaskInvalid
+    from dure.training.load_task import check_task_class, register_task_class, task_reference
+
+    if isinstance(task, str):
+        return {"task": task, **({"task_options": dict(options)} if options else {})}
+    cls = task if isinstance(task, type) else type(task)
+    check_task_class(cls)
+    try:
+        reference = task_reference(cls)
+        register_task_class(cls, reference)
+    except TaskInvalid:
+        if start not in ("inline", "fork"):
+            raise
+        reference = register_task_class(cls)
+    if isinstance(task, Task):
+        options = {**{f.name: getattr(task, f.name) for f in fields(task) if f.init}, **options}  # type: ignore[arg-type]
+    return {"task": reference, "task_options": _as_plain(options)}
+
+
+def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as JSON values, as the run's record keeps them."""
+    try:
+        return dict(json.loads(json.dumps(dict(options), default=str)))
+    except ValueError as error:
+        raise SpecInvalid([f"a task option cannot be written into the run's record: {error}"]) from None
+
+
+def _check_before_start(spec: RunSpec) -> None:
+    """Refuse what can be known to fail before a folder or a process exists."""
+    from dure.training.load_task import build_task, load_task_class
+
+    build_task(load_task_class(spec.task), spec.task_options)
+    check_devices(resolve_device(spec.device), spec.nproc, shared=spec.share_devices)
+    if spec.start == "inline" and _num_processes(spec) > 1:
+        raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
+
+
+def _run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
+    if resume is not None:
+        return RunDir.open(Path(resume))
+    name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
+    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None)
+
+
+def _num_processes(spec: RunSpec) -> int:
+    return 1 if STRATEGIES[spec.strategy or "single"].one_process else spec.nproc
+
+
+def _threads(spec: RunSpec, num_processes: int) -> int:
+    return spec.threads or max(1, count_cores() // num_processes)
+
+
+def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcome:
+    num_processes = _num_processes(spec)
+    for stale in run.path.glob("logs/failure-rank*.json"):
+        stale.unlink()
+    threads = _threads(spec, num_processes)
+    if spec.start == "inline":
+        return _run_inline(job, Place(threads=threads, is_supervised=True))
+    return run_workers(
+        Launch(
+            entry=_WORKER,
+            job=job,
+            num_processes=num_processes,
+            threads=threads,
+            log_paths=[None, *(run.log_path(rank) for rank in range(1, num_processes))],
+            store_prefix=f"{run.name}/{time.time_ns()}",
+            start=spec.start,
+        )
+    )
+
+
+def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
+    from dure.launch.verdict import WorkerEnd
+    from dure.training.worker import main
+
+    code = main(job, place)
+    return Outcome(ends=[WorkerEnd(rank=0, exit_code=code, time=time.time(), was_stopped=False)], signal=None)
+
+
+def _signal_of(outcome: Outcome) -> int | None:
+    """Return the signal that stopped the run, sent to the supervisor or to a rank."""
+    if outcome.signal is not None:
+        return outcome.signal
+    return next((end.exit_code - 128 for end in outcome.ends if end.exit_code > 128), None)
+
+
+def _finish(run: RunDir, spec: RunSpec, verdict: Verdict | None, stopped_by: int | None) -> RunSummary:
+    """Write the summary, whatever came of the run, and raise what is not success."""
+    error: DureError | None = None
+    status = "completed"
+    if stopped_by is not None and not (verdict is None and _ended_complete(run)):
+        status = "interrupted"
+        error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", 128 + stopped_by)
+    elif verdict is not None:
+        status = "failed"
+        error = WorkerFailed(verdict.text, verdict.exit_code)
+    summary = summarise(run, spec, status, None if error is None else str(error))
+    if error is None:
+        run.write_json(SUMMARY, summary.to_json())
+        return summary
+    if verdict is not None and verdict.exit_code == Misuse.exit_code and summary.steps == 0:
+        raise error
+    run.append_event(status, message=str(error))
+    run.write_json(SUMMARY, summary.to_json())
+    raise error
+
+
+def _ended_complete(run: RunDir) -> bool:
+    last = None
+    for event in run.events():
+        if event["event"] in ("attempt", "completed", "interrupted"):
+            last = event["event"]
+    return last == "completed"
+
+
+def _clean_up(run: RunDir, error: BaseException) -> None:
+    """Leave nothing half-written: a run that was refused before its first step is no run."""
+    if isinstance(error, DureError) and error.exit_code in (Misuse.exit_code, 3):
+        run.discard()
+
+
+def _evaluation_record(
+    run: RunDir, spec: RunSpec, which: str, result: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    summary = summarise(run, spec, "completed")
+    num_samples = max((metric["count"] for metric in result["metrics"].values()), default=0)
+    record = {
+        "run": str(run.path),
+        "status": "completed",
+        "which": which,
+        "checkpoint": result["checkpoint"],
+        "strategy": spec.strategy,
+        "world_size": result["world_size"],
+        "num_devices": result["num_devices"],
+        "steps": result["step"],
+        "samples": result["samples_seen"],
+        "epochs": summary.epochs,
+        "final_loss": summary.final_loss,
+        "metrics": result["metrics"],
+        "best": summary.best,
+        "wall_seconds": seconds,
+        "samples_per_second": num_samples / seconds,
+    }
+    run.append_event("evaluation", **record)
+    return record
+
+
+def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", rank: RankInfo) -> RunSummary:
+    """Be one rank of a run whose processes torchrun started."""
+    from dure.comm.groups import tell_all
+    from dure.training.worker import main
+
+    spec = resolved.spec
+    if STRATEGIES[spec.strategy or "single"].one_process:
+        raise SpecInvalid(
+            [f"strategy is {spec.strategy} but torchrun started {rank.world_size} process(es): use --strategy ddp"]
+        )
+
+    def open_folder() -> dict[str, str]:
+        try:
+            run = _run_folder(spec, resume)
+            run.write_spec(resolved)
+        except DureError as error:
+            return {"error": str(error)}
+        return {"run": str(run.path)}
+
+    told = tell_all(rank, "run", open_folder if rank.rank == 0 else None, timeout_seconds=spec.timeout_seconds)
+    if "error" in told:
+        raise RunInvalid(told["error"])
+    run = RunDir.open(Path(told["run"]))
+    place = Place(rank=rank, threads=_threads(spec, rank.local_world_size), is_supervised=False)
+    job = {"kind": "train", "run": str(run.path)}
+    if rank.rank > 0:
+        return _judged_alone(run, spec, main(job, place), rank)
+    with run.lock():
+        return _judged_alone(run, spec, main(job, place), rank)
+
+
+def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
+    """Raise what this rank ended with; the launcher judges over all ranks."""
+    from dure.launch.verdict import WorkerEnd
+
+    verdict = judge(run.path, [WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)])
+    stopped_by = exit_code - 128 if exit_code > 128 else None
+    if rank.rank == 0:
+        return _finish(run, spec, verdict, stopped_by)
+    if verdict is not None:
+        raise WorkerFailed(verdict.text, verdict.exit_code)
+    if stopped_by is not None:
+        raise Interrupted(f"rank {rank.rank} was stopped", exit_code)
+    return summarise(run, spec, "completed")

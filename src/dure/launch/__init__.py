@@ -1,0 +1,1 @@
+"""Starting and ending the processes of a run on one host. Sees files and processes, never tensors."""

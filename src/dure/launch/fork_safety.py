@@ -1,0 +1,53 @@
+"""Whether this process may be forked into workers that compute."""
+
+import os
+import sys
+import threading
+
+
+def reason_not_to_fork() -> str | None:
+    """Return why a forked child could hang or fail here, or None when nothing speaks against forking.
+
+    A fork copies one thread only: locks that others held stay locked, and OpenMP's pool in the child waits for threads
+    that are not there. CUDA does not survive a fork at all.
+    """
+    if not sys.platform.startswith("linux"):
+        return f"forking is not safe on {sys.platform}"
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if others:
+        return f"Python threads are running ({', '.join(others[:3])})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is in use in this process"
+    if _has_openmp_threads():
+        return "torch has already computed with several threads in this process"
+    return None
+
+
+def _has_openmp_threads() -> bool:
+    """Whether a thread of this process sleeps inside an OpenMP library.
+
+    The kernel tells the instruction at which a thread sleeps; the map of memory tells which library that is. NumPy's
+    OpenBLAS threads, which do survive a fork, sleep in libc instead.
+    """
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            regions = [line.split(maxsplit=5) for line in file]
+        libraries = [
+            tuple(int(edge, 16) for edge in region[0].split("-"))
+            for region in regions
+            if len(region) == 6 and any(name in region[5] for name in ("libgomp", "libomp", "libiomp"))
+        ]
+        for thread in os.listdir("/proc/self/task"):
+            if int(thread) == threading.get_native_id():
+                continue
+            with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as file:
+                words = file.read().split()
+            if words[0] == "running":
+                return True
+            where = int(words[-1], 16)
+            if any(start <= where < end for start, end in libraries):
+                return True
+    except (OSError, ValueError):
+        return "torch" in sys.modules
+    return False

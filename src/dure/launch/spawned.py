@@ -1,0 +1,35 @@
+"""The entry of a worker that was not forked: `python -m dure.launch.spawned '{...}'`."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dure.launch.child import run_in_child
+from dure.rank import Place, RankInfo, StoreAddress
+
+
+def place_from_json(data: dict[str, Any]) -> Place:
+    """Rebuild a place from `dataclasses.asdict`'s answer."""
+    store = None if data["store"] is None else StoreAddress(**data["store"])
+    return Place(
+        rank=RankInfo(**data["rank"]), store=store, threads=data["threads"], is_supervised=data["is_supervised"]
+    )
+
+
+def main() -> None:
+    """Read what the supervisor told this process, and run."""
+    told = json.loads(sys.argv[1])
+    place = place_from_json(told["place"])
+
+    def entry() -> int:
+        run: Callable[[Any, Place], int] = importlib.import_module(told["entry"]).main
+        return run(told["job"], place)
+
+    run_in_child(entry, place, None if told["log"] is None else Path(told["log"]), told["parent_pid"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""From a run's records to its summary: a function of files, so it can be made again for any run."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from dure.measure.records import EpochRow, Metric, RunSummary
+from dure.rundir import RunDir
+from dure.spec import RunSpec
+
+_SPANS = ("data", "forward_backward", "sync", "optimizer")
+
+
+def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = None) -> RunSummary:
+    """Read a run's step records and events into its summary."""
+    seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
+    step_seconds, last = 0.0, None
+    for record in run.records(0):
+        step_seconds += record["wall_seconds"]
+        for span in _SPANS:
+            seconds[span] += record[f"{span}_seconds"]
+        last = record
+    seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in _SPANS))
+    samples = last["samples_seen"] if last else 0
+    events = _effective(run.events(), samples)
+    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "training"), {})
+    rows = [_row(event) for event in events if event["event"] == "evaluated"]
+    seconds["evaluation"] = sum(event["seconds"] for event in events if event["event"] == "evaluated")
+    seconds["checkpoint"] = sum(event["seconds"] for event in events if event["event"] == "checkpoint")
+    return RunSummary(
+        run=str(run.path),
+        status=status,
+        strategy=spec.strategy or "single",
+        world_size=start.get("world_size", 1),
+        num_devices=start.get("num_devices", spec.nproc),
+        device=start.get("device", spec.device),
+        precision=spec.precision,
+        steps=last["step"] if last else 0,
+        samples=samples,
+        epochs=round(samples / start["epoch_samples"], 4) if start else 0.0,
+        final_loss=last["loss_sum"] / last["loss_count"] if last and last["loss_count"] else None,
+        metrics=rows[-1].metrics if rows else {},
+        best=_best(events),
+        wall_seconds=step_seconds + seconds["evaluation"] + seconds["checkpoint"],
+        samples_per_second=samples / step_seconds if step_seconds else 0.0,
+        seconds=seconds,
+        rows=rows,
+        not_preserved=start.get("not_preserved", []),
+        message=message,
+    )
+
+
+def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str, Any]]:
+    """Leave out evaluations that a resumed run undid: of each position the last counts, of later positions none."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("event") == "resumed":
+            found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] <= event["samples_seen"]]
+        if event.get("event") == "evaluated":
+            if event["samples_seen"] > samples:
+                continue
+            found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] != event["samples_seen"]]
+        if event.get("event") in ("training", "evaluated", "checkpoint", "resumed"):
+            found.append(event)
+    return found
+
+
+def _row(event: dict[str, Any]) -> EpochRow:
+    return EpochRow(
+        epoch=event["epochs"],
+        samples_seen=event["samples_seen"],
+        train_loss=event["train_loss"],
+        metrics={name: Metric(**metric) for name, metric in event["metrics"].items()},
+        seconds=event["seconds_since_last"],
+    )
+
+
+def _best(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    evaluated = next((e for e in reversed(events) if e["event"] == "evaluated" and e["is_best"]), None)
+    if evaluated is None:
+        return None
+    names = [e["path"] for e in events if e["event"] == "checkpoint" and e["samples_seen"] == evaluated["samples_seen"]]
+    name = evaluated["best_metric"]
+    return {
+        "metric": name,
+        "value": evaluated["metrics"][name]["value"],
+        "samples_seen": evaluated["samples_seen"],
+        "checkpoint": names[-1] if names else None,
+    }

@@ -1,0 +1,264 @@
+"""The one loop: the same for every strategy, on one device or on many."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
+from dure.measure.clock import StepClock
+from dure.measure.records import StepRecord
+from dure.measure.shares import shares
+from dure.strategies.base import Requests, StepFacts, Strategy
+from dure.strategies.batches import Microbatch
+from dure.training.fetch import FetchRequest, Loader
+from dure.training.order import GlobalBatch, SampleOrder
+from dure.training.task import Schedule
+
+_SHOWN_INDICES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank computes in one step."""
+
+    indices: list[int]
+    """Data indices, contiguous in the global batch."""
+    microbatches: list[int]
+    """Sizes of its microbatches; 0 stands for a stand-in."""
+    stand_in: int
+    """Data index that a microbatch of size 0 is computed from, with weight zero."""
+
+    @classmethod
+    def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankShare":
+        """Cut a rank's share out of a global batch, and the share into microbatches.
+
+        All ranks get the same number of microbatches, that of the largest share, so that collectives inside the model
+        (synchronised BatchNorm) meet.
+        """
+        counts = shares(len(batch.indices), world_size)
+        start = sum(counts[:rank])
+        num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
+        indices = batch.indices[start : start + counts[rank]].tolist()
+        return cls(indices, shares(counts[rank], num_microsteps), int(batch.indices[0]))
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way: launched, and not yet known to have gone well."""
+
+    number: int
+    batch: GlobalBatch
+    share: RankShare
+    facts: StepFacts
+    marks: list[Any]
+    """Ends of: the step before, the wait for data, forward and backward, synchronisation, the optimiser's step."""
+    data_seconds: float
+    gradients_ready: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A step that is done: its record, and what ranks asked for in it."""
+
+    record: StepRecord
+    requests: Requests
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A place between two steps: where weights may be read."""
+
+    step: int
+    """Steps launched."""
+    batch: GlobalBatch
+    """Of the last step launched; its `samples_seen` is the position."""
+    outcomes: list[StepOutcome]
+    """Of the steps that are known by now; on an accelerator one step behind."""
+
+
+class TrainingLoop:
+    """Steps from a position to the end of the run.
+
+    On the CPU a step's facts are read before the optimiser's step, so a loss that is not finite never touches the
+    weights. On an accelerator they are read one step later, so that the device never waits for the host; the weights
+    are lost then, the checkpoints are not.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        loader: Loader,
+        order: SampleOrder,
+        *,
+        microbatch_size: int | None,
+        schedule: Schedule | None,
+        requested: Callable[[], Requests],
+        record_samples: bool,
+    ) -> None:
+        self.strategy = strategy
+        self.group = strategy.group
+        self.loader = loader
+        self.order = order
+        self.microbatch_size = microbatch_size and strategy.process_microbatch_size(microbatch_size)
+        self.schedule = schedule
+        self.requested = requested
+        self.record_samples = record_samples
+        self.clock = StepClock(strategy.device)
+        self.lag = 0 if strategy.device.type == "cpu" else 1
+        """Steps between launching one and knowing its facts."""
+        self._pending: deque[LaunchedStep] = deque()
+        self._last_end = self.clock.mark()
+        self._data_seconds = 0.0
+
+    def boundaries(self, samples_seen: int, total_samples: int, step: int) -> Iterator[Boundary]:
+        """Train from a position, and stop between any two steps for the caller to act."""
+        planned: deque[tuple[GlobalBatch, RankShare]] = deque()
+        fetched = self.loader.batches(self._requests(samples_seen, total_samples, planned))
+        self.restart_clock()
+        while (first := self._next_batch(fetched)) is not None:
+            batch, share = planned.popleft()
+            step += 1
+            self._pending.append(self._launch(step, batch, share, first, fetched))
+            outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
+            yield Boundary(step, batch, outcomes)
+
+    def drain(self) -> list[StepOutcome]:
+        """Return the outcomes of all steps that were launched and not yet read."""
+        outcomes = []
+        while self._pending:
+            outcomes.append(self._finish(self._pending.popleft()))
+        return outcomes
+
+    def restart_clock(self) -> None:
+        """Begin the next step's wall time now: what came in between was no training."""
+        self._last_end = self.clock.mark()
+
+    def _requests(
+        self, samples_seen: int, total_samples: int, planned: deque[tuple[GlobalBatch, RankShare]]
+    ) -> Iterator[FetchRequest]:
+        for batch in self.order.batches(samples_seen, total_samples):
+            share = RankShare.of(batch, self.group.rank, self.group.world_size, self.microbatch_size)
+            planned.append((batch, share))
+            start = 0
+            for size in share.microbatches:
+                yield FetchRequest(batch.epoch, share.indices[start : start + size] or [share.stand_in])
+                start += size
+
+    def _next_batch(self, fetched: Iterator[Any]) -> Any:
+        start = time.perf_counter()
+        batch = next(fetched, None)
+        self._data_seconds += time.perf_counter() - start
+        return batch
+
+    def _launch(
+        self, number: int, batch: GlobalBatch, share: RankShare, first: Any, fetched: Iterator[Any]
+    ) -> LaunchedStep:
+        strategy, mark = self.strategy, self.clock.mark
+        marks = [self._last_end, mark()]
+        first_wait = self._data_seconds
+        strategy.forward_backward(
+            self._microbatches(share, first, fetched), global_samples=len(batch.indices), requests=self.requested()
+        )
+        marks.append(mark())
+        facts = strategy.sync_gradients()
+        marks.append(mark())
+        step = LaunchedStep(number, batch, share, facts, marks, self._data_seconds, strategy.last_gradient_time)
+        if self.lag == 0:
+            marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
+            self._check_finite(step)
+        self._set_learning_rates(batch.samples_seen - len(batch.indices))
+        strategy.optimizer_step()
+        self._data_seconds = 0.0
+        self._last_end = mark()
+        marks.append(self._last_end)
+        return step
+
+    def _microbatches(self, share: RankShare, first: Any, fetched: Iterator[Any]) -> Iterator[Microbatch]:
+        for position, size in enumerate(share.microbatches):
+            batch = first if position == 0 else self._next_batch(fetched)
+            yield Microbatch(batch=batch, num_samples=size or 1, is_stand_in=size == 0)
+
+    def _set_learning_rates(self, samples_seen: int) -> None:
+        if self.schedule is not None:
+            factor = self.schedule(samples_seen)
+            for group in self.strategy.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
+    def _finish(self, step: LaunchedStep) -> StepOutcome:
+        loss_sum, loss_count, requests = step.facts.read() if self.lag == 0 else self._check_finite(step)
+        seconds = self.clock.seconds
+        start, data_end, backward_end, sync_end, end = step.marks
+        sync_seconds = seconds(backward_end, sync_end)
+        compute_seconds = seconds(data_end, backward_end)
+        if step.gradients_ready is not None:
+            hidden_until = backward_end - step.gradients_ready
+            sync_seconds += hidden_until
+            compute_seconds -= hidden_until
+        record = StepRecord(
+            time=time.time(),
+            step=step.number,
+            epoch=step.batch.epoch,
+            samples_seen=step.batch.samples_seen,
+            loss_sum=loss_sum,
+            loss_count=loss_count,
+            data_seconds=step.data_seconds,
+            forward_backward_seconds=compute_seconds,
+            sync_seconds=sync_seconds,
+            optimizer_seconds=seconds(sync_end, end),
+            wall_seconds=seconds(start, end),
+            sent_bytes=self.strategy.sent_bytes(len(step.share.microbatches)),
+            samples=step.share.indices if self.record_samples else None,
+        )
+        return StepOutcome(record, requests)
+
+    def _check_finite(self, step: LaunchedStep) -> tuple[float, float, Requests]:
+        facts = step.facts.read()
+        loss_sum, loss_count, _ = facts
+        if math.isfinite(loss_sum) and loss_count > 0:
+            return facts
+        if math.isfinite(loss_sum):
+            raise DataInvalid(
+                f"the loss of step {step.number} has a count of {loss_count:g} over all ranks: there is nothing to divide "
+                "by; a batch needs at least one counted item"
+            )
+        raise LossNotFinite(*self._who_is_not_finite(step, loss_sum))
+
+    def _who_is_not_finite(self, step: LaunchedStep, loss_sum: float) -> tuple[str, list[dict[str, Any]]]:
+        mine = {"rank": self.group.rank, "finite": step.facts.is_locally_finite(), "samples": step.share.indices}
+        everyone = self.group.all_gather_json(mine)
+        # finite on every rank and not in sum: the sum itself overflowed, and every rank had its part in it
+        culprits = [one for one in everyone if not one["finite"]] or everyone
+        where = f"step {step.number} (epoch {step.batch.epoch}, samples_seen {step.batch.samples_seen})"
+        named = "; ".join(f"rank {one['rank']}, samples {_shown(one['samples'])}" for one in culprits)
+        return f"the loss is {loss_sum:g} at {where}: {named}", culprits
+
+
+def _shown(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:_SHOWN_INDICES]))
+    return f"[{shown}]" if len(indices) <= _SHOWN_INDICES else f"[{shown}, … {len(indices) - _SHOWN_INDICES} more]"
+
+
+def check_schedule(schedule: Any, optimizer: Optimizer) -> Schedule | None:
+    """Refuse what is no function of samples, and remember the learning rates that it is a factor on.
+
+    Raises:
+        TaskInvalid: A torch LRScheduler (which counts steps), or anything else that gives no number.
+    """
+    if schedule is None:
+        return None
+    seen: Any = schedule
+    if callable(schedule) and not hasattr(schedule, "get_last_lr"):
+        seen = schedule(0)
+        if isinstance(seen, int | float):
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+            return schedule  # type: ignore[no-any-return]
+    raise TaskInvalid(
+        f"build_schedule gave {type(seen).__name__}: return a function from samples seen to the factor on the learning "
+        "rate, such as `lambda seen: 1 - seen / total_samples`"
+    )

@@ -1,0 +1,103 @@
+"""What rank 0 shows while it trains: one live line in a terminal, plain lines elsewhere."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from dure.measure.records import Metric, StepRecord
+from dure.units import format_seconds
+
+_LIVE_SECONDS = 0.1
+_PLAIN_SECONDS = 10.0
+_SMOOTHING = 0.1
+
+
+class Progress:
+    """Shows epoch, step, samples per second, loss, last metric, time to go and the share of waiting for data."""
+
+    def __init__(self, total_samples: int, samples_seen: int, *, quiet: bool, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
+        self._is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._has_color = self._is_live and not os.environ.get("NO_COLOR")
+        self._interval = _LIVE_SECONDS if self._is_live else _PLAIN_SECONDS
+        self._total_samples = total_samples
+        self._next_time = 0.0 if self._is_live else time.time() + 1.0
+        self._last_samples = samples_seen
+        self._wall_seconds = 0.0
+        self._data_seconds = 0.0
+        self._samples_per_second = 0.0
+        self._data_fraction = 0.0
+        self._metric = ""
+        self._is_line_open = False
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step, and show it if it is time."""
+        self._wall_seconds += record.wall_seconds
+        self._data_seconds += record.data_seconds
+        if self._quiet or record.time < self._next_time:
+            return
+        self._next_time = record.time + self._interval
+        self._measure(record.samples_seen)
+        self._show(self._line(record))
+
+    def evaluated(self, metrics: Mapping[str, Metric], epochs: float, train_loss: float | None) -> None:
+        """Show an evaluation on a line that stays."""
+        shown = "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items())
+        name = next((name for name in metrics if name != "loss"), "loss")
+        self._metric = f"{name} {metrics[name].value:.4f}"
+        trained = "" if train_loss is None else f"train loss {train_loss:.4f}  "
+        self.say(f"epoch {epochs:g}  {trained}eval {shown}")
+
+    def say(self, text: str) -> None:
+        """Print text on lines that stay."""
+        if self._quiet:
+            return
+        self._close_line()
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal on a fresh line."""
+        self._close_line()
+
+    def _measure(self, samples_seen: int) -> None:
+        if self._wall_seconds > 0:
+            rate = (samples_seen - self._last_samples) / self._wall_seconds
+            weight = 1.0 if self._samples_per_second == 0 else max(_SMOOTHING, min(1.0, self._wall_seconds / 5))
+            self._samples_per_second += weight * (rate - self._samples_per_second)
+            self._data_fraction += weight * (self._data_seconds / self._wall_seconds - self._data_fraction)
+        self._last_samples, self._wall_seconds, self._data_seconds = samples_seen, 0.0, 0.0
+
+    def _line(self, record: StepRecord) -> str:
+        left = (self._total_samples - record.samples_seen) / max(self._samples_per_second, 1e-9)
+        words = [
+            f"epoch {record.epoch + 1}",
+            f"step {record.step}",
+            f"{self._samples_per_second:,.0f} samples/s",
+            f"loss {record.loss_sum / record.loss_count:.4f}",
+            *([self._metric] if self._metric else []),
+            f"ETA {format_seconds(left)}",
+            f"data wait {self._data_fraction:.0%}",
+        ]
+        percent = record.samples_seen / self._total_samples
+        return "  ".join([f"{percent:4.0%}", *words])
+
+    def _show(self, line: str) -> None:
+        if not self._is_live:
+            print(line, file=self._stream, flush=True)
+            return
+        width = shutil.get_terminal_size().columns
+        cut = line if len(line) < width else line[: width - 2] + "…"
+        colored = f"\x1b[36m{cut[:4]}\x1b[0m{cut[4:]}" if self._has_color else cut
+        self._stream.write(f"\r{colored}\x1b[K")
+        self._stream.flush()
+        self._is_line_open = True
+
+    def _close_line(self) -> None:
+        if self._is_line_open:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._is_line_open = False

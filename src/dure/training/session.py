@@ -1,0 +1,226 @@
+"""From a spec to everything a rank needs to train or evaluate, in the order in which it must happen."""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dure.comm.groups import Group, Solo, open_group
+from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
+from dure.machine import check_devices, resolve_device
+from dure.measure.shares import shares
+from dure.rank import Place
+from dure.spec import RunSpec
+from dure.strategies import STRATEGIES, load_strategy
+from dure.strategies.base import Strategy, StrategyOptions
+from dure.strategies.precision import Precision
+from dure.torchcompat import import_late_parts
+from dure.training.evaluation import evaluation_batch_size
+from dure.training.fetch import Loader, SampleFetch, check_dataset
+from dure.training.load_task import build_task, load_task_class
+from dure.training.order import SampleOrder
+from dure.training.seeds import make_deterministic, seed_everything
+from dure.training.task import Task
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One rank's task, data, model and strategy, ready to go."""
+
+    spec: RunSpec
+    task: Task
+    group: Group
+    strategy: Strategy
+    train_loader: Loader
+    order: SampleOrder
+    total_samples: int
+    eval_loader: Loader | None
+    eval_samples: int
+    eval_batch_size: int
+
+
+def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:
+    """Choose this rank's devices and join the others.
+
+    Raises:
+        SpecInvalid: More devices than are visible.
+        EnvironmentLacks: The wanted kind of device is not here.
+    """
+    info = STRATEGIES[spec.strategy or "single"]
+    kind = resolve_device(spec.device)
+    check_devices(kind, spec.nproc if info.one_process else place.rank.local_world_size, shared=spec.share_devices)
+    devices = _devices(kind, spec, place, one_process=info.one_process)
+    if kind == "cuda":
+        torch.cuda.set_device(devices[0])
+        torch.backends.cudnn.benchmark = not spec.deterministic
+    if spec.deterministic:
+        make_deterministic()
+    torch.set_num_threads(place.threads)
+    if info.one_process:
+        return Solo(), devices
+    backend = ("nccl" if kind == "cuda" and not spec.share_devices else "gloo") if spec.backend == "auto" else spec.backend
+    import_late_parts()
+    group = open_group(
+        place.rank, place.store, device=devices[0], backend=backend, timeout_seconds=spec.timeout_seconds
+    )
+    return group, devices
+
+
+def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tuple[torch.device, ...]:
+    if kind != "cuda":
+        # on the CPU (and MPS, which has one device) the replicas of one process are virtual devices
+        return (torch.device(kind),) * (spec.nproc if one_process else 1)
+    if one_process:
+        return tuple(torch.device("cuda", index % torch.cuda.device_count()) for index in range(spec.nproc))
+    return (torch.device("cuda", place.rank.local_rank % torch.cuda.device_count()),)
+
+
+def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch.device, ...]) -> Session:
+    """Build task, data, model and strategy; every rank builds the same, and checks that it did.
+
+    Raises:
+        TaskInvalid: A method of the task returns what it must not.
+        DataInvalid: Data that is empty or of a kind that a run cannot be defined on.
+        RanksDisagree: Ranks that did not build the same.
+    """
+    task = build_task(load_task_class(spec.task), spec.task_options)
+    if place.rank.local_rank == 0:
+        task.prepare_data()
+    group.barrier()
+    seed_everything(spec.seed)
+    train_data, eval_data = task.train_data(), task.eval_data()
+    check_dataset(train_data, f"{type(task).__name__}.train_data")
+    order = SampleOrder(
+        len(train_data),  # type: ignore[arg-type]
+        spec.global_batch_size,
+        seed=spec.seed,
+        shuffle=spec.shuffle,
+        drop_last=spec.drop_last,
+    )
+    total_samples = spec.samples or max(1, round((spec.epochs or 1.0) * order.epoch_samples))
+    loaders = [Loader(SampleFetch(train_data, task.collate, spec.seed), devices[0], spec.num_workers)]
+    eval_samples = 0
+    if eval_data is not None:
+        check_dataset(eval_data, f"{type(task).__name__}.eval_data")
+        eval_samples = len(eval_data)  # type: ignore[arg-type]
+        loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
+    seed_everything(spec.seed)
+    strategy = _build_strategy(spec, group, devices)
+    strategy.prepare(_built_model(task), _checked_optimizer(task), task.loss)
+    _check_ranks_agree(group, spec, task, strategy.model, order)
+    _check_sync_batchnorm(spec, group, order)
+    return Session(
+        spec=spec,
+        task=task,
+        group=group,
+        strategy=strategy,
+        train_loader=loaders[0],
+        order=order,
+        total_samples=total_samples,
+        eval_loader=loaders[1] if eval_data is not None else None,
+        eval_samples=eval_samples,
+        eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
+    )
+
+
+def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
+    name = spec.strategy or "single"
+    options = StrategyOptions(
+        clip_norm=spec.clip_norm,
+        deterministic=spec.deterministic,
+        sync_batchnorm=spec.sync_batchnorm,
+        compile=spec.compile,
+        bucket_bytes=spec.bucket_bytes,
+        gradient_as_bucket_view=spec.gradient_as_bucket_view,
+        find_unused_parameters=spec.find_unused_parameters,
+        device0_share=spec.device0_share,
+    )
+    precision = Precision(spec.precision, devices[0].type)
+    return load_strategy(name)(STRATEGIES[name], group, devices, precision, options)
+
+
+def _built_model(task: Task) -> nn.Module:
+    model = task.build_model()
+    name = f"{type(task).__name__}.build_model"
+    if not isinstance(model, nn.Module):
+        raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
+    return model
+
+
+def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
+    def build(model: nn.Module) -> Optimizer:
+        optimizer: Any = task.build_optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            raise TaskInvalid(
+                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        return optimizer
+
+    return build
+
+
+def _check_ranks_agree(group: Group, spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder) -> None:
+    """Compare what every rank built, before a difference becomes silent nonsense or an abort.
+
+    Communication: one gathered JSON message of about 100 bytes per parameter.
+    """
+    if group.world_size == 1:
+        return
+    mine = {
+        "torch version": torch.__version__,
+        "task code": _code_digest(task),
+        "seed": spec.seed,
+        "global_batch_size": spec.global_batch_size,
+        "training samples": order.num_samples,
+        "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters()],
+    }
+    everyone = group.all_gather_json(mine)
+    for rank, theirs in enumerate(everyone):
+        for field, value in everyone[0].items():
+            if theirs[field] == value:
+                continue
+            if field == "parameters":
+                first = next(((a, b) for a, b in zip(value, theirs[field], strict=False) if a != b), (len(value), len(theirs[field])))
+                field, value, theirs = "first differing parameter", first[0], {"first differing parameter": first[1]}
+            raise RanksDisagree(
+                f"rank 0 and rank {rank} do not run the same: {field} is {value} on rank 0 and {theirs[field]} on rank "
+                f"{rank}; start all ranks with the same code, data and settings"
+            )
+
+
+def _code_digest(task: Task) -> str:
+    file = inspect.getsourcefile(type(task))
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else "unknown"
+
+
+def _check_sync_batchnorm(spec: RunSpec, group: Group, order: SampleOrder) -> None:
+    """Refuse a short batch that leaves a rank without samples: a stand-in would enter the statistics."""
+    if not spec.sync_batchnorm:
+        return
+    short = order.epoch_samples % order.global_batch_size
+    if 0 < short and 0 in shares(short, group.world_size):
+        raise SpecInvalid(
+            [
+                f"an epoch's last batch has {short} sample(s) for {group.world_size} ranks, and --sync-batchnorm needs "
+                "one on each: use --drop-last, or another --global-batch-size"
+            ]
+        )
+
+
+def evaluation_data_or_refuse(session: Session) -> Loader:
+    """Return the evaluation loader.
+
+    Raises:
+        DataInvalid: The task has no evaluation data.
+    """
+    if session.eval_loader is None:
+        raise DataInvalid(f"{type(session.task).__name__}.eval_data returned None: there is nothing to evaluate on")
+    return session.eval_loader

@@ -1,0 +1,45 @@
+"""TensorBoard scalars of a run, under the names people look for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dure.errors import EnvironmentLacks
+from dure.measure.records import Metric, StepRecord
+
+_LEAST_SECONDS = 0.05
+
+
+class Scalars:
+    """Writes `train/…`, `val/…` and `perf/…`, at most twenty steps a second."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise EnvironmentLacks("--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'") from None
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._next_time = 0.0
+
+    def step(self, record: StepRecord, learning_rate: float, num_samples: int) -> None:
+        """Write a step's scalars, unless the last ones are hardly older."""
+        if record.time < self._next_time:
+            return
+        self._next_time = record.time + _LEAST_SECONDS
+        for tag, value in (
+            ("train/loss", record.loss_sum / record.loss_count),
+            ("train/learning_rate", learning_rate),
+            ("train/epoch", record.epoch),
+            ("perf/samples_per_second", num_samples / record.wall_seconds),
+            ("perf/data_fraction", record.data_seconds / record.wall_seconds),
+            ("perf/sync_fraction", record.sync_seconds / record.wall_seconds),
+        ):
+            self._writer.add_scalar(tag, value, record.step)  # type: ignore[no-untyped-call]
+
+    def evaluated(self, metrics: Mapping[str, Metric], step: int) -> None:
+        """Write an evaluation's scalars."""
+        for name, metric in metrics.items():
+            self._writer.add_scalar(f"val/{name}", metric.value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Write out and close."""
+        self._writer.close()  # type: ignore[no-untyped-call]

@@ -1,0 +1,347 @@
+"""Conducts a training run on one rank: steps, evaluations, checkpoints, records."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dure.errors import TaskInvalid
+from dure.measure.record_writer import RecordWriter
+from dure.measure.records import Metric, StepRecord
+from dure.rundir import RunDir
+from dure.strategies.base import Requests
+from dure.training.checkpoint import Checkpoint, CheckpointStore
+from dure.training.evaluation import evaluate
+from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
+from dure.training.optimizer_state import optimizer_to_names
+from dure.training.progress import Progress
+from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
+from dure.training.session import Session
+from dure.training.snapshot import Position, Snapshot
+from dure.training.stop import StopSignals
+from dure.training.tensorboard import Scalars
+
+
+@dataclass
+class RunPosition:
+    """How far the run is, and what it carries from step to step."""
+
+    samples_seen: int = 0
+    step: int = 0
+    best: dict[str, Any] | None = None
+    checkpointed_samples: int = -1
+    evaluated_samples: int = -1
+    loss_sum: float = 0.0
+    """Since the last evaluation."""
+    loss_count: float = 0.0
+    last_time: float = field(default_factory=time.time)
+    """When the last evaluation ended."""
+
+
+class Conductor:
+    """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
+
+    def __init__(self, session: Session, run: RunDir, stop: StopSignals, current_step: Callable[[int], None]) -> None:
+        self.session = session
+        self.run = run
+        self.stop = stop
+        self.current_step = current_step
+        spec = session.spec
+        self.is_first = session.group.rank == 0
+        self.store = CheckpointStore(run.checkpoints, spec.keep_checkpoints, self._warn)
+        self.position = RunPosition()
+        self.save_seconds = None if spec.checkpoint_every_minutes is None else spec.checkpoint_every_minutes * 60
+        self.last_save_time = time.monotonic()
+        self.last_save_step = -1
+
+    # the run
+
+    def train(self) -> str:
+        """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
+        session, spec = self.session, self.session.spec
+        with ExitStack() as resources:
+            self._resume()
+            position = self.position
+            self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
+            self.progress = Progress(session.total_samples, position.samples_seen, quiet=spec.quiet or not self.is_first)
+            resources.callback(self.progress.close)
+            self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
+            if self.scalars is not None:
+                resources.callback(self.scalars.close)
+            schedule = check_schedule(
+                session.task.build_schedule(session.strategy.optimizer, session.total_samples), session.strategy.optimizer
+            )
+            self._say_start()
+            self.loop = TrainingLoop(
+                session.strategy,
+                session.train_loader,
+                session.order,
+                microbatch_size=spec.microbatch_size,
+                schedule=schedule,
+                requested=self._requests,
+                record_samples=spec.record_samples,
+            )
+            for model in session.strategy.evaluation_models():
+                model.train()
+            return self._steps()
+
+    def _steps(self) -> str:
+        session, position = self.session, self.position
+        for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
+            before = position.samples_seen
+            position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
+            self.current_step(boundary.step)
+            requests = self._note(boundary.outcomes)
+            if requests.stop:
+                self._settle()
+                self._save()
+                self._event("interrupted", signal=self._agreed_signal())
+                return "interrupted"
+            self._act(boundary, before, requests)
+        self._settle()
+        if position.samples_seen > position.evaluated_samples:
+            self._evaluate()
+        self._save()
+        return "completed"
+
+    def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
+        session, spec, seen = self.session, self.session.spec, boundary.batch.samples_seen
+        epoch_samples = session.order.epoch_samples
+        is_epoch_end = boundary.batch.epoch_samples == epoch_samples
+        is_evaluation = session.eval_loader is not None and _crossed(before, seen, spec.eval_every_epochs * epoch_samples)
+        is_late_request = boundary.step - self.last_save_step <= self.loop.lag
+        is_save = (
+            is_epoch_end
+            or (spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples))
+            or (requests.save and not is_late_request)
+        )
+        if not (is_evaluation or is_save) or seen >= session.total_samples:
+            return
+        self._settle()
+        if is_evaluation:
+            self._evaluate()
+        if is_save:
+            self._save()
+        self.loop.restart_clock()
+
+    def _settle(self) -> None:
+        """Know every launched step before weights are read."""
+        self._note(self.loop.drain())
+        self.writer.flush()
+
+    def _note(self, outcomes: list[StepOutcome]) -> Requests:
+        requests = Requests()
+        for outcome in outcomes:
+            record = outcome.record
+            self.writer.write(record)
+            self.position.loss_sum += record.loss_sum
+            self.position.loss_count += record.loss_count
+            self.progress.step(record)
+            if self.scalars is not None:
+                self._write_scalars(record)
+            requests = outcome.requests
+        return requests
+
+    def _write_scalars(self, record: StepRecord) -> None:
+        assert self.scalars is not None
+        rate = float(self.session.strategy.optimizer.param_groups[0]["lr"])
+        self.scalars.step(record, rate, self.session.spec.global_batch_size)
+
+    def _requests(self) -> Requests:
+        if self.stop.received is None and self.save_seconds is None:
+            return _NOTHING
+        is_due = self.save_seconds is not None and time.monotonic() - self.last_save_time >= self.save_seconds
+        return Requests(stop=self.stop.received is not None, save=is_due and self.is_first)
+
+    def _agreed_signal(self) -> int:
+        received = max(self.session.group.all_gather_json(self.stop.received or 0))
+        self.stop.received = received
+        return int(received)
+
+    # evaluation
+
+    def _evaluate(self) -> None:
+        session, position = self.session, self.position
+        if session.eval_loader is None:
+            return
+        start = time.perf_counter()
+        metrics = evaluate(
+            session.task,
+            session.strategy,
+            session.group,
+            session.eval_loader,
+            num_samples=session.eval_samples,
+            batch_size=session.eval_batch_size,
+        )
+        train_loss = position.loss_sum / position.loss_count if position.loss_count else None
+        epochs = round(position.samples_seen / session.order.epoch_samples, 4)
+        is_best = self._note_best(metrics)
+        now = time.time()
+        self._event(
+            "evaluated",
+            step=position.step,
+            samples_seen=position.samples_seen,
+            epochs=epochs,
+            train_loss=train_loss,
+            metrics={name: asdict(metric) for name, metric in metrics.items()},
+            is_best=is_best,
+            best_metric=session.spec.best_metric,
+            seconds=time.perf_counter() - start,
+            seconds_since_last=now - position.last_time,
+        )
+        self.progress.evaluated(metrics, epochs, train_loss)
+        if self.scalars is not None:
+            self.scalars.evaluated(metrics, position.step)
+        position.loss_sum = position.loss_count = 0.0
+        position.last_time, position.evaluated_samples, self.last_metrics = now, position.samples_seen, metrics
+        if is_best and not position.samples_seen == position.checkpointed_samples:
+            # the best weights must be on the disk before they are trained on
+            self._save()
+
+    def _note_best(self, metrics: dict[str, Metric]) -> bool:
+        spec = self.session.spec
+        if spec.best_metric not in metrics:
+            raise TaskInvalid(
+                f"best_metric is {spec.best_metric} but the evaluation measures {', '.join(metrics)}: choose one of these"
+            )
+        value = metrics[spec.best_metric].value
+        is_less_better = spec.best_mode == "min" or (spec.best_mode == "auto" and spec.best_metric.endswith("loss"))
+        best = self.position.best
+        is_best = math.isfinite(value) and (
+            best is None or (value < best["value"] if is_less_better else value > best["value"])
+        )
+        if is_best:
+            self.position.best = {
+                "metric": spec.best_metric,
+                "value": value,
+                "samples_seen": self.position.samples_seen,
+            }
+        return is_best
+
+    # checkpoints
+
+    def _save(self) -> None:
+        session, position = self.session, self.position
+        if position.samples_seen == position.checkpointed_samples:
+            return
+        strategy = session.strategy
+        strategy.before_reading()
+        snapshot = Snapshot(
+            model=strategy.model.state_dict(),
+            optimizer=optimizer_to_names(strategy.model, strategy.optimizer),
+            extra={
+                "precision": strategy.precision.state(),
+                "best": position.best,
+                "loss_sum": position.loss_sum,
+                "loss_count": position.loss_count,
+                "evaluated_samples": position.evaluated_samples,
+            },
+            per_rank=capture_random_state(),
+        )
+        is_best = position.best is not None and position.best["samples_seen"] == position.samples_seen
+        is_evaluated = position.evaluated_samples == position.samples_seen
+        saved = self.store.save(
+            snapshot,
+            Position(
+                samples_seen=position.samples_seen,
+                step=position.step,
+                epoch=position.samples_seen // session.order.epoch_samples,
+            ),
+            session.group,
+            metrics={name: asdict(metric) for name, metric in self.last_metrics.items()} if is_evaluated else None,
+            is_best=is_best,
+        )
+        position.checkpointed_samples = position.samples_seen
+        self.last_save_time, self.last_save_step = time.monotonic(), position.step
+        self._event(
+            "checkpoint",
+            path=saved.path.name,
+            samples_seen=position.samples_seen,
+            step=position.step,
+            bytes=saved.num_bytes,
+            seconds=saved.seconds,
+            is_best=is_best,
+        )
+
+    def _resume(self) -> None:
+        """Take up the newest good checkpoint, on every rank the same one, and undo what came after it."""
+        session, group = self.session, self.session.group
+        self.last_metrics: dict[str, Metric] = {}
+        found = self.store.newest_valid() if self.is_first else None
+        name = group.all_gather_json(None if found is None else found.name)[0]
+        if self.is_first:
+            seen = 0 if name is None else Checkpoint(self.run.checkpoints / name, weights_only=True).position.samples_seen
+            self.run.undo_records_after(seen)
+        if name is None:
+            seed_rank(session.spec.seed, group.rank)
+        else:
+            self._load(self.run.checkpoints / name)
+        group.barrier()
+
+    def _load(self, path: Path) -> None:
+        session, strategy, position = self.session, self.session.strategy, self.position
+        checkpoint = Checkpoint(path, rank=session.group.rank)
+        checkpoint.load_model(strategy.model)
+        checkpoint.load_optimizer(strategy.model, strategy.optimizer)
+        extra = checkpoint.extra
+        strategy.precision.load_state(extra["precision"])
+        position.samples_seen, position.step = checkpoint.position.samples_seen, checkpoint.position.step
+        position.best, position.checkpointed_samples = extra["best"], position.samples_seen
+        position.loss_sum, position.loss_count = extra["loss_sum"], extra["loss_count"]
+        position.evaluated_samples = extra["evaluated_samples"]
+        state = checkpoint.per_rank(session.group.world_size)
+        if state is None:
+            seed_rank(session.spec.seed + position.samples_seen, session.group.rank)
+        else:
+            restore_random_state(state)
+        self._event("resumed", checkpoint=path.name, samples_seen=position.samples_seen, step=position.step)
+
+    # saying
+
+    def _say_start(self) -> None:
+        session, spec, strategy = self.session, self.session.spec, self.session.strategy
+        self._event(
+            "training",
+            world_size=session.group.world_size,
+            num_devices=session.group.world_size * len(strategy.devices),
+            device=strategy.device.type,
+            epoch_samples=session.order.epoch_samples,
+            total_samples=session.total_samples,
+            samples_seen=self.position.samples_seen,
+            step=self.position.step,
+            not_preserved=strategy.not_preserved(),
+        )
+        if not self.is_first:
+            return
+        num_devices = session.group.world_size * len(strategy.devices)
+        self.progress.say(
+            f"{type(session.task).__name__}: {strategy.info.name} on {num_devices} x {strategy.device.type}, "
+            f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
+            f"run folder {self.run.path}"
+        )
+        if self.position.step:
+            self.progress.say(f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen")
+        text = session.task.describe(strategy.model)
+        if text:
+            self.progress.say(text)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        if self.is_first:
+            self.run.append_event(event, **fields)
+
+    def _warn(self, message: str) -> None:
+        self._event("warning", message=message)
+        if self.is_first:
+            print(f"dure: {message}", file=sys.stderr, flush=True)
+
+
+_NOTHING = Requests()
+
+
+def _crossed(before: int, after: int, interval: float) -> bool:
+    """Whether a multiple of the interval lies in (before, after]."""
+    return after // interval > before // interval

@@ -112,7 +112,7 @@ def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dic
 
     opened = RunDir.open(Path(run))
     warnings: list[str] = []
-    store = CheckpointStore(opened.checkpoints, warn=warnings.append)
+    store = CheckpointStore(opened.checkpoints, 1, warnings.append)
     path = store.best() if which == "best" else store.newest_valid()
     if path is None:
         raise RunInvalid(f"{opened.path} has no usable checkpoint: {'; '.join(warnings) or 'none was saved yet'}")
@@ -174,9 +174,7 @@ def _absolute(reference: str) -> str:
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference
 
 
-def _task_settings(
-    task: "Task | type[Task] | str", start: str | None, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _task_settings(task: "Task | type[Task] | str", start: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     from dure.errors import TaskInvalid
     from dure.training.load_task import check_task_class, register_task_class, task_reference
 

@@ -1,21 +1,21 @@
 """What can go wrong, as one tree.
 
-    DureError                     exit code 1
-    ├── Misuse                    2   the user can mend it; shown as one sentence, never with a traceback
-    │   ├── SpecInvalid               settings that cannot be; all faults at once
-    │   ├── TaskInvalid               the task file, a missing method, a wrong return
-    │   ├── DataInvalid               empty, iterable or missing data
-    │   ├── RunInvalid                no such run, a name that is taken or leaves the runs folder
-    │   ├── CheckpointMismatch        a checkpoint of another model
-    │   ├── DiskFull                  bytes needed and bytes free
-    │   └── UnusedParameters          parameters that got no gradient under DDP
-    ├── EnvironmentLacks          3   a device, a library, an operating-system ability
-    ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
-    ├── LossNotFinite             1   rank, step and sample indices
-    ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
-    ├── PeerLost                  1   another rank went away; never the first cause
-    ├── WorkerFailed              1   the verdict over all ranks
-    └── Interrupted               130 or 143
+DureError                     exit code 1
+├── Misuse                    2   the user can mend it; shown as one sentence, never with a traceback
+│   ├── SpecInvalid               settings that cannot be; all faults at once
+│   ├── TaskInvalid               the task file, a missing method, a wrong return
+│   ├── DataInvalid               empty, iterable or missing data
+│   ├── RunInvalid                no such run, a name that is taken or leaves the runs folder
+│   ├── CheckpointMismatch        a checkpoint of another model
+│   ├── DiskFull                  bytes needed and bytes free
+│   └── UnusedParameters          parameters that got no gradient under DDP
+├── EnvironmentLacks          3   a device, a library, an operating-system ability
+├── CheckpointDamaged         1   torn, altered or bit-flipped; named
+├── LossNotFinite             1   rank, step and sample indices
+├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
+├── PeerLost                  1   another rank went away; never the first cause
+├── WorkerFailed              1   the verdict over all ranks
+└── Interrupted               130 or 143
 """
 
 from collections.abc import Mapping, Sequence

@@ -116,7 +116,8 @@ class RunDir:
             DiskFull: There is no space; the old record stays.
             RunInvalid: The folder cannot be written.
         """
-        target, temporary = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"
+        target = self.path / name
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
         with _saying(target, "written"):
             try:
@@ -128,7 +129,7 @@ class RunDir:
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            _fsync_folder(self.path)
+            _fsync_folder(target.parent)
 
     def read_json(self, name: str) -> Any:
         """Read a record that `write_json` wrote.
@@ -170,7 +171,8 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            kept, undone = [], []
+            kept: list[dict[str, Any]] = []
+            undone: list[dict[str, Any]] = []
             for record in _json_lines(path):
                 (kept if record["samples_seen"] <= samples_seen else undone).append(record)
             if not undone and (path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")):

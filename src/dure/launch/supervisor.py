@@ -100,7 +100,9 @@ def run_workers(launch: Launch) -> Outcome:
                 for rank in range(launch.num_processes):
                     place = _place(launch, rank, listener)
                     log = launch.log_paths[rank]
-                    workers.append(_fork(launch, place, log, listener) if can_fork else _spawn(launch, place, log, listener))
+                    workers.append(
+                        _fork(launch, place, log, listener) if can_fork else _spawn(launch, place, log, listener)
+                    )
             listener.close()
             _wait(workers)
         finally:

@@ -5,6 +5,7 @@ others have room. Here every replica computes the loss and the backward of its o
 smaller share of them.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,16 +37,14 @@ class BalancedDataParallel(LocalSums):
         others = len(self.devices) - 1
         return [1.0] if others == 0 else [first] + [(1 - first) / others] * others
 
-    def forward_backward(
-        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
-    ) -> None:
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Compute every device's gradients of its own samples, then add them up on device 0."""
         self.begin_step(requests)
         copy_state(self.model, self._replicas[1:])
         for microbatch in microbatches:
             counts = shares(microbatch.num_samples, len(self.devices), self.fractions)
             parts = split_batch(microbatch.batch, counts)
-            calls = [self._call(i, part, count, global_samples) for i, (part, count) in enumerate(zip(parts, counts))]
+            calls = [self._call(i, parts[i], counts[i], global_samples) for i in range(len(parts))]
             for term in self._threads.run(calls):
                 if term is not None:
                     self.add_term(term)
@@ -117,7 +116,9 @@ def state_tensors_per_parameter(optimizer: Optimizer) -> int:
     """Return how many parameter-sized tensors the optimiser keeps, by stepping one of its kind on a small tensor."""
     probe = torch.nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
-    twin = type(optimizer)([probe], **optimizer.defaults)  # type: ignore[call-arg, arg-type]
+    # defaults may hold more than the constructor takes (AdamW's do)
+    known = inspect.signature(type(optimizer)).parameters
+    twin = type(optimizer)([probe], **{name: value for name, value in optimizer.defaults.items() if name in known})
     twin.step()
     state = twin.state.get(probe, {})
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in state.values())

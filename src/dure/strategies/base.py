@@ -50,9 +50,7 @@ class StepFacts:
     them one step late there, so that the device never runs dry.
     """
 
-    def __init__(
-        self, facts: Tensor | Sequence[float], *, is_integral: bool, local_losses: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, facts: Tensor | Sequence[float], *, is_integral: bool, local_losses: Sequence[Tensor]) -> None:
         """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own losses."""
         self._is_integral = is_integral
         self._local_losses = local_losses
@@ -127,9 +125,7 @@ class Strategy(ABC):
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
         self._expected_items: float | None = None
 
-    def prepare(
-        self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction
-    ) -> None:
+    def prepare(self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction) -> None:
         """Place the model, build the optimiser over it and make both ready, in the one visible order."""
         self.loss = loss
         self.model = self.place(model)
@@ -147,9 +143,7 @@ class Strategy(ABC):
         """Apply the parallelism to the placed model."""
 
     @abstractmethod
-    def forward_backward(
-        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
-    ) -> None:
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Compute this rank's gradients of the step.
 
         Args:
@@ -256,7 +250,7 @@ def _checked_loss(value: object) -> Tensor:
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise TaskInvalid(
-            "the task's loss returned a tensor without a gradient: compute it from the model's output without detach(), "
-            ".item() or no_grad(), and leave some parameter trainable"
+            "the task's loss returned a tensor without a gradient: compute it from the model's output without "
+            "detach(), .item() or no_grad(), and leave some parameter trainable"
         )
     return value

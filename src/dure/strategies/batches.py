@@ -74,7 +74,9 @@ def split_batch(batch: Any, counts: Sequence[int]) -> list[Any]:
         if isinstance(value, Mapping):
             return {key: part(item, start, count) for key, item in value.items()}
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{f.name: part(getattr(value, f.name), start, count) for f in fields(value) if f.init})
+            return replace(
+                value, **{f.name: part(getattr(value, f.name), start, count) for f in fields(value) if f.init}
+            )
         return value
 
     return [part(batch, start, count) for start, count in zip(starts, counts, strict=True)]

@@ -93,9 +93,7 @@ class DDP(Strategy):
             else []
         )
 
-    def forward_backward(
-        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
-    ) -> None:
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
         self.objective.local_losses = []
         pending = iter(microbatches)
@@ -146,9 +144,7 @@ class DDP(Strategy):
         assert facts is not None
         summed = facts * self.gradient_divisor
         self._count: Tensor | float = float(summed[1]) if self.device.type == "cpu" else summed[1]
-        return StepFacts(
-            summed, is_integral=self.objective.is_integral, local_losses=self.objective.local_losses
-        )
+        return StepFacts(summed, is_integral=self.objective.is_integral, local_losses=self.objective.local_losses)
 
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""
@@ -172,4 +168,3 @@ class DDP(Strategy):
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""
         del self.engine
-

@@ -50,9 +50,7 @@ class DataParallel(LocalSums):
         self._threads = DeviceThreads(self.devices, in_order=in_order)
         self._divided = DividedModel(self.model, self)
 
-    def forward_backward(
-        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
-    ) -> None:
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches on device 0."""
         self.begin_step(requests)
         for microbatch in microbatches:

@@ -37,7 +37,7 @@ class BroadcastParameters(torch.autograd.Function):
         return tuple(copies)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Add up the gradients of each parameter's copies on the first device."""
         summed: list[Tensor | None] = []

@@ -52,9 +52,7 @@ class LocalSums(Strategy):
 class Single(LocalSums):
     """The plain loop: forward, backward, step."""
 
-    def forward_backward(
-        self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests
-    ) -> None:
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches."""
         self.begin_step(requests)
         for microbatch in microbatches:

@@ -52,11 +52,12 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normalised = deviation * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
-            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+            return torch.addcmul(self.bias.view(shape), normalised, self.weight.view(shape))
         return normalised
 
     def _update_running(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
@@ -70,7 +71,8 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     Parameters and buffers keep their identity and names, so an optimiser built before stays right.
     """
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
     for name, child in model.named_children():
         if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
             setattr(model, name, _synchronised(child))

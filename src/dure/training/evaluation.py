@@ -77,7 +77,9 @@ def _evaluation_call(
             there = to_device(batch, next(model.parameters()).device)
             loss = task.loss(model, there)
             if not isinstance(loss, Sum):
-                loss = Sum(loss.double() * num_samples if loss.device.type != "mps" else loss * num_samples, num_samples)
+                loss = Sum(
+                    loss.double() * num_samples if loss.device.type != "mps" else loss * num_samples, num_samples
+                )
             measured = task.metrics(model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")

@@ -39,7 +39,8 @@ def _user_line(error: BaseException) -> dict[str, Any] | None:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OWN_ROOT, "<")) and "site-packages" not in frame.filename
+        if not frame.filename.startswith((_OWN_ROOT, "<"))
+        and "site-packages" not in frame.filename
         and "/lib/python" not in frame.filename
     ]
     if not frames:

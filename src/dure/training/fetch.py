@@ -4,7 +4,7 @@ import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,13 +34,15 @@ def check_dataset(data: Any, source: str) -> None:
     kind = type(data).__name__
     if isinstance(data, IterableDataset):
         raise DataInvalid(
-            f"{source} returned {kind}, an IterableDataset: a stream has no sample indices, so its order cannot be kept "
-            "the same at another number of ranks; give a map-style dataset (__len__ and __getitem__)"
+            f"{source} returned {kind}, an IterableDataset: a stream has no sample indices, so its order cannot be "
+            "kept the same at another number of ranks; give a map-style dataset (__len__ and __getitem__)"
         )
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise DataInvalid(f"{source} returned {kind}: give a map-style dataset (__len__ and __getitem__)")
     if len(data) == 0:
-        raise DataInvalid(f"{source} returned an empty dataset ({kind}): there is nothing to use; check its path or filter")
+        raise DataInvalid(
+            f"{source} returned an empty dataset ({kind}): there is nothing to use; check its path or filter"
+        )
 
 
 class SampleFetch(Dataset[Any]):
@@ -116,7 +118,7 @@ class Loader:
     def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterable[Any]:
         return DataLoader(
             self._fetch,
-            batch_sampler=_Requests(requests),
+            batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             worker_init_fn=_ignore_interrupts,
@@ -166,4 +168,3 @@ def _as_it_is(batch: Any) -> Any:
 def _ignore_interrupts(worker_id: int) -> None:
     # Ctrl-C reaches the whole terminal group; the rank ends its loaders after its checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-

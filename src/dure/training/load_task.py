@@ -40,7 +40,9 @@ def load_task_class(reference: str) -> type[Task]:
         raise TaskInvalid(f"{where} does not import:\n{traceback_in_user_code(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:
-        tasks = [name for name, value in vars(module).items() if _is_task(value) and value.__module__ == module.__name__]
+        tasks = [
+            name for name, value in vars(module).items() if _is_task(value) and value.__module__ == module.__name__
+        ]
         known = f"it has {', '.join(tasks)}" if tasks else "it has no class derived from dure.Task"
         raise TaskInvalid(f"{where} has no class {class_name}: {known}")
     if not _is_task(found):
@@ -67,11 +69,15 @@ def task_reference(cls: type[Task]) -> str:
     Raises:
         TaskInvalid: The class was defined where no file can be read again, such as a notebook or a function.
     """
-    file = inspect.getsourcefile(cls) if cls.__module__ != "__main__" else getattr(sys.modules["__main__"], "__file__", None)
+    file = (
+        inspect.getsourcefile(cls)
+        if cls.__module__ != "__main__"
+        else getattr(sys.modules["__main__"], "__file__", None)
+    )
     if "." in cls.__qualname__ or file is None or not Path(file).exists():
         raise TaskInvalid(
-            f"{cls.__qualname__} is not at the top level of a file, so another process cannot import it: move it there, "
-            "or pass start='inline' (one process) or start='fork'"
+            f"{cls.__qualname__} is not at the top level of a file, so another process cannot import it: move it "
+            "there, or pass start='inline' (one process) or start='fork'"
         )
     return f"{Path(file).resolve()}:{cls.__name__}"
 

@@ -159,7 +159,7 @@ class TrainingLoop:
         self, number: int, batch: GlobalBatch, share: RankShare, first: Any, fetched: Iterator[Any]
     ) -> LaunchedStep:
         strategy, mark = self.strategy, self.clock.mark
-        marks = [self._last_end, mark()]
+        marks: list[Any] = [self._last_end, mark()]
         first_wait = self._data_seconds
         strategy.forward_backward(
             self._microbatches(share, first, fetched), global_samples=len(batch.indices), requests=self.requested()
@@ -223,8 +223,8 @@ class TrainingLoop:
             return facts
         if math.isfinite(loss_sum):
             raise DataInvalid(
-                f"the loss of step {step.number} has a count of {loss_count:g} over all ranks: there is nothing to divide "
-                "by; a batch needs at least one counted item"
+                f"the loss of step {step.number} has a count of {loss_count:g} over all ranks: there is nothing to "
+                "divide by; a batch needs at least one counted item"
             )
         raise LossNotFinite(*self._who_is_not_finite(step, loss_sum))
 

@@ -55,7 +55,9 @@ def restore_random_state(state: dict[str, Tensor]) -> None:
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
     position, has_gauss, cached = state["numpy_rest"].tolist()
-    np.random.set_state(("MT19937", state["numpy_keys"].numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+    np.random.set_state(
+        ("MT19937", state["numpy_keys"].numpy().astype(np.uint32), int(position), int(has_gauss), cached)
+    )
     torch.default_generator.set_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -64,7 +64,9 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     torch.set_num_threads(place.threads)
     if info.one_process:
         return Solo(), devices
-    backend = ("nccl" if kind == "cuda" and not spec.share_devices else "gloo") if spec.backend == "auto" else spec.backend
+    backend = (
+        ("nccl" if kind == "cuda" and not spec.share_devices else "gloo") if spec.backend == "auto" else spec.backend
+    )
     import_late_parts()
     group = open_group(
         place.rank, place.store, device=devices[0], backend=backend, timeout_seconds=spec.timeout_seconds
@@ -160,7 +162,8 @@ def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
         optimizer: Any = task.build_optimizer(model)
         if not isinstance(optimizer, Optimizer):
             raise TaskInvalid(
-                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: "
+                "return a torch.optim.Optimizer"
             )
         return optimizer
 
@@ -188,7 +191,10 @@ def _check_ranks_agree(group: Group, spec: RunSpec, task: Task, model: nn.Module
             if theirs[field] == value:
                 continue
             if field == "parameters":
-                first = next(((a, b) for a, b in zip(value, theirs[field], strict=False) if a != b), (len(value), len(theirs[field])))
+                first = next(
+                    ((a, b) for a, b in zip(value, theirs[field], strict=False) if a != b),
+                    (len(value), len(theirs[field])),
+                )
                 field, value, theirs = "first differing parameter", first[0], {"first differing parameter": first[1]}
             raise RanksDisagree(
                 f"rank 0 and rank {rank} do not run the same: {field} is {value} on rank 0 and {theirs[field]} on rank "
@@ -206,7 +212,7 @@ def _check_sync_batchnorm(spec: RunSpec, group: Group, order: SampleOrder) -> No
     if not spec.sync_batchnorm:
         return
     short = order.epoch_samples % order.global_batch_size
-    if 0 < short and 0 in shares(short, group.world_size):
+    if short > 0 and 0 in shares(short, group.world_size):
         raise SpecInvalid(
             [
                 f"an epoch's last batch has {short} sample(s) for {group.world_size} ranks, and --sync-batchnorm needs "

@@ -16,8 +16,10 @@ class Scalars:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise EnvironmentLacks("--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'") from None
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+            raise EnvironmentLacks(
+                "--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(str(folder))
         self._next_time = 0.0
 
     def step(self, record: StepRecord, learning_rate: float, num_samples: int) -> None:
@@ -33,13 +35,13 @@ class Scalars:
             ("perf/data_fraction", record.data_seconds / record.wall_seconds),
             ("perf/sync_fraction", record.sync_seconds / record.wall_seconds),
         ):
-            self._writer.add_scalar(tag, value, record.step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(tag, value, record.step)
 
     def evaluated(self, metrics: Mapping[str, Metric], step: int) -> None:
         """Write an evaluation's scalars."""
         for name, metric in metrics.items():
-            self._writer.add_scalar(f"val/{name}", metric.value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"val/{name}", metric.value, step)
 
     def close(self) -> None:
         """Write out and close."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

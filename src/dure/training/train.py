@@ -54,6 +54,7 @@ class Conductor:
         self.is_first = session.group.rank == 0
         self.store = CheckpointStore(run.checkpoints, spec.keep_checkpoints, self._warn)
         self.position = RunPosition()
+        self.last_metrics: dict[str, Metric] = {}
         self.save_seconds = None if spec.checkpoint_every_minutes is None else spec.checkpoint_every_minutes * 60
         self.last_save_time = time.monotonic()
         self.last_save_step = -1
@@ -67,13 +68,16 @@ class Conductor:
             self._resume()
             position = self.position
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
-            self.progress = Progress(session.total_samples, position.samples_seen, quiet=spec.quiet or not self.is_first)
+            self.progress = Progress(
+                session.total_samples, position.samples_seen, quiet=spec.quiet or not self.is_first
+            )
             resources.callback(self.progress.close)
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
             schedule = check_schedule(
-                session.task.build_schedule(session.strategy.optimizer, session.total_samples), session.strategy.optimizer
+                session.task.build_schedule(session.strategy.optimizer, session.total_samples),
+                session.strategy.optimizer,
             )
             self._say_start()
             self.loop = TrainingLoop(
@@ -112,7 +116,9 @@ class Conductor:
         session, spec, seen = self.session, self.session.spec, boundary.batch.samples_seen
         epoch_samples = session.order.epoch_samples
         is_epoch_end = boundary.batch.epoch_samples == epoch_samples
-        is_evaluation = session.eval_loader is not None and _crossed(before, seen, spec.eval_every_epochs * epoch_samples)
+        is_evaluation = session.eval_loader is not None and _crossed(
+            before, seen, spec.eval_every_epochs * epoch_samples
+        )
         is_late_request = boundary.step - self.last_save_step <= self.loop.lag
         is_save = (
             is_epoch_end
@@ -198,7 +204,7 @@ class Conductor:
             self.scalars.evaluated(metrics, position.step)
         position.loss_sum = position.loss_count = 0.0
         position.last_time, position.evaluated_samples, self.last_metrics = now, position.samples_seen, metrics
-        if is_best and not position.samples_seen == position.checkpointed_samples:
+        if is_best and position.samples_seen != position.checkpointed_samples:
             # the best weights must be on the disk before they are trained on
             self._save()
 
@@ -206,7 +212,8 @@ class Conductor:
         spec = self.session.spec
         if spec.best_metric not in metrics:
             raise TaskInvalid(
-                f"best_metric is {spec.best_metric} but the evaluation measures {', '.join(metrics)}: choose one of these"
+                f"best_metric is {spec.best_metric} but the evaluation measures {', '.join(metrics)}: "
+                "choose one of these"
             )
         value = metrics[spec.best_metric].value
         is_less_better = spec.best_mode == "min" or (spec.best_mode == "auto" and spec.best_metric.endswith("loss"))
@@ -270,11 +277,12 @@ class Conductor:
     def _resume(self) -> None:
         """Take up the newest good checkpoint, on every rank the same one, and undo what came after it."""
         session, group = self.session, self.session.group
-        self.last_metrics: dict[str, Metric] = {}
         found = self.store.newest_valid() if self.is_first else None
         name = group.all_gather_json(None if found is None else found.name)[0]
         if self.is_first:
-            seen = 0 if name is None else Checkpoint(self.run.checkpoints / name, weights_only=True).position.samples_seen
+            seen = (
+                0 if name is None else Checkpoint(self.run.checkpoints / name, weights_only=True).position.samples_seen
+            )
             self.run.undo_records_after(seen)
         if name is None:
             seed_rank(session.spec.seed, group.rank)

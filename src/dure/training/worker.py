@@ -12,9 +12,9 @@ from dure.errors import DureError, LossNotFinite, Misuse
 from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
+from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
-from dure.torchcompat import import_late_parts
 from dure.training.failure import describe_failure
 from dure.training.load_task import load_task_class
 from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
@@ -63,7 +63,7 @@ class Worker:
 
     def _evaluate(self, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)
-        store = CheckpointStore(self.run.checkpoints, warn=lambda text: print(f"dure: {text}", file=sys.stderr))
+        store = CheckpointStore(self.run.checkpoints, 1, lambda text: print(f"dure: {text}", file=sys.stderr))
         path = None
         if session.group.rank == 0:
             path = store.best() if self.job["which"] == "best" else store.newest_valid()

@@ -83,7 +83,7 @@ class CharGPT(dure.Task):
 
     def describe(self, model: nn.Module) -> str:
         number = sum(parameter.numel() for parameter in model.parameters())
-        return f"GPT of {self.layers} layers, {number:,} parameters, {len(alphabet())} characters"
+        return f"{self.layers}-layer GPT, {number:,} parameters, {len(alphabet())} characters"
 
 
 class GPT(nn.Module):

@@ -39,7 +39,8 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise `(B, C, ...)` by the statistics of all ranks in training, by the running ones otherwise."""
         self._check_input_dim(input)
         if not (self.training or self.running_mean is None):
-            return super().forward(input)
+            plain: Tensor = super().forward(input)
+            return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         count = torch.full((1,), input.numel() // input.size(1), dtype=input.dtype, device=input.device)

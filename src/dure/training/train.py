@@ -277,6 +277,8 @@ class Conductor:
     def _resume(self) -> None:
         """Take up the newest good checkpoint, on every rank the same one, and undo what came after it."""
         session, group = self.session, self.session.group
+        if self.is_first:
+            self.store.remove_leftovers()
         found = self.store.newest_valid() if self.is_first else None
         name = group.all_gather_json(None if found is None else found.name)[0]
         if self.is_first:

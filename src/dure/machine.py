@@ -25,10 +25,10 @@ def count_accelerators(kind: str) -> int:
 
     CUDA devices are counted through NVML: the CUDA runtime, once asked, cannot be used in a forked child.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     if kind == "cuda":
+        # torch counts through NVML by itself, and falls back to the runtime only where NVML is missing
         return torch.cuda.device_count()
     if kind == "mps":
         return int(sys.platform == "darwin" and torch.backends.mps.is_available())

@@ -51,9 +51,9 @@ class SyncBatchNorm(_BatchNorm):
         variance = _AllReduceSum.apply(deviation.square().sum(dims)) / count  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None and self.running_var is not None:
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
-        normalised = deviation * torch.rsqrt(variance + self.eps).view(shape)
+        normalised: Tensor = deviation * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
-            return torch.addcmul(self.bias.view(shape), normalised, self.weight.view(shape))
+            normalised = torch.addcmul(self.bias.view(shape), normalised, self.weight.view(shape))
         return normalised
 
     def _update_running(self, mean: Tensor, unbiased_variance: Tensor) -> None:

@@ -4,9 +4,11 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -33,7 +35,8 @@ def load_task_class(reference: str) -> type[Task]:
     if not where or not class_name.isidentifier():
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
     try:
-        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        with _cuda_left_untouched():
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except TaskInvalid:
         raise
     except (Exception, SystemExit) as error:
@@ -141,6 +144,24 @@ def traceback_in_user_code(error: BaseException) -> str:
 
 def _is_task(value: object) -> bool:
     return inspect.isclass(value) and issubclass(value, Task) and value is not Task
+
+
+@contextmanager
+def _cuda_left_untouched() -> Iterator[None]:
+    """Let a task file ask `torch.cuda.is_available()` while it is imported without starting CUDA in this process.
+
+    The process that imports the task forks the ranks, and CUDA, once started, does not survive a fork.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _import_file(path: Path) -> ModuleType:

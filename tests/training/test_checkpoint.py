@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, TaskInvalid
-from dure.training.checkpoint import Checkpoint, Snapshot, export_weights, optimizer_to_names, verify
+from dure.strategies.optimizer_state import optimizer_to_names
+from dure.training.checkpoint import Checkpoint, Snapshot, export_weights, verify
 from tests.training.checkpoint_cases import (
     ThreadGroup,
     TiedNet,

@@ -76,6 +76,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from dure.comm.groups import ProcessGroup
+from dure.strategies.optimizer_state import optimizer_to_names
 from dure.training.checkpoint import *
 from tests.training.checkpoint_cases import at
 

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from dure.errors import TaskInvalid
 from dure.measure.sums import Sum
 from dure.strategies import StrategyInfo
 from dure.strategies.batches import Microbatch
+from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
@@ -93,6 +94,23 @@ class LossTerm:
     def total(self) -> Tensor:
         """The loss summed over the items."""
         return self.value if self.factor == 1 else self.value * self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyState:
+    """What a checkpoint keeps of a strategy: tensors under the model's own names, whole or as this rank's pieces."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    """The answer of `optimizer_to_names`."""
+
+
+class StateSource(Protocol):
+    """A checkpoint as a strategy sees it."""
+
+    def load_model(self, model: nn.Module) -> None: ...
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None: ...
 
 
 class Strategy(ABC):
@@ -181,6 +199,15 @@ class Strategy(ABC):
     def evaluation_models(self) -> list[nn.Module]:
         """Return one up-to-date model per device of this process, to evaluate on all of them."""
         return [self.model]
+
+    def state_dict(self) -> StrategyState:
+        """Return weights and optimiser state; valid until the next step."""
+        return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
+        source.load_model(self.model)
+        source.load_optimizer(self.model, self.optimizer)
 
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""

@@ -20,12 +20,12 @@ from typing import Any
 
 from dure.comm.groups import Group
 from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
+from dure.strategies.pieces import Piece
 from dure.training.checkpoint_reader import Checkpoint, export_weights, verify
 from dure.training.checkpoint_writer import NAME, WRITING, CheckpointWriter, is_being_written
 from dure.training.durable_files import open_regular, replace_file, sync_directory
 from dure.training.manifest import Manifest, read_manifest
-from dure.training.optimizer_state import optimizer_from_names, optimizer_to_names
-from dure.training.snapshot import Piece, Position, Snapshot
+from dure.training.snapshot import Position, Snapshot
 
 __all__ = [
     "Checkpoint",
@@ -35,8 +35,6 @@ __all__ = [
     "SavedCheckpoint",
     "Snapshot",
     "export_weights",
-    "optimizer_from_names",
-    "optimizer_to_names",
     "verify",
 ]
 

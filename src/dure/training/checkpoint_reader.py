@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
+from dure.strategies.optimizer_state import optimizer_from_names
+from dure.strategies.pieces import Piece, assemble, fill
 from dure.training.checkpoint_share import STATE_NAME, rank_file_name
 from dure.training.durable_files import check_file, raise_if_full, read_verified, sync_directory, write_new_file
 from dure.training.manifest import Manifest, TensorEntry, read_manifest
-from dure.training.optimizer_state import optimizer_from_names
-from dure.training.resharding import assemble, fill
 from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out, parse
-from dure.training.snapshot import Piece, Position
+from dure.training.snapshot import Position
 from dure.training.state_tree import decode
 
 FEW = 5

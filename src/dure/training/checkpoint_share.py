@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
+from dure.strategies.pieces import Piece, as_piece
 from dure.training.durable_files import write_new_file
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
 from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
-from dure.training.snapshot import Piece, Snapshot, as_piece
+from dure.training.snapshot import Snapshot
 from dure.training.state_tree import encode
 
 PARTS = ("model", "optimizer")

@@ -19,17 +19,6 @@ class Position:
     """Epoch of the next sample, from 0: as many as are completed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """This rank's rectangular piece of a tensor that is spread over ranks."""
-
-    tensor: Tensor
-    offsets: tuple[int, ...]
-    """Where the piece begins in the whole tensor, in each dimension."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The state of a run at a position.
@@ -46,20 +35,3 @@ class Snapshot:
     """Plain values of any nesting: gradient scaler, the best so far, sums of an open epoch."""
     per_rank: Mapping[str, Tensor] = field(default_factory=dict)
     """What belongs to this rank alone: the states of its random generators."""
-
-
-def as_piece(value: Any) -> "Tensor | Piece":
-    """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
-
-    Raises:
-        TypeError: The rank has several separate pieces of it.
-    """
-    if isinstance(value, Piece):
-        return value
-    if not hasattr(value, "__create_chunk_list__"):
-        assert isinstance(value, Tensor)
-        return value
-    chunks = value.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise TypeError(f"a tensor of which one rank has {len(chunks)} separate pieces")
-    return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))

@@ -17,7 +17,6 @@ from dure.strategies.base import Requests
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
-from dure.training.optimizer_state import optimizer_to_names
 from dure.training.progress import Progress
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session
@@ -237,9 +236,10 @@ class Conductor:
             return
         strategy = session.strategy
         strategy.before_reading()
+        state = strategy.state_dict()
         snapshot = Snapshot(
-            model=strategy.model.state_dict(),
-            optimizer=optimizer_to_names(strategy.model, strategy.optimizer),
+            model=state.model,
+            optimizer=state.optimizer,
             extra={
                 "precision": strategy.precision.state(),
                 "best": position.best,
@@ -295,8 +295,7 @@ class Conductor:
     def _load(self, path: Path) -> None:
         session, strategy, position = self.session, self.session.strategy, self.position
         checkpoint = Checkpoint(path, rank=session.group.rank)
-        checkpoint.load_model(strategy.model)
-        checkpoint.load_optimizer(strategy.model, strategy.optimizer)
+        strategy.load_state_dict(checkpoint)
         extra = checkpoint.extra
         strategy.precision.load_state(extra["precision"])
         position.samples_seen, position.step = checkpoint.position.samples_seen, checkpoint.position.step

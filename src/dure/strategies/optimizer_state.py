@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.training.resharding import fill, whole
+from dure.strategies.pieces import fill, whole
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""

@@ -1,16 +1,43 @@
-"""From the pieces that a tensor was saved in to the piece, or the whole, that a rank needs now.
+"""Pieces of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved.
 
 Which part of which piece goes where is decided by the planner of torch.distributed.checkpoint: its one public function
 is local arithmetic on rectangles and knows DTensor's placements. See docs/decisions/0002-own-checkpoint-format.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dure.training.snapshot import Piece
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """This rank's rectangular piece of a tensor that is spread over ranks."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    """Where the piece begins in the whole tensor, in each dimension."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+def as_piece(value: Any) -> "Tensor | Piece":
+    """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
+
+    Raises:
+        TypeError: The rank has several separate pieces of it.
+    """
+    if isinstance(value, Piece):
+        return value
+    if not hasattr(value, "__create_chunk_list__"):
+        assert isinstance(value, Tensor)
+        return value
+    chunks = value.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise TypeError(f"a tensor of which one rank has {len(chunks)} separate pieces")
+    return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
 
 
 def whole(tensor: Tensor) -> Piece:

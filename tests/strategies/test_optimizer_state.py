@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.training.optimizer_state import optimizer_from_names, optimizer_to_names
+from dure.strategies.optimizer_state import optimizer_from_names, optimizer_to_names
 from tests.training.checkpoint_cases import TiedNet, train, trained
 
 

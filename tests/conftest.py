@@ -1,10 +1,15 @@
 """What every test gets: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.leaks import clean_up, find_leaks, take_snapshot
+
+# Set before anything imports torch: a process that has computed with several threads cannot be forked into ranks.
+# The ranks set their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,68 @@
+"""The contract's heart: after k steps the weights are those of one process, on any number of devices."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.training.order import SampleOrder
+from dure.training.seeds import seed_everything
+from tests.conformance.cases import PLACES, TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.tasks import Regression
+
+# 44 samples by 7: six whole batches that two and three devices cannot share evenly, and one of two samples, fewer
+# than three devices. 130 samples are 20 steps: two epochs and six steps of the third.
+STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Return the weights of the one-process run without accumulation, made once for each task."""
+
+    @functools.cache
+    def weights(kind: str, optimizer: str):
+        folder: Path = tmp_path_factory.mktemp("one")
+        return weights_of(train_case(folder, Regression(kind=kind, optimizer=optimizer), **STEPS))
+
+    return weights
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", ["mean", "tokens"])
+@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+def test_weights_after_20_steps_equal_one_process(
+    strategy, num_devices, kind, optimizer, microbatch_size, one_process, tmp_path
+):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    task = Regression(kind=kind, optimizer=optimizer, digests=str(digests))
+    run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=microbatch_size, **STEPS)
+    assert largest_difference(weights_of(run), one_process(kind, optimizer)) < TO_ROUNDING
+    assert len({line for file in digests.iterdir() for line in file.read_text().splitlines()}) == 1
+
+
+@pytest.mark.parametrize("kind", ["mean", "tokens"])
+def test_one_process_by_the_strategy_equals_a_loop_written_by_hand(kind, one_process):
+    assert largest_difference(one_process(kind, "sgd"), by_hand(Regression(kind=kind))) < TO_ROUNDING
+
+
+def by_hand(task):
+    """Train as one writes it without dure: the loss of the whole batch, one backward, clip, step."""
+    seed_everything(STEPS["seed"])
+    model = task.build_model()
+    optimizer = task.build_optimizer(model)
+    schedule = task.build_schedule(optimizer, STEPS["samples"])
+    order = SampleOrder(task.num_samples, STEPS["global_batch_size"], seed=STEPS["seed"])
+    data = task.train_data()
+    for batch in order.batches(0, STEPS["samples"]):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * schedule(batch.samples_seen - len(batch.indices))
+        loss = task.loss(model, data.__getitems__(batch.indices))
+        loss = loss if isinstance(loss, torch.Tensor) else loss.total / loss.count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), STEPS["clip_norm"])
+        optimizer.step()
+    return model.state_dict()

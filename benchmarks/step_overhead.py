@@ -1,0 +1,280 @@
+"""Microseconds per step of dure, of the loop by hand and of its peers, alternately in the same processes.
+
+dure runs as it does in `dure train`: the whole Conductor with strategy, loop, records and progress. It leads: after a
+block of steps its callback runs the blocks of the others that are due, so that blocks of all candidates come in a
+random order.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import tiny_model
+import torch
+import torch.distributed as dist
+from paired import HERE, random_rounds
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dure.launch.supervisor import Launch, run_workers
+from dure.rank import Place
+from dure.rundir import RunDir
+from dure.spec import RunSpec
+from dure.training.session import open_rank_group, open_session
+from dure.training.stop import StopSignals
+from dure.training.train import Conductor
+
+BASELINE = "by hand"
+WARM_UP_ROUNDS = 2
+Steps = Callable[[int], None]
+"""Runs a number of steps."""
+
+
+class Data:
+    """The same tensors for all, and an order for each who asks."""
+
+    def __init__(self, num_samples: int, rank: int, world_size: int) -> None:
+        self.inputs, self.labels = tiny_model.build_data(num_samples)
+        self.rank, self.world_size = rank, world_size
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bare data path: a permuted index into tensors."""
+        while True:
+            order = torch.randperm(len(self.labels))[self.rank :: self.world_size]
+            for rows in order.split(tiny_model.BATCH):
+                yield self.inputs[rows], self.labels[rows]
+
+    def loader(self) -> "DataLoader[Any]":
+        """The usual data path: a DataLoader that fetches and collates single samples."""
+        data = TensorDataset(self.inputs, self.labels)
+        sampler: Any = DistributedSampler(data, self.world_size, self.rank) if self.world_size > 1 else None
+        return DataLoader(data, tiny_model.BATCH, shuffle=sampler is None, sampler=sampler)
+
+
+def by_hand(data: Data, batches: Iterator[Any], *, is_averaged: bool = False) -> Steps:
+    """The loop that everybody writes, with DDP where there are two processes."""
+    torch.manual_seed(0)
+    model = tiny_model.build_model()
+    engine = DistributedDataParallel(model) if data.world_size > 1 else model
+    optimizer = tiny_model.build_optimizer(model)
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = tiny_model.loss(engine, next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_averaged:
+                shown = loss.detach()
+                dist.all_reduce(shown)
+                (shown / data.world_size).item()
+            else:
+                loss.item()
+
+    return run
+
+
+class Carrying(nn.Module):
+    """The objective with a parameter whose gradient is the loss: what DDP's first bucket carries in dure."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.carrier = nn.Parameter(torch.zeros(4))
+
+    def forward(self, batch: Any) -> Tensor:
+        loss = tiny_model.loss(self.model, batch)
+        facts = torch.addcmul(torch.tensor([0.0, 64.0, 0.0, 0.0]), torch.tensor([64.0, 0, 0, 0]), loss.detach())
+        return loss + torch.dot(self.carrier, facts)
+
+
+def carrying(data: Data) -> Steps:
+    """DDP by hand, the loss averaged over the ranks by travelling in DDP's first bucket."""
+    torch.manual_seed(0)
+    module = Carrying(tiny_model.build_model())
+    engine = DistributedDataParallel(module)
+    optimizer = tiny_model.build_optimizer(module.model)
+    batches = data.batches()
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            engine(next(batches)).backward()
+            facts = module.carrier.grad
+            assert facts is not None
+            (facts * 2.0).tolist()
+            optimizer.step()
+            optimizer.zero_grad()
+            module.carrier.grad = None
+
+    return run
+
+
+def accelerate(data: Data) -> Steps:
+    """Hugging Face Accelerate, its own wrappers around model, optimiser and backward."""
+    from accelerate import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    plain = tiny_model.build_model()
+    model, optimizer = accelerator.prepare(plain, tiny_model.build_optimizer(plain))
+    batches = data.batches()
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = tiny_model.loss(model, next(batches))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+
+    return run
+
+
+def fabric(data: Data) -> Steps:
+    """Lightning Fabric, its own wrappers around model, optimiser and backward."""
+    from lightning_fabric import Fabric
+
+    torch.manual_seed(0)
+    strategy = "ddp" if data.world_size > 1 else "auto"
+    fabric = Fabric(accelerator="cpu", devices=data.world_size, strategy=strategy)
+    fabric.launch()
+    plain = tiny_model.build_model()
+    model, optimizer = fabric.setup(plain, tiny_model.build_optimizer(plain))
+    batches = data.batches()
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = tiny_model.loss(model, next(batches))
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+
+    return run
+
+
+def candidates(data: Data) -> dict[str, Steps]:
+    """Build everybody but dure."""
+    found: dict[str, Steps] = {
+        BASELINE: by_hand(data, data.batches()),
+        "by hand, again (A/A)": by_hand(data, data.batches()),
+        "Accelerate": accelerate(data),
+        "Lightning Fabric": fabric(data),
+        "by hand, DataLoader": by_hand(data, _forever(data.loader())),
+    }
+    if data.world_size > 1:
+        found["by hand, loss averaged"] = by_hand(data, data.batches(), is_averaged=True)
+        found["by hand, loss in the bucket"] = carrying(data)
+    return found
+
+
+def _forever(loader: "DataLoader[Any]") -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+class Turns:
+    """Called by dure after every step: gives the others their turns, and takes everybody's time."""
+
+    def __init__(self, others: Mapping[str, Steps], num_rounds: int, block: int, barrier: Callable[[], None]) -> None:
+        self._others = others
+        self._block = block
+        self._barrier = barrier
+        self._turns = random_rounds([*others, "dure"], num_rounds + WARM_UP_ROUNDS, seed=0)
+        self._left = 0
+        self._start: float | None = None
+        self.seconds: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
+
+    def __call__(self, step: int) -> None:
+        self._left -= 1
+        if self._left > 0:
+            return
+        if self._start is not None:
+            self._note("dure", time.perf_counter() - self._start)
+        for _, name in self._turns:
+            self._barrier()
+            if name == "dure":
+                self._left, self._start = self._block, time.perf_counter()
+                return
+            start = time.perf_counter()
+            self._others[name](self._block)
+            self._note(name, time.perf_counter() - start)
+        self._start, self._left = None, 1 << 60
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.seconds[name].append(seconds / self._block)
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    """Import what both processes need."""
+    from dure.torchcompat import import_late_parts
+
+    import_late_parts()
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    """Be one of the processes: measure, and write this process's times."""
+    world_size, block, num_rounds = place.rank.world_size, job["block"], job["rounds"]
+    # so that the peers take the process group that is there
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="overhead", OMP_NUM_THREADS="1")
+    global_batch = tiny_model.BATCH * world_size
+    num_steps = (num_rounds + WARM_UP_ROUNDS) * block + 2
+    spec = RunSpec(
+        task=f"{HERE / 'tiny.py'}:Tiny",
+        # one epoch, so that no evaluation or checkpoint comes in between
+        task_options={"num_samples": (num_steps + 8) * global_batch},
+        samples=num_steps * global_batch,
+        global_batch_size=global_batch,
+        strategy="ddp" if world_size > 1 else "single",
+        nproc=world_size,
+        device="cpu",
+        quiet=True,
+    )
+    group, devices = open_rank_group(spec, place)
+    session = open_session(spec, place, group, devices)
+    data = Data(num_steps * global_batch, place.rank.rank, world_size)
+    turns = Turns(candidates(data), num_rounds, block, group.barrier)
+    profile: Any = nullcontext()
+    if job["profile"]:
+        import cProfile
+
+        profile = cProfile.Profile()
+    with StopSignals() as stop, profile:
+        Conductor(session, RunDir.open(Path(job["run"])), stop, turns).train()
+    if job["profile"]:
+        profile.dump_stats(f"{job['profile']}.{place.rank.rank}")
+    Path(job["run"], f"seconds{place.rank.rank}.json").write_text(json.dumps(turns.seconds))
+    session.strategy.close()
+    group.barrier()
+    return 0
+
+
+def measure(world_size: int, *, num_rounds: int, block: int, profile: str | None = None) -> dict[str, list[float]]:
+    """Return each candidate's microseconds per step, one value per round; of several processes the slowest's."""
+    with tempfile.TemporaryDirectory(prefix="dure-overhead-") as folder:
+        run = RunDir.create(Path(folder), "overhead")
+        (run.path / "spec.json").write_text("{}")
+        job = {"run": str(run.path), "rounds": num_rounds, "block": block, "profile": profile}
+        launch = Launch(
+            entry="step_overhead",
+            job=job,
+            num_processes=world_size,
+            threads=1,
+            log_paths=[None] * world_size,
+            store_prefix="overhead",
+            start="fork",
+        )
+        outcome = run_workers(launch)
+        if any(end.exit_code for end in outcome.ends):
+            raise SystemExit(f"a process of the benchmark failed: {outcome.ends}")
+        of_ranks = [json.loads((run.path / f"seconds{rank}.json").read_text()) for rank in range(world_size)]
+    return {
+        name: [1e6 * max(seconds) for seconds in zip(*(one[name][WARM_UP_ROUNDS:] for one in of_ranks), strict=True)]
+        for name in of_ranks[0]
+    }

@@ -1,0 +1,54 @@
+"""Evaluation is exact: the same count and the same numbers on any number of ranks."""
+
+import pytest
+
+import dure
+from examples.digits import Digits
+from tests.conformance.cases import MANY, train_case
+from tests.conformance.tasks import Regression
+
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("task", [Regression(kind="tokens"), Regression(dtype="float32"), Digits(width=8)], ids=repr)
+@pytest.mark.parametrize("batch", [None, 7])
+def test_evaluation_over_1_to_4_ranks_is_identical(task, batch, tmp_path):
+    run = train_case(tmp_path, task, samples=64)
+    alone, *others = [dure.evaluate(run, nproc=n, eval_batch_size=batch, start="fork") for n in (1, 2, 3, 4)]
+    assert alone["metrics"].keys() > {"loss"}
+    for name, metric in alone["metrics"].items():
+        for other in others:
+            assert other["metrics"][name]["count"] == metric["count"]
+            assert other["metrics"][name]["value"] == pytest.approx(metric["value"], abs=EXACT, rel=EXACT)
+
+
+def test_evaluation_counts_every_sample_once_however_uneven(tmp_path):
+    run = train_case(tmp_path, Digits(width=8), samples=64)
+    for nproc in (1, 3):
+        metrics = dure.evaluate(run, nproc=nproc, eval_batch_size=100, start="fork")["metrics"]
+        assert {name: metric["count"] for name, metric in metrics.items()} == {"loss": 355, "accuracy": 355}
+
+
+def test_evaluation_with_more_ranks_than_batches_is_the_same(tmp_path):
+    run = train_case(tmp_path, Regression(), samples=20)
+    one = dure.evaluate(run, nproc=1, eval_batch_size=23, start="fork")["metrics"]
+    assert dure.evaluate(run, nproc=3, eval_batch_size=23, start="fork")["metrics"] == one
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), MANY)
+def test_evaluation_during_training_equals_one_process(strategy, num_devices, tmp_path):
+    def metrics_of(strategy: str, num_devices: int):
+        task = Regression(kind="tokens")
+        name = f"evaluated-{strategy}"
+        return dure.train(
+            task, strategy=strategy, nproc=num_devices, runs_dir=tmp_path, name=name, quiet=True, start="fork",
+            epochs=2, global_batch_size=7,
+        )  # fmt: skip
+
+    one, many = metrics_of("single", 1), metrics_of(strategy, num_devices)
+    assert [row.samples_seen for row in many.rows] == [44, 88]
+    for ours, theirs in zip(many.rows, one.rows, strict=True):
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-10)
+        for name, metric in theirs.metrics.items():
+            assert ours.metrics[name].count == metric.count
+            assert ours.metrics[name].value == pytest.approx(metric.value, rel=1e-10)

@@ -19,8 +19,7 @@ from dure.spec import (
     resolve,
     same_task,
 )
-
-STRATEGIES = ("single", "dp", "balanced_dp", "ddp")
+from dure.strategies import STRATEGIES
 
 
 def settle(
@@ -142,7 +141,7 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ),
         ({"nproc": 65}, "default: global_batch_size is 64, less than one sample for each of 65 devices: raise it"),
         ({"strategy": "single", "nproc": 2}, "flag --strategy: strategy single uses one device but nproc is 2: choose"),
-        ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single has no such share"),
+        ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single cannot honour it"),
         ({"backend": "nccl", "device": "cpu"}, "flag --backend: backend nccl cannot reach device cpu: choose gloo"),
         ({"strategy": "dpp"}, "flag --strategy: unknown strategy 'dpp': did you mean dp? known: dp, ddp, balanced_dp"),
         ({"epoch": 3}, "flag --epoch: unknown setting 'epoch': did you mean epochs? known: epochs, "),

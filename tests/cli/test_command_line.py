@@ -18,6 +18,7 @@ from dure.cli.task_options import take_task_options
 from dure.errors import EnvironmentLacks, Interrupted, Misuse, SpecInvalid
 from dure.measure.records import Metric, RunSummary
 from dure.spec import RunSpec, flag_name, resolve
+from dure.strategies import STRATEGIES
 
 TASK_FILE = """
 import dure.training.task
@@ -250,7 +251,7 @@ def test_train_when_quiet_then_prints_nothing(api: SimpleNamespace, capsys: Any)
 
 def test_show_spec_when_asked_then_says_where_values_come_from(api: SimpleNamespace, capsys: Any) -> None:
     flags = {"task": "a.py:T", "task_options": {"hidden": "3"}}
-    resolved = resolve(flags=flags, environ={"DURE_SEED": "3"}, config=None, task_defaults={}, strategies=("single",))
+    resolved = resolve(flags=flags, environ={"DURE_SEED": "3"}, config=None, task_defaults={}, strategies=STRATEGIES)
     api.resolve_settings = api.record("resolve_settings", resolved)
     assert main(["train", "a.py:T", "--show-spec"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

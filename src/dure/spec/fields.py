@@ -4,7 +4,7 @@ import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field
@@ -107,9 +107,20 @@ EXECUTION_FIELDS = tuple(
 )
 """What every resume may choose anew."""
 
-DEFAULT_STRATEGY = {"one": "single", "many": "ddp"}
-ONE_DEVICE_STRATEGIES = frozenset({"single"})
-SETTING_OF_ONE_STRATEGY = {"device0_share": "balanced_dp"}
+
+class StrategyTraits(Protocol):
+    """What a spec must know of a strategy; the rows of the table of strategies have it."""
+
+    @property
+    def many_devices(self) -> bool: ...
+
+    @property
+    def default_for(self) -> str:
+        """`one` or `many` devices, or nothing."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings that not every strategy can honour, and this one does."""
 
 
 def flag_name(setting: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,11 @@ from pydantic import ValidationError
 
 from dure.errors import SpecInvalid
 from dure.spec.fields import (
-    DEFAULT_STRATEGY,
     IDENTITY_FIELDS,
     LENGTH_FIELDS,
-    ONE_DEVICE_STRATEGIES,
     PLACE_FIELDS,
-    SETTING_OF_ONE_STRATEGY,
     RunSpec,
+    StrategyTraits,
     flag_name,
     kinds,
     requirement,
@@ -73,7 +71,7 @@ def resolve(
     environ: Mapping[str, str],
     config: Path | None,
     task_defaults: Mapping[str, Any],
-    strategies: Collection[str],
+    strategies: Mapping[str, StrategyTraits],
     base: RunSpec | None = None,
 ) -> ResolvedSpec:
     """Bring the settings of a run together: flags over `DURE_*` over TOML over the task's defaults.
@@ -86,7 +84,7 @@ def resolve(
         environ: The process's environment.
         config: A TOML file whose keys are field names, with a `[task_options]` table.
         task_defaults: `Task.defaults` of the task's class.
-        strategies: The known strategies' names.
+        strategies: The known strategies by name.
         base: The spec of the run that is being resumed.
 
     Raises:
@@ -103,7 +101,7 @@ def resolve(
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
     for source in (ground, config_source, environment_source, _Source(values=settings, say=_say_flag)):
         _overlay(draft, source)
-    _settle_strategy(draft, base)
+    _settle_strategy(draft, strategies, base)
     spec = _validate(draft, strategies)
     if base is not None and spec is not None:
         draft.faults += _identity_faults(draft, spec, base)
@@ -215,15 +213,18 @@ def _overlay_length(draft: _Draft, source: _Source) -> None:
         draft.drop("samples" if given == ["epochs"] else "epochs")
 
 
-def _settle_strategy(draft: _Draft, base: RunSpec | None) -> None:
+def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], base: RunSpec | None) -> None:
     """Choose the strategy when nobody did, and let a resumed run's choices give way to new ones."""
     many = str(draft.values.get("nproc", 1)).strip() != "1"
-    is_outgrown = many and draft.values.get("strategy") in ONE_DEVICE_STRATEGIES
-    if "strategy" not in draft.values or (base is not None and "strategy" not in draft.chosen and is_outgrown):
-        draft.values["strategy"] = DEFAULT_STRATEGY["many" if many else "one"]
+    traits = strategies.get(str(draft.values.get("strategy")))
+    is_outgrown = base is not None and "strategy" not in draft.chosen and many and traits and not traits.many_devices
+    if "strategy" not in draft.values or is_outgrown:
+        wanted = "many" if many else "one"
+        draft.values["strategy"] = next(name for name, row in strategies.items() if row.default_for == wanted)
         draft.origin["strategy"] = "default for one device" if not many else "default for several devices"
-    for setting, strategy in SETTING_OF_ONE_STRATEGY.items():
-        if draft.values["strategy"] != strategy and setting not in draft.chosen:
+    traits = strategies.get(str(draft.values["strategy"]))
+    for setting in {name for row in strategies.values() for name in row.settings}:
+        if traits and setting not in traits.settings and setting not in draft.chosen:
             draft.drop(setting)
     if not any(name in draft.values for name in LENGTH_FIELDS):
         draft.values["epochs"] = 1.0
@@ -232,7 +233,7 @@ def _settle_strategy(draft: _Draft, base: RunSpec | None) -> None:
 # --- what cannot be
 
 
-def _validate(draft: _Draft, strategies: Collection[str]) -> RunSpec | None:
+def _validate(draft: _Draft, strategies: Mapping[str, StrategyTraits]) -> RunSpec | None:
     """Check every setting by itself, then the sound ones together. Returns None when there is no task."""
     bad = {name for name, value in draft.values.items() if _is_bool_for_number(name, value)}
     try:
@@ -248,9 +249,34 @@ def _validate(draft: _Draft, strategies: Collection[str]) -> RunSpec | None:
     has_task = "task" in sound
     spec = RunSpec.model_validate({"task": "-:-", "task_options": draft.options, **sound})
     draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in _RULES if _breaks(rule, spec, bad)]
+    if "strategy" not in bad:
+        draft.faults += _strategy_faults(draft, spec, strategies, bad)
     if not has_task and "task" not in bad:
         draft.faults.append("no task is given: name one, as in `dure train train.py:MyTask`")
     return spec if has_task else None
+
+
+def _strategy_faults(
+    draft: _Draft, spec: RunSpec, strategies: Mapping[str, StrategyTraits], bad: set[str]
+) -> list[str]:
+    """Compare the chosen strategy with what is asked of it."""
+    traits, faults = strategies[str(spec.strategy)], []
+    if "nproc" not in bad and spec.nproc > 1 and not traits.many_devices:
+        many = next(name for name, row in strategies.items() if row.default_for == "many")
+        faults.append(
+            f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
+            f" choose {many}, or leave nproc at 1"
+        )
+    for setting in sorted({name for row in strategies.values() for name in row.settings}):
+        value = getattr(spec, setting)
+        if value in (None, False) or setting in traits.settings or setting in bad:
+            continue
+        able = " or ".join(name for name, row in strategies.items() if setting in row.settings)
+        faults.append(
+            f"{_say(draft, setting)}: {setting} is {value} but strategy {spec.strategy} cannot honour it:"
+            f" choose --strategy {able}, or leave it out"
+        )
+    return faults
 
 
 def _say(draft: _Draft, name: str) -> str:
@@ -302,26 +328,6 @@ _RULES = (
         fault=lambda spec: (
             f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.nproc} devices:"
             f" raise it to at least {spec.nproc} or lower nproc"
-        ),
-    ),
-    _Rule(
-        fields=("strategy", "nproc"),
-        blame="strategy",
-        is_broken=lambda spec: spec.strategy in ONE_DEVICE_STRATEGIES and spec.nproc > 1,
-        fault=lambda spec: (
-            f"strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
-            f" choose {DEFAULT_STRATEGY['many']}, or leave nproc at 1"
-        ),
-    ),
-    _Rule(
-        fields=("device0_share", "strategy"),
-        blame="device0_share",
-        is_broken=lambda spec: (
-            spec.device0_share is not None and spec.strategy != SETTING_OF_ONE_STRATEGY["device0_share"]
-        ),
-        fault=lambda spec: (
-            f"device0_share is {spec.device0_share} but strategy {spec.strategy} has no such share:"
-            f" choose --strategy {SETTING_OF_ONE_STRATEGY['device0_share']} or leave it out"
         ),
     ),
     _Rule(

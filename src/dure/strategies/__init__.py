@@ -31,6 +31,10 @@ class StrategyInfo:
     one_process: bool
     """Whether `nproc` counts the devices of one process instead of processes."""
     many_devices: bool = True
+    default_for: str = ""
+    """`one` or `many`: chosen when the user names no strategy for so many devices."""
+    settings: tuple[str, ...] = ()
+    """Settings that not every strategy can honour, and this one does."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
@@ -57,6 +61,8 @@ STRATEGIES: dict[str, StrategyInfo] = {
             right_when="the model trains fast enough on one device: it is always the most efficient per device",
             one_process=True,
             many_devices=False,
+            default_for="one",
+            settings=("compile", "sync_batchnorm"),
         ),
         StrategyInfo(
             name="dp",
@@ -89,6 +95,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="one process that sees all devices; batches whose tensors have the samples first",
             sent_bytes="device 0: (P-1) W per step; every other device: G per step",
             memory="device 0: W + G + S + A(share of device 0); others: W + G + A(their share)",
+            settings=("device0_share",),
             right_when="dp runs out of memory on device 0 while the others have room",
             one_process=True,
         ),
@@ -103,6 +110,8 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="a model that fits one device; every parameter in every step, or --find-unused-parameters",
             sent_bytes="every rank: 2 (P-1)/P G per step",
             memory="W + G + S + A(microbatch), buckets share G's memory (--gradient-as-bucket-view)",
+            default_for="many",
+            settings=("compile", "sync_batchnorm"),
             right_when="the model fits one device and several should share the work: the first thing to try",
             one_process=False,
         ),

@@ -46,11 +46,11 @@ class Progress:
 
     def evaluated(self, metrics: Mapping[str, Metric], epochs: float, train_loss: float | None) -> None:
         """Show an evaluation on a line that stays."""
-        shown = "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items())
+        shown = "  ".join(f"val {name} {metric.value:.4f}" for name, metric in metrics.items())
         name = next((name for name in metrics if name != "loss"), "loss")
-        self._metric = f"{name} {metrics[name].value:.4f}"
+        self._metric = f"val {name} {metrics[name].value:.4f}"
         trained = "" if train_loss is None else f"train loss {train_loss:.4f}  "
-        self.say(f"epoch {epochs:g}  {trained}eval {shown}")
+        self.say(f"epoch {epochs:g}  {trained}{shown}")
 
     def say(self, text: str) -> None:
         """Print text on lines that stay."""

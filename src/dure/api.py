@@ -3,25 +3,27 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dure.errors import DureError, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
 from dure.launch.supervisor import Launch, Outcome, run_workers
 from dure.launch.verdict import Verdict, judge
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Place, RankInfo
 from dure.report.summary import summarise
-from dure.rundir import SUMMARY, RunDir, default_name
+from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import ResolvedSpec, RunSpec, resolve
 from dure.strategies import STRATEGIES
 from dure.training.task import Task
 
 _WORKER = "dure.training.worker"
+_REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
 
 
 def train(
@@ -52,14 +54,10 @@ def train(
     if launched_as is not None:
         return _train_under_launcher(resolved, resume, launched_as)
     run = _run_folder(spec, resume)
-    with run.lock():
+    with run.lock(), _nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)
-        try:
-            outcome = _start_workers(run, spec, {"kind": "train", "run": str(run.path)})
-            return _finish(run, spec, judge(run.path, outcome.ends), _signal_of(outcome))
-        except BaseException as error:
-            _clean_up(run, error)
-            raise
+        outcome = _start_workers(run, spec, {"kind": "train", "run": str(run.path)})
+        return _finish(run, spec, judge(run.path, outcome.ends), _signal_of(outcome))
 
 
 def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict[str, Any]:
@@ -276,7 +274,7 @@ def _finish(run: RunDir, spec: RunSpec, verdict: Verdict | None, stopped_by: int
     if error is None:
         run.write_json(SUMMARY, summary.to_json())
         return summary
-    if verdict is not None and verdict.exit_code == Misuse.exit_code and summary.steps == 0:
+    if error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run)):
         raise error
     run.append_event(status, message=str(error))
     run.write_json(SUMMARY, summary.to_json())
@@ -291,10 +289,29 @@ def _ended_complete(run: RunDir) -> bool:
     return last == "completed"
 
 
-def _clean_up(run: RunDir, error: BaseException) -> None:
-    """Leave nothing half-written: a run that was refused before its first step is no run."""
-    if isinstance(error, DureError) and error.exit_code in (Misuse.exit_code, 3):
-        run.discard()
+@contextmanager
+def _nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
+    """Undo what a refused start wrote: a new run's folder goes, a resumed run's records are put back."""
+    before = {} if is_new else {name: run.read_json(name) for name in (SPEC, SUMMARY) if (run.path / name).is_file()}
+    try:
+        yield
+    except DureError as error:
+        if error.exit_code in _REFUSED:
+            if is_new:
+                run.discard()
+            elif not _has_begun(run):
+                for name, record in before.items():
+                    run.write_json(name, record)
+        raise
+
+
+def _has_begun(run: RunDir) -> bool:
+    """Whether the last attempt got as far as training."""
+    has_begun = False
+    for event in run.events():
+        if event["event"] in ("attempt", "training"):
+            has_begun = event["event"] == "training"
+    return has_begun
 
 
 def _evaluation_record(

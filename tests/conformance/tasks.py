@@ -2,17 +2,21 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset, Subset
 
 import dure
 from dure.data import TensorData
+from dure.data.randomness import sample_uniform
 
 TOKENS, WIDTH = 5, 6
 
@@ -116,3 +120,37 @@ class Rows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.flatten(0, 1)).view(x.shape)
+
+
+class Drawing(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Changes each sample by a draw from each of the three global generators."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, y, mask = self.data[index]
+        x = x + random.gauss(0, 0.3) + float(np.random.normal(0, 0.3)) + 0.3 * torch.randn(x.shape, dtype=x.dtype)
+        return x, y, mask
+
+
+def noise_of_the_sample(batch: tuple[Tensor, ...], indices: Sequence[int]) -> tuple[Tensor, ...]:
+    """Change a whole batch by draws that belong to its samples."""
+    x, *rest = batch
+    return (x + sample_uniform(indices, TOKENS)[:, :, None].to(x.dtype), *rest)
+
+
+class Augmented(Regression):
+    """The same with random transforms, written in one of the ways that users write them."""
+
+    way: Literal["one by one", "subset", "batched"] = "one by one"
+
+    def train_data(self) -> Any:
+        data = super().train_data()
+        if self.way == "batched":
+            return TensorData(*data.tensors, transform=noise_of_the_sample)
+        # a Subset fetches by batch, and so hides the draws of what it is a subset of
+        return Subset(Drawing(data), range(self.num_samples)) if self.way == "subset" else Drawing(data)

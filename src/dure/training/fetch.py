@@ -123,6 +123,8 @@ class Loader:
             collate_fn=_as_it_is,
             worker_init_fn=_ignore_interrupts,
             pin_memory=self._device.type == "cuda",
+            # by default it draws its workers' seeds from the generator that dropout draws from
+            generator=torch.Generator().manual_seed(self._fetch.seed),
         )
 
 

@@ -1,9 +1,11 @@
 """From data indices to batches on a device, the same on any number of ranks and loader workers."""
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_sample
 from dure.errors import DataInvalid
+from dure.lifeline import die_with_parent
 from dure.strategies.batches import map_tensors, to_device
 
 _PROBED_FETCHES = 8
@@ -120,8 +123,10 @@ class Loader:
             self._fetch,
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
+            # its own seed would be drawn from the global generator, and so change dropout with every new loader
+            generator=torch.Generator().manual_seed(self._fetch.seed),
             collate_fn=_as_it_is,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=self._device.type == "cuda",
             # by default it draws its workers' seeds from the generator that dropout draws from
             generator=torch.Generator().manual_seed(self._fetch.seed),
@@ -167,6 +172,9 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupts(worker_id: int) -> None:
+def _begin_loading(rank_pid: int, worker_id: int) -> None:
     # Ctrl-C reaches the whole terminal group; the rank ends its loaders after its checkpoint
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a copy of the rank's own handler would take the signal by which torch ends a loader for a wish
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(rank_pid)

@@ -1,12 +1,10 @@
 """Conducts a training run on one rank: steps, evaluations, checkpoints, records."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from dure.errors import TaskInvalid
@@ -14,31 +12,13 @@ from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
 from dure.strategies.base import Requests
-from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
 from dure.training.progress import Progress
-from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
+from dure.training.saving import Progression, Saver
 from dure.training.session import Session
-from dure.training.snapshot import Position, Snapshot
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
-
-
-@dataclass
-class RunPosition:
-    """How far the run is, and what it carries from step to step."""
-
-    samples_seen: int = 0
-    step: int = 0
-    best: dict[str, Any] | None = None
-    checkpointed_samples: int = -1
-    evaluated_samples: int = -1
-    loss_sum: float = 0.0
-    """Since the last evaluation."""
-    loss_count: float = 0.0
-    last_time: float = field(default_factory=time.time)
-    """When the last evaluation ended."""
 
 
 class Conductor:
@@ -49,14 +29,11 @@ class Conductor:
         self.run = run
         self.stop = stop
         self.current_step = current_step
-        spec = session.spec
         self.is_first = session.group.rank == 0
-        self.store = CheckpointStore(run.checkpoints, spec.keep_checkpoints, self._warn)
-        self.position = RunPosition()
-        self.last_metrics: dict[str, Metric] = {}
-        self.save_seconds = None if spec.checkpoint_every_minutes is None else spec.checkpoint_every_minutes * 60
-        self.last_save_time = time.monotonic()
-        self.last_save_step = -1
+        self.position = Progression()
+        self.saver = Saver(session, run, self.position, self._event)
+        self.last_metrics: dict[str, Metric] | None = None
+        self.last_evaluation_time = time.time()
 
     # the run
 
@@ -64,7 +41,7 @@ class Conductor:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
-            self._resume()
+            self.saver.resume()
             position = self.position
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(
@@ -101,14 +78,14 @@ class Conductor:
             requests = self._note(boundary.outcomes)
             if requests.stop:
                 self._settle()
-                self._save()
+                self.saver.save(self.last_metrics)
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
             self._act(boundary, before, requests)
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
-        self._save()
+        self.saver.save(self.last_metrics)
         return "completed"
 
     def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
@@ -118,7 +95,7 @@ class Conductor:
         is_evaluation = session.eval_loader is not None and _crossed(
             before, seen, spec.eval_every_epochs * epoch_samples
         )
-        is_late_request = boundary.step - self.last_save_step <= self.loop.lag
+        is_late_request = boundary.step - self.saver.last_step <= self.loop.lag
         is_save = (
             is_epoch_end
             or (spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples))
@@ -130,7 +107,7 @@ class Conductor:
         if is_evaluation:
             self._evaluate()
         if is_save:
-            self._save()
+            self.saver.save(self.last_metrics)
         self.loop.restart_clock()
 
     def _settle(self) -> None:
@@ -157,10 +134,9 @@ class Conductor:
         self.scalars.step(record, rate, self.session.spec.global_batch_size)
 
     def _requests(self) -> Requests:
-        if self.stop.received is None and self.save_seconds is None:
+        if self.stop.received is None and not self.saver.is_due_by_time():
             return _NOTHING
-        is_due = self.save_seconds is not None and time.monotonic() - self.last_save_time >= self.save_seconds
-        return Requests(stop=self.stop.received is not None, save=is_due and self.is_first)
+        return Requests(stop=self.stop.received is not None, save=self.saver.is_due_by_time())
 
     def _agreed_signal(self) -> int:
         received = max(self.session.group.all_gather_json(self.stop.received or 0))
@@ -196,16 +172,16 @@ class Conductor:
             is_best=is_best,
             best_metric=session.spec.best_metric,
             seconds=time.perf_counter() - start,
-            seconds_since_last=now - position.last_time,
+            seconds_since_last=now - self.last_evaluation_time,
         )
         self.progress.evaluated(metrics, epochs, train_loss)
         if self.scalars is not None:
             self.scalars.evaluated(metrics, position.step)
         position.loss_sum = position.loss_count = 0.0
-        position.last_time, position.evaluated_samples, self.last_metrics = now, position.samples_seen, metrics
-        if is_best and position.samples_seen != position.checkpointed_samples:
+        position.evaluated_samples, self.last_metrics, self.last_evaluation_time = position.samples_seen, metrics, now
+        if is_best:
             # the best weights must be on the disk before they are trained on
-            self._save()
+            self.saver.save(self.last_metrics)
 
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
         spec = self.session.spec
@@ -227,87 +203,6 @@ class Conductor:
                 "samples_seen": self.position.samples_seen,
             }
         return is_best
-
-    # checkpoints
-
-    def _save(self) -> None:
-        session, position = self.session, self.position
-        if position.samples_seen == position.checkpointed_samples:
-            return
-        strategy = session.strategy
-        strategy.before_reading()
-        state = strategy.state_dict()
-        snapshot = Snapshot(
-            model=state.model,
-            optimizer=state.optimizer,
-            extra={
-                "precision": strategy.precision.state(),
-                "best": position.best,
-                "loss_sum": position.loss_sum,
-                "loss_count": position.loss_count,
-                "evaluated_samples": position.evaluated_samples,
-            },
-            per_rank=capture_random_state(),
-        )
-        is_best = position.best is not None and position.best["samples_seen"] == position.samples_seen
-        is_evaluated = position.evaluated_samples == position.samples_seen
-        saved = self.store.save(
-            snapshot,
-            Position(
-                samples_seen=position.samples_seen,
-                step=position.step,
-                epoch=position.samples_seen // session.order.epoch_samples,
-            ),
-            session.group,
-            metrics={name: asdict(metric) for name, metric in self.last_metrics.items()} if is_evaluated else None,
-            is_best=is_best,
-        )
-        position.checkpointed_samples = position.samples_seen
-        self.last_save_time, self.last_save_step = time.monotonic(), position.step
-        self._event(
-            "checkpoint",
-            path=saved.path.name,
-            samples_seen=position.samples_seen,
-            step=position.step,
-            bytes=saved.num_bytes,
-            seconds=saved.seconds,
-            is_best=is_best,
-        )
-
-    def _resume(self) -> None:
-        """Take up the newest good checkpoint, on every rank the same one, and undo what came after it."""
-        session, group = self.session, self.session.group
-        if self.is_first:
-            self.store.remove_leftovers()
-        found = self.store.newest_valid() if self.is_first else None
-        name = group.all_gather_json(None if found is None else found.name)[0]
-        if self.is_first:
-            seen = (
-                0 if name is None else Checkpoint(self.run.checkpoints / name, weights_only=True).position.samples_seen
-            )
-            self.run.undo_records_after(seen)
-        if name is None:
-            seed_rank(session.spec.seed, group.rank)
-        else:
-            self._load(self.run.checkpoints / name)
-        group.barrier()
-
-    def _load(self, path: Path) -> None:
-        session, strategy, position = self.session, self.session.strategy, self.position
-        checkpoint = Checkpoint(path, rank=session.group.rank)
-        strategy.load_state_dict(checkpoint)
-        extra = checkpoint.extra
-        strategy.precision.load_state(extra["precision"])
-        position.samples_seen, position.step = checkpoint.position.samples_seen, checkpoint.position.step
-        position.best, position.checkpointed_samples = extra["best"], position.samples_seen
-        position.loss_sum, position.loss_count = extra["loss_sum"], extra["loss_count"]
-        position.evaluated_samples = extra["evaluated_samples"]
-        state = checkpoint.per_rank(session.group.world_size)
-        if state is None:
-            seed_rank(session.spec.seed + position.samples_seen, session.group.rank)
-        else:
-            restore_random_state(state)
-        self._event("resumed", checkpoint=path.name, samples_seen=position.samples_seen, step=position.step)
 
     # saying
 
@@ -341,11 +236,6 @@ class Conductor:
     def _event(self, event: str, **fields: Any) -> None:
         if self.is_first:
             self.run.append_event(event, **fields)
-
-    def _warn(self, message: str) -> None:
-        self._event("warning", message=message)
-        if self.is_first:
-            print(f"dure: {message}", file=sys.stderr, flush=True)
 
 
 _NOTHING = Requests()

@@ -97,7 +97,9 @@ def resolve(
     if base is None:
         ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
     else:
-        ground = _Source(values=base.model_dump(), say=lambda name: "the resumed run", is_chosen=False)
+        # how much is said concerns this terminal, not the run
+        values = base.model_dump(exclude={"quiet"})
+        ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
     for source in (ground, config_source, environment_source, _Source(values=settings, say=_say_flag)):
         _overlay(draft, source)

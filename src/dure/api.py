@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
-from dure.launch.supervisor import Launch, Outcome, run_workers
-from dure.launch.verdict import Verdict, judge
+from dure.launch.supervisor import Outcome, run_workers
+from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
+from dure.launch.workers import Launch
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Place, RankInfo
@@ -57,7 +58,7 @@ def train(
     with run.lock(), _nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)
         outcome = _start_workers(run, spec, {"kind": "train", "run": str(run.path)})
-        return _finish(run, spec, judge(run.path, outcome.ends), _signal_of(outcome))
+        return _finish(run, spec, outcome)
 
 
 def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict[str, Any]:
@@ -89,11 +90,14 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
     start = time.perf_counter()
     try:
         outcome = _start_workers(opened, spec, job)
-        verdict = judge(opened.path, outcome.ends)
+        stopped_by = _signal_of(outcome)
+        verdict = judge(opened.path, outcome.ends, stopped_by)
+        if verdict is None and stopped_by is not None:
+            raise Interrupted("the evaluation was stopped", 128 + stopped_by)
+        if verdict is None and not (opened.path / answer).is_file():
+            verdict = left_early(outcome.ends)
         if verdict is not None:
             raise WorkerFailed(verdict.text, verdict.exit_code)
-        if (stopped_by := _signal_of(outcome)) is not None:
-            raise Interrupted("the evaluation was stopped", 128 + stopped_by)
         result = opened.read_json(answer)
     finally:
         (opened.path / answer).unlink(missing_ok=True)
@@ -231,7 +235,7 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
         stale.unlink()
     threads = _threads(spec, num_processes)
     if spec.start == "inline":
-        return _run_inline(job, Place(threads=threads, is_supervised=True))
+        return _run_inline(job, Place(threads=threads, is_supervised=False))
     return run_workers(
         Launch(
             entry=_WORKER,
@@ -246,7 +250,6 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
 
 
 def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
-    from dure.launch.verdict import WorkerEnd
     from dure.training.worker import main
 
     code = main(job, place)
@@ -255,19 +258,22 @@ def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
 
 def _signal_of(outcome: Outcome) -> int | None:
     """Return the signal that stopped the run, sent to the supervisor or to a rank."""
-    if outcome.signal is not None:
-        return outcome.signal
-    return next((end.exit_code - 128 for end in outcome.ends if end.exit_code > 128), None)
+    return outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
 
 
-def _finish(run: RunDir, spec: RunSpec, verdict: Verdict | None, stopped_by: int | None) -> RunSummary:
+def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
     """Write the summary, whatever came of the run, and raise what is not success."""
+    stopped_by = _signal_of(outcome)
+    verdict = judge(run.path, outcome.ends, stopped_by)
     error: DureError | None = None
     status = "completed"
-    if stopped_by is not None and not (verdict is None and _ended_complete(run)):
-        status = "interrupted"
-        error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", 128 + stopped_by)
-    elif verdict is not None:
+    if verdict is None and not _ended_complete(run):
+        if stopped_by is not None:
+            status = "interrupted"
+            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", 128 + stopped_by)
+        else:
+            verdict = left_early(outcome.ends)
+    if verdict is not None:
         status = "failed"
         error = WorkerFailed(verdict.text, verdict.exit_code)
     summary = summarise(run, spec, status, None if error is None else str(error))
@@ -373,14 +379,14 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", r
 
 def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
     """Raise what this rank ended with; the launcher judges over all ranks."""
-    from dure.launch.verdict import WorkerEnd
-
-    verdict = judge(run.path, [WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)])
-    stopped_by = exit_code - 128 if exit_code > 128 else None
+    outcome = Outcome(
+        ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)], signal=None
+    )
     if rank.rank == 0:
-        return _finish(run, spec, verdict, stopped_by)
+        return _finish(run, spec, outcome)
+    verdict = judge(run.path, outcome.ends)
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
-    if stopped_by is not None:
+    if stop_signal(outcome.ends) is not None:
         raise Interrupted(f"rank {rank.rank} was stopped", exit_code)
     return summarise(run, spec, "completed")

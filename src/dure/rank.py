@@ -85,3 +85,5 @@ class Place:
     """CPU threads for this process."""
     is_supervised: bool
     """Whether a supervisor of ours speaks for all ranks; otherwise each process speaks for itself."""
+    report_fd: int | None = None
+    """Where a rank that fails tells its supervisor why: a descriptor of an unnamed file."""

@@ -63,6 +63,10 @@ class Group(ABC):
     def close(self) -> None:
         """Leave in order: all ranks wait for each other, then the group is destroyed."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave after a failure, without the others."""
+
 
 class Solo(Group):
     """A group of one: everything is already reduced."""
@@ -84,6 +88,9 @@ class Solo(Group):
         """Wait for nobody."""
 
     def close(self) -> None:
+        """Nothing to leave."""
+
+    def abandon(self) -> None:
         """Nothing to leave."""
 
 
@@ -132,6 +139,10 @@ class ProcessGroup(Group):
     def close(self) -> None:
         """Wait for all, then destroy."""
         self.barrier()
+        dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Destroy at once: an interpreter that ends with a living group may abort."""
         dist.destroy_process_group()
 
 

@@ -1,6 +1,5 @@
 """What a worker process does before it works and when it ends."""
 
-import ctypes
 import gc
 import os
 import signal
@@ -8,41 +7,59 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from dure.lifeline import die_with_parent
 from dure.rank import Place
 
-_PR_SET_PDEATHSIG = 1
+HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a worker is born with blocked, so that none reaches a half-made process."""
+
+_is_worker = False
+
+
+def is_worker() -> bool:
+    """Tell whether this process is a worker that a supervisor of ours started."""
+    return _is_worker
 
 
 def run_in_child(entry: Callable[[], int], place: Place, log: Path | None, parent_pid: int) -> None:
-    """Make this forked process a worker, run it, and end without going back into the parent's code.
+    """Make this new process a worker, run it, and end without going back into the parent's code.
 
     `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: of plain
     finished DDP scripts about one in four ends with SIGABRT.
     """
+    global _is_worker
     code = 1
     try:
+        _is_worker = True
         die_with_parent(parent_pid)
         redirect_output(log)
         os.environ.update(place.rank.to_environment())
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
+        _accept_signals()
         code = entry()
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback
 
         traceback.print_exc()
     finally:
+        _leave(code)
+
+
+def _accept_signals() -> None:
+    # a forked copy of the supervisor's handlers would pass signals on to the other ranks, and Python's own for SIGINT
+    # unwinds from anywhere: until the entry installs its own, a signal simply ends this process, which did nothing yet
+    for number in HELD_BACK:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+
+
+def _leave(code: int) -> None:
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent is gone, however that ended (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+    finally:
+        os._exit(code)  # also when the terminal is gone and flushing raises
 
 
 def redirect_output(log: Path | None) -> None:

@@ -16,10 +16,18 @@ def reason_not_to_fork() -> str | None:
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if others:
         return f"Python threads are running ({', '.join(others[:3])})"
+    return reason_fork_would_fail(threads=2)
+
+
+def reason_fork_would_fail(threads: int) -> str | None:
+    """Return why a forked child is certain to fail or hang when it computes with `threads` threads, or None.
+
+    Python threads are no such reason: whether one holds a lock at the wrong moment, only who asks for a fork can know.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is in use in this process"
-    if _has_openmp_threads():
+    if threads > 1 and _has_openmp_threads():
         return "torch has already computed with several threads in this process"
     return None
 

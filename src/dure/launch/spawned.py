@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,18 @@ from dure.rank import Place, RankInfo, StoreAddress
 def place_from_json(data: dict[str, Any]) -> Place:
     """Rebuild a place from `dataclasses.asdict`'s answer."""
     store = None if data["store"] is None else StoreAddress(**data["store"])
-    return Place(
-        rank=RankInfo(**data["rank"]), store=store, threads=data["threads"], is_supervised=data["is_supervised"]
-    )
+    return Place(**{**data, "rank": RankInfo(**data["rank"]), "store": store})
 
 
 def main() -> None:
     """Read what the supervisor told this process, and run."""
     told = json.loads(sys.argv[1])
     place = place_from_json(told["place"])
+    # the task must not find the supervisor's words among its own arguments
+    del sys.argv[1:]
 
     def entry() -> int:
-        run: Callable[[Any, Place], int] = importlib.import_module(told["entry"]).main
-        return run(told["job"], place)
+        return int(importlib.import_module(told["entry"]).main(told["job"], place))
 
     run_in_child(entry, place, None if told["log"] is None else Path(told["log"]), told["parent_pid"])
 

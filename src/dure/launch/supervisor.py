@@ -1,31 +1,29 @@
 """Starts the ranks of one host, watches them, and ends them together."""
 
 import importlib
-import json
-import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
-from dure.launch.child import run_in_child
-from dure.launch.fork_safety import reason_not_to_fork
-from dure.launch.verdict import WorkerEnd
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.errors import EnvironmentLacks
+from dure.launch.child import HELD_BACK
+from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
+from dure.launch.verdict import STOP_ENDS, WorkerEnd
+from dure.launch.workers import Launch, Worker, start_worker
 
-_GRACE_SECONDS = 1.0
+_FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
+_END_GRACE_SECONDS = 10.0
+"""What the other ranks get after one ended in order. They have met in a barrier before, so this is ample."""
 _POLL_SECONDS = 0.02
-_STOP_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LOOK_SECONDS = 0.5
+"""The longest sleep: a bound on what a missed wake-up could cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,53 +31,13 @@ class Outcome:
     """How all ranks of a job ended."""
 
     ends: list[WorkerEnd]
+    """Empty when a signal came before any rank was started."""
     signal: int | None
     """The first signal that asked the run to stop, if any."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What to start."""
-
-    entry: str
-    """Module with `main(job, place) -> exit code` and `before_fork(job)`."""
-    job: Mapping[str, Any]
-    num_processes: int
-    threads: int
-    log_paths: Sequence[Path | None]
-    """Per rank; None keeps the terminal."""
-    store_prefix: str
-    start: str
-    """`auto`, `fork` or `spawn`."""
-
-
-@dataclass
-class _Worker:
-    rank: int
-    pid: int
-    process: "subprocess.Popen[bytes] | None" = None
-    """Of a spawned worker; a forked one has none."""
-    pidfd: int | None = None
-    end: WorkerEnd | None = None
-    was_stopped: bool = False
-
-    def poll(self) -> None:
-        """Take note of the end, if it has ended."""
-        if self.process is not None:
-            code = self.process.poll()
-        else:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            code = None if pid == 0 else os.waitstatus_to_exitcode(status)
-        if code is not None:
-            self.end = WorkerEnd(rank=self.rank, exit_code=code, time=time.time(), was_stopped=self.was_stopped)
-            if self.pidfd is not None:
-                os.close(self.pidfd)
-                self.pidfd = None
-
-    def send(self, number: int) -> None:
-        """Send a signal, unless it is gone."""
-        if self.end is None:
-            os.kill(self.pid, number)
+class _StoppedBeforeStart(BaseException):
+    """A signal came while there was no rank yet."""
 
 
 def run_workers(launch: Launch) -> Outcome:
@@ -87,40 +45,37 @@ def run_workers(launch: Launch) -> Outcome:
 
     The first rank that fails gives the others a second to end by themselves; then they are killed. The first SIGINT or
     SIGTERM is passed on to all ranks, which checkpoint and end; a second one kills them.
+
+    Raises:
+        EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
     """
-    can_fork = launch.start == "fork" or (launch.start == "auto" and reason_not_to_fork() is None)
-    if can_fork:
-        # once, before any rank exists: a second and a half of imports that every rank would pay
-        module = importlib.import_module(launch.entry)
-        module.before_fork(launch.job)
-    workers: list[_Worker] = []
+    by_fork = _decide_to_fork(launch)
+    workers: list[Worker] = []
     with _listening_socket() as listener, _passing_signals_on(workers) as received:
         try:
+            if by_fork:
+                # once, before any rank exists: a second and a half of imports that every rank would pay
+                importlib.import_module(launch.entry).before_fork(launch.job)
             with _signals_held_back():
                 for rank in range(launch.num_processes):
-                    place = _place(launch, rank, listener)
-                    log = launch.log_paths[rank]
-                    workers.append(
-                        _fork(launch, place, log, listener) if can_fork else _spawn(launch, place, log, listener)
-                    )
+                    worker = start_worker(launch, rank, listener, by_fork=by_fork)
+                    workers.append(worker)  # one by one: those started must be known if the next cannot be
             listener.close()
             _wait(workers)
+        except _StoppedBeforeStart:
+            pass
         finally:
             _kill(workers)
         return Outcome(ends=[w.end for w in workers if w.end is not None], signal=received[0] if received else None)
 
 
-def _place(launch: Launch, rank: int, listener: socket.socket) -> Place:
-    host, port = listener.getsockname()
-    fd = listener.fileno() if rank == 0 else None
-    return Place(
-        rank=RankInfo(
-            rank=rank, local_rank=rank, world_size=launch.num_processes, local_world_size=launch.num_processes
-        ),
-        store=StoreAddress(host=host, port=port, prefix=launch.store_prefix, listen_fd=fd),
-        threads=launch.threads,
-        is_supervised=True,
-    )
+def _decide_to_fork(launch: Launch) -> bool:
+    if launch.start != "fork":
+        return launch.start == "auto" and reason_not_to_fork() is None
+    reason = reason_fork_would_fail(launch.threads)
+    if reason is not None:
+        raise EnvironmentLacks(f"start is fork but {reason}: use --start spawn, or auto")
+    return True
 
 
 @contextmanager
@@ -133,109 +88,87 @@ def _listening_socket() -> Iterator[socket.socket]:
         listener.close()
 
 
-def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socket) -> _Worker:
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return _Worker(place.rank.rank, pid, pidfd=_pidfd(pid))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # a forked copy of the supervisor's handler would pass signals on to the other ranks
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    if place.rank.rank == 0:
-        listener.detach()
-    else:
-        listener.close()
-    run = importlib.import_module(launch.entry).main
-    run_in_child(lambda: run(launch.job, place), place, log, parent)
-    raise AssertionError("a child does not return")
-
-
-def _spawn(launch: Launch, place: Place, log: Path | None, listener: socket.socket) -> _Worker:
-    told = {
-        "entry": launch.entry,
-        "job": dict(launch.job),
-        "place": asdict(place),
-        "log": None if log is None else str(log),
-        "parent_pid": os.getpid(),
-    }
-    fds = [listener.fileno()] if place.rank.rank == 0 else []
-    command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
-    process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-    return _Worker(place.rank.rank, process.pid, process, _pidfd(process.pid))
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
 @contextmanager
-def _passing_signals_on(workers: list[_Worker]) -> Iterator[list[int]]:
+def _passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if not workers:
+            raise _StoppedBeforeStart
         for worker in workers:
-            worker.send(number if len(received) == 1 else signal.SIGKILL)
+            if len(received) == 1:
+                worker.send(number)
+            else:
+                worker.stop_at_once()
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in HELD_BACK}
+    # where children are not waited for (SIG_IGN), nobody would learn how they ended
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield received
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: a handler that was not set from Python, and cannot be put back from it
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
     """Deliver SIGINT and SIGTERM only when every worker is known, so that none misses a signal passed on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(workers: list[_Worker]) -> None:
-    """Wait until all have ended; after the first failure, only as long as the grace lasts."""
+def _wait(workers: list[Worker]) -> None:
+    """Wait until all have ended; after the first end, only as long as its grace lasts."""
     deadline: float | None = None
     while True:
-        for worker in workers:
-            if worker.end is None:
-                worker.poll()
-        alive = [worker for worker in workers if worker.end is None]
+        alive = _still_alive(workers)
         if not alive:
             return
-        has_failed = any(w.end is not None and w.end.exit_code not in _STOP_CODES for w in workers)
-        if has_failed and deadline is None:
-            deadline = time.monotonic() + _GRACE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
+        grace = _grace([worker.end for worker in workers if worker.end is not None])
+        if grace is not None:
+            deadline = min(deadline or float("inf"), time.monotonic() + grace)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
             return
-        _sleep_until_one_ends(alive, None if deadline is None else deadline - time.monotonic())
+        _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left))
 
 
-def _sleep_until_one_ends(alive: list[_Worker], most_seconds: float | None) -> None:
-    pidfds = [worker.pidfd for worker in alive if worker.pidfd is not None]
-    if len(pidfds) < len(alive):
-        time.sleep(_POLL_SECONDS)
-        return
-    select.select(pidfds, [], [], 0.5 if most_seconds is None else max(0.0, min(0.5, most_seconds)))
-
-
-def _kill(workers: list[_Worker]) -> None:
+def _still_alive(workers: list[Worker]) -> list[Worker]:
     for worker in workers:
         if worker.end is None:
-            worker.was_stopped = True
-            worker.send(signal.SIGKILL)
-    for worker in workers:
-        while worker.end is None:
             worker.poll()
-            time.sleep(0.001)
+    return [worker for worker in workers if worker.end is None]
+
+
+def _grace(ends: list[WorkerEnd]) -> float | None:
+    if not ends:
+        return None
+    has_failed = any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends)
+    return _FAILURE_GRACE_SECONDS if has_failed else _END_GRACE_SECONDS
+
+
+def _sleep_until_one_ends(alive: list[Worker], most_seconds: float) -> None:
+    pidfds = [worker.pidfd for worker in alive if worker.pidfd is not None]
+    if len(pidfds) < len(alive):
+        time.sleep(min(_POLL_SECONDS, most_seconds))
+        return
+    poll = select.poll()  # select() itself takes no descriptor above 1023
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    poll.poll(most_seconds * 1000)
+
+
+def _kill(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.stop_at_once()
+    while _still_alive(workers):
+        time.sleep(0.001)

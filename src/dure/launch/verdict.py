@@ -9,11 +9,18 @@ from typing import Any
 
 _SAID_BY_SIGNAL = {
     signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
-    signal.SIGSEGV: "crashed in native code (SIGSEGV)",
-    signal.SIGABRT: "aborted in native code (SIGABRT)",
-    signal.SIGBUS: "crashed in native code (SIGBUS): often a full /dev/shm or a file that shrank",
-    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
+    signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
+    signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
 }
+
+STOP_ENDS: Mapping[int, int] = {
+    number_said: number
+    for number in (signal.SIGINT, signal.SIGTERM)
+    # as an exit code: it stopped in order; as a signal: it had only just been started, or was on its way out
+    for number_said in (128 + number, -number)
+}
+"""The signal that asked for a stop, by the exit code of a rank that followed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,8 @@ class WorkerEnd:
     """When the supervisor saw it, seconds since the epoch."""
     was_stopped: bool
     """Whether the supervisor itself ended it, because another rank had failed."""
+    failure: Mapping[str, Any] | None = None
+    """The rank's own record of why it failed, if it could leave one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +48,55 @@ class Verdict:
     """The failure record of the first cause, when that rank left one."""
 
 
-def judge(run: Path, ends: list[WorkerEnd]) -> Verdict | None:
-    """Find the first cause among the ranks that failed; None when none did.
+def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Verdict | None:
+    """Find the first cause among the ranks that failed; None when none did, or a signal explains every end.
 
     An exception that only says that a peer went away is never the cause while there is another; a rank that died
     without a word (a signal) is, unless the supervisor ended it.
+
+    Args:
+        run: The run's folder.
+        ends: How each rank ended.
+        stopped_by: The signal that asked the run to stop, if any.
     """
-    failures = {end.rank: read_failure(run, end.rank) for end in ends}
-    failed = [end for end in ends if end.exit_code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)]
-    if not failed:
+    failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
+    failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS]
+
+    def is_consequence(end: WorkerEnd) -> bool:
+        failure = failures[end.rank]
+        return end.was_stopped if failure is None else bool(failure["is_consequence"])
+
+    if not failed or (stopped_by is not None and all(is_consequence(end) for end in failed)):
         return None
 
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
         failure = failures[end.rank]
-        is_consequence = end.was_stopped if failure is None else bool(failure["is_consequence"])
-        return is_consequence, end.was_stopped, end.time if failure is None else failure["time"], end.rank
+        return is_consequence(end), end.was_stopped, end.time if failure is None else failure["time"], end.rank
 
-    first, *others = sorted(failed, key=order)
+    failed.sort(key=order)
+    first = failed[0]
+    if is_consequence(first):
+        first = _unsaid_cause(ends, failed) or first
     failure = failures[first.rank]
-    lines = [_silent_death(first, len(ends)) if failure is None else _told(failure, len(ends))]
+    lines = [_silent_end(first, len(ends)) if failure is None else _told(failure, len(ends), run)]
+    others = [end for end in failed if end is not first]
     same = [e for e in others if (f := failures[e.rank]) and failure and f["message"] == failure["message"]]
     followed = [e for e in others if e not in same]
     if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
     return Verdict(text="\n".join(lines), exit_code=1 if failure is None else int(failure["exit_code"]), first=failure)
+
+
+def left_early(ends: list[WorkerEnd]) -> Verdict:
+    """Judge a job of which every rank ended with 0 and that is not done."""
+    first = min(ends, key=lambda end: end.time)
+    return Verdict(text=_silent_end(first, len(ends)), exit_code=1, first=None)
+
+
+def stop_signal(ends: list[WorkerEnd]) -> int | None:
+    """Return the signal that a rank stopped for, when only ranks got one."""
+    return next((STOP_ENDS[end.exit_code] for end in ends if end.exit_code in STOP_ENDS), None)
 
 
 def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
@@ -75,24 +108,43 @@ def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _told(failure: Mapping[str, Any], num_ranks: int) -> str:
+def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
+    """Find who the others lost, when all that failed only lost somebody: one that left with 0, or one that hung."""
+    left = [end for end in ends if end.exit_code == 0]
+    hung = [end for end in failed if end.was_stopped and end.failure is None]
+    return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
+
+
+def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     if failure["is_ours"]:
         return str(failure["message"])
     where = "" if failure["step"] is None else f" after step {failure['step']}"
     who = f"rank {failure['rank']}" if num_ranks > 1 else "the task"
     text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
+    if failure["advice"]:
+        text += f": {failure['advice']}"
     line = failure["user_line"]
     if line:
         text += f"\n  {line['file']}:{line['line']} in {line['function']}: {line['text']}"
     if failure["user_traceback"]:
         text += f"\n{failure['user_traceback']}"
+    record = run / "logs" / f"failure-rank{failure['rank']}.json"
+    if failure["origin"] == "dure":
+        return f"{text}\n  this is an error in dure and not in the task: please report it with {record}"
+    if failure["origin"] == "library":
+        text += f"\n  in a library that dure called, at no line of the task; the traceback is in {record}"
     return text
 
 
-def _silent_death(end: WorkerEnd, num_ranks: int) -> str:
+def _silent_end(end: WorkerEnd, num_ranks: int) -> str:
     who = f"rank {end.rank}" if num_ranks > 1 else "the worker"
+    if end.was_stopped:
+        return f"{who} did not answer, and the others waited in vain; it was ended"
     if end.exit_code < 0:
-        number = -end.exit_code
-        said = _SAID_BY_SIGNAL.get(signal.Signals(number), f"ended by {signal.Signals(number).name}")
+        number = signal.Signals(-end.exit_code)
+        said = _SAID_BY_SIGNAL.get(number, f"ended by {number.name}")
         return f"{who} was {said}; `dure train --resume` continues from the last good checkpoint"
-    return f"{who} ended with exit code {end.exit_code} and said nothing"
+    return (
+        f"{who} ended with exit code {end.exit_code} before the run was done, and said nothing: something that the "
+        "task calls leaves the process (os._exit, or native code that calls exit)"
+    )

@@ -1,49 +1,126 @@
 """What a rank writes down when it fails, for the verdict over all ranks."""
 
+import errno
 import os
+import re
 import socket
+import sysconfig
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dure.comm.groups import is_peer_lost
-from dure.errors import DureError, Misuse
+from dure.errors import DiskFull, DureError, Misuse
 from dure.training.load_task import traceback_in_user_code
 
-_OWN_ROOT = str(Path(__file__).resolve().parents[1])
+_OWN_ROOT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_STANDARD_LIBRARY = tuple(
+    {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
+)
+_ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
+_LOADER_MARK = "Original Traceback (most recent call last):"
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
+_MEMORY_ADVICE = "use a smaller --microbatch-size (the result stays the same), --precision bf16, or more devices"
 
 
 def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[str, Any]:
     """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence."""
+    error = _named(error)
     is_ours = isinstance(error, DureError)
+    kind, message, advice = _worded(error)
+    line = _user_line(error)
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time(),
         "step": step,
-        "type": type(error).__name__,
-        "message": str(error),
+        "type": kind,
+        "message": message,
+        "advice": advice,
         "exit_code": error.exit_code if isinstance(error, DureError) else 1,
         "is_ours": is_ours,
         "is_misuse": isinstance(error, Misuse),
         "is_consequence": is_peer_lost(error),
-        "user_line": _user_line(error),
-        "user_traceback": None if is_ours else traceback_in_user_code(error),
+        "origin": "task" if line else _origin(error),
+        "user_line": line,
+        "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),
     }
 
 
+def _named(error: BaseException) -> BaseException:
+    """Give what dure itself met while writing its records its name in dure's tree."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full and _user_line(error) is None:
+        named = DiskFull("the disk is full while records are written: free some space, or use another --runs-dir")
+        return named.with_traceback(error.__traceback__)
+    return error
+
+
+def _worded(error: BaseException) -> tuple[str, str, str | None]:
+    """Return the exception's type, what it says, and a cure where there is a known one."""
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, SystemExit):
+        return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
+    if isinstance(error, torch.OutOfMemoryError):
+        return kind, message.partition(" Of the allocated memory")[0], _MEMORY_ADVICE
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in message:
+        return kind, message or "out of memory", _MEMORY_ADVICE
+    if _LOADER_MARK in message:
+        return kind, _said_in_loader(message), None
+    return kind, message, None
+
+
+def _said_in_loader(message: str) -> str:
+    """Return what the exception said that a loader process sent, without the traceback that torch put around it."""
+    frames = list(_FRAME.finditer(message))
+    after = message[frames[-1].end() :] if frames else message
+    said = [line for line in after.splitlines() if line and not line.startswith(" ")]
+    where = re.search(r"DataLoader worker process (\d+)", message)
+    text = "\n".join(said).partition(": ")[2] or "\n".join(said)
+    return f"{text} (in loader process {where[1]})" if where else text
+
+
 def _user_line(error: BaseException) -> dict[str, Any] | None:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OWN_ROOT, "<"))
-        and "site-packages" not in frame.filename
-        and "/lib/python" not in frame.filename
-    ]
-    if not frames:
+    """Return the innermost line of the task's code that the exception went through.
+
+    A task may be installed as a package: only where no frame lies outside `site-packages` do those inside count.
+    """
+    message = str(error)
+    if _LOADER_MARK in message:
+        frames = [
+            traceback.FrameSummary(m["file"], int(m["line"]), m["function"], line=m["text"])
+            for m in _FRAME.finditer(message)
+        ]
+    else:
+        frames = list(traceback.extract_tb(error.__traceback__))
+    foreign = [frame for frame in frames if not _is_known(frame.filename)]
+    chosen = [frame for frame in foreign if "site-packages" not in frame.filename] or foreign
+    if not chosen:
         return None
-    last = frames[-1]
+    last = chosen[-1]
     return {"file": last.filename, "line": last.lineno, "function": last.name, "text": last.line}
+
+
+def _is_known(file: str) -> bool:
+    """Whether a file is dure's, Python's or torch's, and so never the task's."""
+    if file.startswith((_OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
+        return True
+    return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+
+
+def _origin(error: BaseException) -> str:
+    """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "dure" if not frames or frames[-1].filename.startswith(_OWN_ROOT) else "library"
+
+
+def _shown_traceback(error: BaseException, *, has_user_line: bool) -> str | None:
+    """Return the way through the task's code, where there is more of it than one line."""
+    if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
+        return None
+    return traceback_in_user_code(error)

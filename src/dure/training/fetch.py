@@ -4,28 +4,29 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from dure.data import TensorData
 from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_sample
 from dure.errors import DataInvalid
 from dure.lifeline import die_with_parent
 from dure.strategies.batches import map_tensors, to_device
+from dure.training.task import Task
 
 _PROBED_FETCHES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class FetchRequest:
+class FetchRequest(NamedTuple):
     """Samples to be fetched as one batch. It is what the sampler hands to a loader worker."""
 
     epoch: int
-    indices: Sequence[int]
+    indices: np.ndarray
+    """Data indices `(B,)`."""
 
 
 def check_dataset(data: Any, source: str) -> None:
@@ -60,11 +61,15 @@ class SampleFetch(Dataset[Any]):
         self.data = data
         self.collate = collate
         self.seed = seed
-        self.is_batched = hasattr(data, "__getitems__") or type(data) is TensorDataset
+        self.columns = _plain_columns(data, collate)
+        self.is_batched = hasattr(data, "__getitems__")
         self._num_fetches = 0
 
     def __getitems__(self, request: FetchRequest) -> Any:
         """Fetch one batch."""
+        if self.columns is not None:
+            rows = torch.from_numpy(request.indices)
+            return tuple([column.index_select(0, rows) for column in self.columns])
         if self.is_batched:
             self._num_fetches += 1
             fetches = self._num_fetches
@@ -81,20 +86,26 @@ class SampleFetch(Dataset[Any]):
         return self._fetch_one_by_one(request)
 
     def _fetch_batched(self, request: FetchRequest) -> Any:
-        if type(self.data) is TensorDataset:
-            chosen = torch.as_tensor(request.indices)
-            return tuple(tensor[chosen] for tensor in self.data.tensors)
         with at_epoch(self.seed, request.epoch):
-            fetched = self.data.__getitems__(request.indices)
+            fetched = self.data.__getitems__(request.indices.tolist())
         return self.collate(fetched) if isinstance(fetched, list) else fetched
 
     def _fetch_one_by_one(self, request: FetchRequest) -> Any:
         samples = []
         with kept_global_randomness(), at_epoch(self.seed, request.epoch):
-            for index in request.indices:
+            for index in request.indices.tolist():
                 seed_for_sample(self.seed, request.epoch, index)
                 samples.append(self.data[index])
         return self.collate(samples)
+
+
+def _plain_columns(data: Any, collate: Callable[[Sequence[Any]], Any]) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of data that is nothing but tensors in host memory: a batch of it is one index operation."""
+    is_default = getattr(collate, "__func__", None) is Task.collate
+    is_plain = (type(data) is TensorDataset and is_default) or (type(data) is TensorData and data.transform is None)
+    if is_plain and all(column.device.type == "cpu" and not column.is_sparse for column in data.tensors):
+        return cast(Sequence[torch.Tensor], data.tensors)
+    return None
 
 
 def _next_draws() -> tuple[float, float, int]:
@@ -123,8 +134,6 @@ class Loader:
             self._fetch,
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
-            # its own seed would be drawn from the global generator, and so change dropout with every new loader
-            generator=torch.Generator().manual_seed(self._fetch.seed),
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=self._device.type == "cuda",
@@ -140,7 +149,7 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
     def begin_copy(batch: Any) -> Any:
         with torch.cuda.stream(stream):
             # the caching host allocator keeps pinned memory until its copy is done
-            pinned = map_tensors(batch, lambda tensor: tensor if tensor.is_pinned() else tensor.pin_memory())
+            pinned = map_tensors(batch, _pinned)
             return to_device(pinned, device)
 
     source = iter(host_batches)
@@ -153,6 +162,10 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
 _END = object()
@@ -173,8 +186,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:
-    # Ctrl-C reaches the whole terminal group; the rank ends its loaders after its checkpoint
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # a copy of the rank's own handler would take the signal by which torch ends a loader for a wish
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a signal to the whole terminal group is for the rank, which ends its loaders after its checkpoint
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent(rank_pid)

@@ -2,22 +2,41 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Self
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SECOND_AFTER_SECONDS = 0.5
+"""Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
+
+
+class StoppedAtOnce(BaseException):
+    """A signal came where there is nothing to save, or a second one where nobody supervises."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
 
 
 class StopSignals:
     """Turns SIGINT and SIGTERM into a wish that the loop sees between two steps.
 
-    A signal is never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
+    Before training begins there is nothing to save, and a signal stops this rank where it arrives. After `defer` it is
+    never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_supervised: bool) -> None:
         self.received: int | None = None
         """The first signal's number."""
+        self._received_at = 0.0
+        self._is_supervised = is_supervised
+        self._is_deferred = False
         self._before: dict[int, object] = {}
+
+    def defer(self) -> None:
+        """From here on a signal waits for the next step."""
+        self._is_deferred = True
 
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere the caller's handlers stay
@@ -26,11 +45,16 @@ class StopSignals:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._is_supervised:
+            return  # this process only ends now, and nothing may disturb that
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and self._before.get(number) is signal.default_int_handler:
-            # nobody supervises: the second Ctrl-C stops at once
-            raise KeyboardInterrupt
-        self.received = self.received or number
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+            if not self._is_deferred:
+                raise StoppedAtOnce(number)
+        elif not self._is_supervised and time.monotonic() - self._received_at > _SECOND_AFTER_SECONDS:
+            # a supervisor would kill this rank now
+            raise StoppedAtOnce(self.received)

@@ -1,13 +1,17 @@
 """The entry of a worker process: one rank of one job, from joining the others to an ordered end."""
 
 import gc
+import json
+import os
 import sys
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dure.comm.groups import Group
+from dure.comm.groups import Group, is_peer_lost
 from dure.errors import DureError, LossNotFinite, Misuse
 from dure.rank import Place
 from dure.rundir import RunDir
@@ -18,7 +22,7 @@ from dure.training.evaluation import evaluate
 from dure.training.failure import describe_failure
 from dure.training.load_task import load_task_class
 from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
-from dure.training.stop import StopSignals
+from dure.training.stop import StoppedAtOnce, StopSignals
 from dure.training.train import Conductor
 
 
@@ -34,32 +38,45 @@ class Worker:
         self.place = place
         self.run = RunDir.open(Path(job["run"]))
         self.step: int | None = None
+        self.group: Group | None = None
 
     def main(self) -> int:
         """Do the job; return the exit code, with what went wrong written into the run folder."""
-        group: Group | None = None
+        stop = StopSignals(is_supervised=self.place.is_supervised)
         try:
-            with StopSignals() as stop:
-                spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
-                group, devices = open_rank_group(spec, self.place)
-                session = open_session(spec, self.place, group, devices)
-                if self.job["kind"] == "train":
-                    self._train(Conductor(session, self.run, stop, self._note_step))
-                else:
-                    self._evaluate(session)
-                session.strategy.close()
-                del session
-                # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
-                gc.collect()
-                group.close()
-                return 0 if stop.received is None or self.job["kind"] != "train" else 128 + stop.received
+            with stop:
+                return self._work(stop)
         except BaseException as error:
-            return self._fail(error, group)
+            code = self._fail(error, stop)
+            # frames hold the model, DDP and loader processes, and those the process group
+            traceback.clear_frames(error.__traceback__)
+        self._leave_disorderly()
+        return code
 
-    def _train(self, conductor: Conductor) -> None:
-        conductor.train()
-        if conductor.loop.strategy.group.rank == 0 and conductor.stop.received is None:
+    def _work(self, stop: StopSignals) -> int:
+        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        self.group, devices = open_rank_group(spec, self.place)
+        session = open_session(spec, self.place, self.group, devices)
+        is_interrupted = False
+        if self.job["kind"] == "train":
+            is_interrupted = self._train(session, stop)
+        else:
+            self._evaluate(session)
+        session.strategy.close()
+        del session
+        # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
+        gc.collect()
+        self.group.close()
+        return 128 + (stop.received or 0) if is_interrupted else 0
+
+    def _train(self, session: Session, stop: StopSignals) -> bool:
+        """Train; return whether a signal stopped it before the end."""
+        conductor = Conductor(session, self.run, stop, self._note_step)
+        stop.defer()
+        status = conductor.train()
+        if session.group.rank == 0 and status == "completed":
             self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
+        return status == "interrupted"
 
     def _evaluate(self, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)
@@ -94,15 +111,28 @@ class Worker:
     def _note_step(self, step: int) -> None:
         self.step = step
 
-    def _fail(self, error: BaseException, group: Group | None) -> int:
+    def _fail(self, error: BaseException, stop: StopSignals) -> int:
+        if isinstance(error, StoppedAtOnce):
+            return 128 + error.number
+        if stop.received is not None and is_peer_lost(error):
+            return 128 + stop.received  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
         failure = describe_failure(error, rank, self.step)
-        self.run.write_json(failure_file(rank), failure)
-        if isinstance(error, LossNotFinite):
-            self.run.append_event("loss_not_finite", rank=rank, step=self.step, culprits=list(error.culprits))
+        if self.place.report_fd is not None:
+            os.pwrite(self.place.report_fd, json.dumps(failure).encode(), 0)
+        with suppress(DureError):  # a full disk is told through the descriptor
+            self.run.write_json(failure_file(rank), failure)
+            if isinstance(error, LossNotFinite) and rank == 0:
+                self.run.append_event("loss_not_finite", step=self.step, culprits=list(error.culprits))
         if rank > 0 and not isinstance(error, DureError):
             print(failure["traceback"], file=sys.stderr, flush=True)
         return int(failure["exit_code"])
+
+    def _leave_disorderly(self) -> None:
+        """Leave the group without the others, where this process lives on; a supervised one just ends."""
+        if self.group is not None and not self.place.is_supervised:
+            gc.collect()
+            self.group.abandon()
 
 
 def failure_file(rank: int) -> str:

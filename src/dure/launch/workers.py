@@ -1,0 +1,189 @@
+"""Worker processes as their supervisor has them: started by fork or by spawn, polled, signalled."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.errors import EnvironmentLacks
+from dure.launch.child import run_in_child
+from dure.launch.verdict import WorkerEnd
+from dure.rank import Place, RankInfo, StoreAddress
+
+_REPORT_LIMIT_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to start."""
+
+    entry: str
+    """Module with `main(job, place) -> exit code` and `before_fork(job)`."""
+    job: Mapping[str, Any]
+    num_processes: int
+    threads: int
+    log_paths: Sequence[Path | None]
+    """Per rank; None keeps the terminal."""
+    store_prefix: str
+    start: str
+    """`auto`, `fork` or `spawn`."""
+
+
+@dataclass
+class Worker:
+    """One rank's process."""
+
+    rank: int
+    pid: int
+    report_fd: int
+    """An unnamed file in which a rank that fails says why: it works on a full disk too."""
+    process: "subprocess.Popen[bytes] | None" = None
+    """Of a spawned worker; a forked one has none."""
+    pidfd: int | None = None
+    end: WorkerEnd | None = None
+    was_stopped: bool = False
+
+    def poll(self) -> None:
+        """Take note of the end, if it has ended."""
+        if self.process is not None:
+            code = self.process.poll()
+        else:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            code = None if pid == 0 else os.waitstatus_to_exitcode(status)
+        if code is not None:
+            self.end = WorkerEnd(
+                rank=self.rank,
+                exit_code=code,
+                time=time.time(),
+                was_stopped=self.was_stopped,
+                failure=_read_report(self.report_fd),
+            )
+            self._close()
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it is gone."""
+        if self.end is None:
+            os.kill(self.pid, number)
+
+    def stop_at_once(self) -> None:
+        """Kill it, and remember that this end is our doing."""
+        if self.end is None:
+            self.was_stopped = True
+            self.send(signal.SIGKILL)
+
+    def _close(self) -> None:
+        os.close(self.report_fd)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def start_worker(launch: Launch, rank: int, listener: socket.socket, *, by_fork: bool) -> Worker:
+    """Start one rank; SIGINT and SIGTERM must be blocked meanwhile, and the new process unblocks them when it is ready.
+
+    Args:
+        launch: What to start.
+        rank: Which one.
+        listener: The bound socket on which rank 0 serves the store.
+        by_fork: Fork; otherwise start a fresh interpreter.
+
+    Raises:
+        EnvironmentLacks: The system starts no more processes.
+    """
+    report_fd = _unnamed_file(f"dure-rank{rank}")
+    place = _place(launch, rank, listener, report_fd)
+    log = launch.log_paths[rank]
+    try:
+        if by_fork:
+            return _fork(launch, place, log, listener, report_fd)
+        return _spawn(launch, place, log, listener, report_fd)
+    except OSError as error:
+        os.close(report_fd)
+        raise EnvironmentLacks(
+            f"rank {rank} of {launch.num_processes} could not be started: {error.strerror}; use a smaller --nproc, or "
+            "raise the limit on processes (ulimit -u)"
+        ) from error
+
+
+def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int) -> Place:
+    host, port = listener.getsockname()
+    return Place(
+        rank=RankInfo(
+            rank=rank, local_rank=rank, world_size=launch.num_processes, local_world_size=launch.num_processes
+        ),
+        store=StoreAddress(
+            host=host, port=port, prefix=launch.store_prefix, listen_fd=listener.fileno() if rank == 0 else None
+        ),
+        threads=launch.threads,
+        is_supervised=True,
+        report_fd=report_fd,
+    )
+
+
+def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socket, report_fd: int) -> Worker:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, NumPy's too, which do survive; `reason_not_to_fork` has looked closer
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return Worker(place.rank.rank, pid, report_fd, pidfd=_pidfd(pid))
+    if place.rank.rank == 0:
+        listener.detach()
+    else:
+        listener.close()
+
+    def entry() -> int:
+        return int(importlib.import_module(launch.entry).main(launch.job, place))
+
+    run_in_child(entry, place, log, parent)
+    raise AssertionError("a child does not return")
+
+
+def _spawn(launch: Launch, place: Place, log: Path | None, listener: socket.socket, report_fd: int) -> Worker:
+    told = {
+        "entry": launch.entry,
+        "job": dict(launch.job),
+        "place": asdict(place),
+        "log": None if log is None else str(log),
+        "parent_pid": os.getpid(),
+    }
+    fds = [report_fd, *([listener.fileno()] if place.rank.rank == 0 else [])]
+    command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
+    process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+    return Worker(place.rank.rank, process.pid, report_fd, process, _pidfd(process.pid))
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _unnamed_file(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _read_report(descriptor: int) -> dict[str, Any] | None:
+    data = os.pread(descriptor, _REPORT_LIMIT_BYTES, 0)
+    try:
+        report = json.loads(data) if data else None
+    except ValueError:  # it was killed while it wrote
+        return None
+    return report if isinstance(report, dict) else None

@@ -10,12 +10,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dure.errors import UnusedParameters
 from dure.strategies.base import LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
+from dure.torchcompat import wrap_ddp
 
 _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
 
@@ -40,12 +40,19 @@ class ObjectiveModule(nn.Module):
         self.local_losses: list[Tensor] = []
         self._fixed: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> Tensor:
+    def forward(self, microbatch: Microbatch | None, global_samples: int, requests: Requests) -> Tensor:
         """Return what backward starts from."""
+        if microbatch is None:
+            return self._rehearsal()
         strategy = self._strategy[0]
         term = strategy.loss_term(self.model, microbatch, global_samples)
         facts = self._facts(term, requests)
         return strategy.precision.scale(term.root) + torch.dot(self.carrier, facts)
+
+    def _rehearsal(self) -> Tensor:
+        """Return zero, of which every trainable parameter has a gradient, the last one's first."""
+        parts = [p.sum().to(self.carrier) for p in self.parameters() if p.requires_grad]
+        return torch.stack(parts).sum() * 0.0
 
     def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
         like, count = self.carrier, term.count
@@ -77,12 +84,16 @@ class DDP(Strategy):
         """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
         self.gradient_divisor = self.group.world_size
         self.objective = ObjectiveModule(self, self.model)
-        self.engine = DistributedDataParallel(
+        self.engine = wrap_ddp(
             self.objective,
-            bucket_cap_mb=max(1, self.options.bucket_bytes // 2**20),
+            bucket_bytes=self.options.bucket_bytes,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             find_unused_parameters=self.options.find_unused_parameters,
         )
+        has_sparse_gradients = any(getattr(module, "sparse", False) for module in self.model.modules())
+        if not (self.options.find_unused_parameters or has_sparse_gradients):
+            # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
+            self._rehearse()
         self.trainable_bytes = sum(p.numel() * p.element_size() for p in self.trainable)
         self._is_first_step = True
         self._arrivals: list[nn.Parameter] = []
@@ -93,9 +104,22 @@ class DDP(Strategy):
             else []
         )
 
+    def _rehearse(self) -> None:
+        """Let DDP order its buckets now, once and for all, by a backward without data.
+
+        It orders them anew after its first backward. The place of a gradient in its bucket decides in which order the
+        ranks' values are added: a resumed run, whose first step is another one, would round differently.
+
+        Communication: one all_reduce of the gradients.
+        """
+        self.engine(None, 1, Requests()).backward()
+        for parameter in self.objective.parameters():
+            parameter.grad = None
+
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
         self.objective.local_losses = []
+        self.last_gradient_time = None
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
         while microbatch is not None:

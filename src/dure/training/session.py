@@ -113,9 +113,10 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
         eval_samples = len(eval_data)  # type: ignore[arg-type]
         loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
     seed_everything(spec.seed)
+    model = _built_model(task)
+    _check_ranks_agree(group, spec, task, model, order)
     strategy = _build_strategy(spec, group, devices)
-    strategy.prepare(_built_model(task), _checked_optimizer(task), task.loss)
-    _check_ranks_agree(group, spec, task, strategy.model, order)
+    strategy.prepare(model, _checked_optimizer(task), task.loss)
     _check_sync_batchnorm(spec, group, order)
     return Session(
         spec=spec,

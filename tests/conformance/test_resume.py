@@ -1,0 +1,116 @@
+"""A run that is taken up again ends with the weights of the undisturbed one."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import pytest
+
+import dure
+from tests.conformance.cases import (
+    PLACES,
+    TO_ROUNDING,
+    are_same_bits,
+    largest_difference,
+    losses_of,
+    samples_by_epoch,
+    train_case,
+    weights_of,
+)
+from tests.conformance.tasks import Augmented, Normalised, Regression
+
+# checkpoints in the middle of epochs of 44 samples, at 14, 28, 44 (the end of the first), 58, ...
+SETTINGS = {
+    "global_batch_size": 7, "epochs": 3, "seed": 2, "clip_norm": 0.4, "checkpoint_every_samples": 14,
+    "keep_checkpoints": 99, "record_samples": True,
+}  # fmt: skip
+
+
+def back_to(run: Path, samples: int, folder: Path) -> Path:
+    """Copy a finished run as it was when killed some time after its checkpoint at `samples`."""
+    copy = folder / f"{run.name}-{samples}"
+    shutil.copytree(run, copy)
+    later = [path for path in (copy / "checkpoints").glob("samples-*") if int(path.name.split("-")[1]) > samples]
+    assert later
+    for path in later:
+        shutil.rmtree(path)
+    return copy
+
+
+def resumed(run: Path, **settings) -> Path:
+    """Take up a run."""
+    dure.train(resume=run, start="fork", quiet=True, **settings)
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    @functools.cache
+    def run(strategy: str, num_devices: int, kind: str, optimizer: str) -> Path:
+        task = Augmented(way="one by one", kind=kind, optimizer=optimizer)
+        return train_case(tmp_path_factory.mktemp("runs"), task, strategy, num_devices, **SETTINGS)
+
+    return run
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+@pytest.mark.parametrize(("kind", "optimizer", "samples"), [("tokens", "adamw", 58), ("mean", "sgd", 44)])
+def test_resume_under_any_strategy_ends_with_the_same_weights(
+    strategy, num_devices, kind, optimizer, samples, undisturbed, tmp_path
+):
+    whole = undisturbed("ddp", 3, kind, optimizer)
+    run = back_to(whole, samples, tmp_path)
+    resumed(run, strategy=strategy, nproc=num_devices, microbatch_size=2, device0_share=None)
+    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
+    assert list(samples_by_epoch(run)) == [list(range(44))] * 3
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-9)
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+@pytest.mark.parametrize("samples", [28, 72])
+def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, num_devices, samples, tmp_path):
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw")
+    whole = train_case(tmp_path, task, strategy, num_devices, deterministic=True, **SETTINGS)
+    run = resumed(back_to(whole, samples, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+    assert losses_of(run) == losses_of(whole)
+
+
+@pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"find_unused_parameters": True}], ids=repr)
+def test_resume_on_three_ranks_is_bit_equal_however_gradients_are_bucketed(settings, tmp_path):
+    """On three ranks a gradient's place in its bucket decides in which order the ranks' values are added."""
+    whole = train_case(tmp_path, Regression(dtype="float32"), "ddp", 3, **settings, **SETTINGS)
+    for samples in (14, 28, 44):
+        run = resumed(back_to(whole, samples, tmp_path))
+        assert are_same_bits(weights_of(run), weights_of(whole))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(workers, tmp_path):
+    task = Normalised(dtype="float32", dropout=0.3)
+    whole = train_case(tmp_path, task, "ddp", 2, num_workers=workers, **SETTINGS)
+    run = resumed(back_to(whole, 58, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+
+
+def test_resume_in_fp16_carries_the_scale_of_the_loss(tmp_path):
+    task = Regression(dtype="float32")
+    whole = train_case(tmp_path, task, "ddp", 2, precision="fp16", **SETTINGS)
+    run = resumed(back_to(whole, 58, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+
+
+def test_a_run_may_grow_and_is_then_the_longer_run(tmp_path):
+    constant = {**SETTINGS, "samples": 44}
+    del constant["epochs"]
+    short = train_case(tmp_path, Unscheduled(), "ddp", 2, **constant)
+    resumed(short, epochs=3, strategy="single", nproc=1)
+    whole = train_case(tmp_path, Unscheduled(), **SETTINGS)
+    assert largest_difference(weights_of(short), weights_of(whole)) < TO_ROUNDING
+
+
+class Unscheduled(Regression):
+    """Its learning rate does not know how long the run is."""
+
+    def build_schedule(self, optimizer, total_samples):
+        return None

@@ -43,9 +43,7 @@ def main() -> None:
 
 
 def _steps(record: dict[str, Any], world_size: int, options: argparse.Namespace) -> str:
-    values = step_overhead.measure(
-        world_size, num_rounds=options.rounds, block=options.block, profile=options.profile
-    )
+    values = step_overhead.measure(world_size, num_rounds=options.rounds, block=options.block, profile=options.profile)
     rows = [asdict(row) for row in compare(values, step_overhead.BASELINE)]
     record["parts"][f"steps{world_size}"] = {"rows": rows, "microseconds": _rounded(values)}
     lines = [
@@ -55,8 +53,8 @@ def _steps(record: dict[str, Any], world_size: int, options: argparse.Namespace)
     ]
     kind = "one process" if world_size == 1 else f"{world_size} processes, DDP on gloo, one thread each"
     return (
-        f"## A step, {kind}\n\nThe tiny model of `tiny_model.py`, {options.rounds} rounds of {options.block} steps each "
-        f"in random order; dure writes its step records.\n\n{STEPS_HEAD}{''.join(lines)}"
+        f"## A step, {kind}\n\nThe tiny model of `tiny_model.py`, {options.rounds} rounds of {options.block} steps "
+        f"each in random order; dure writes its step records.\n\n{STEPS_HEAD}{''.join(lines)}"
     )
 
 
@@ -69,7 +67,8 @@ def _startup(record: dict[str, Any], num_starts: int) -> str:
         f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f} |\n"
         for row in sorted(rows, key=lambda row: row["ratio"])
     ]
-    return f"## From the shell to the first step done, two processes, {num_starts} starts\n\n{START_HEAD}{''.join(lines)}"
+    head = f"## From the shell to the first step done, two processes, {num_starts} starts"
+    return f"{head}\n\n{START_HEAD}{''.join(lines)}"
 
 
 def _rounded(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

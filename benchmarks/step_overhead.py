@@ -7,6 +7,9 @@ random order.
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dure.launch.supervisor import Launch, run_workers
-from dure.rank import Place
+from dure.rank import Place, RankInfo, StoreAddress
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.training.session import open_rank_group, open_session
@@ -211,18 +213,9 @@ class Turns:
         self.seconds[name].append(seconds / self._block)
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
-    """Import what both processes need."""
-    from dure.torchcompat import import_late_parts
-
-    import_late_parts()
-
-
-def main(job: Mapping[str, Any], place: Place) -> int:
+def work(job: Mapping[str, Any], place: Place) -> None:
     """Be one of the processes: measure, and write this process's times."""
     world_size, block, num_rounds = place.rank.world_size, job["block"], job["rounds"]
-    # so that the peers take the process group that is there
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="overhead", OMP_NUM_THREADS="1")
     global_batch = tiny_model.BATCH * world_size
     num_steps = (num_rounds + WARM_UP_ROUNDS) * block + 2
     spec = RunSpec(
@@ -245,14 +238,14 @@ def main(job: Mapping[str, Any], place: Place) -> int:
         import cProfile
 
         profile = cProfile.Profile()
-    with StopSignals() as stop, profile:
-        Conductor(session, RunDir.open(Path(job["run"])), stop, turns).train()
+    with profile:
+        Conductor(session, RunDir.open(Path(job["run"])), StopSignals(is_supervised=False), turns).train()
     if job["profile"]:
         profile.dump_stats(f"{job['profile']}.{place.rank.rank}")
     Path(job["run"], f"seconds{place.rank.rank}.json").write_text(json.dumps(turns.seconds))
     session.strategy.close()
     group.barrier()
-    return 0
+    os._exit(0)  # torch's threads may abort an ordinary exit
 
 
 def measure(world_size: int, *, num_rounds: int, block: int, profile: str | None = None) -> dict[str, list[float]]:
@@ -261,20 +254,41 @@ def measure(world_size: int, *, num_rounds: int, block: int, profile: str | None
         run = RunDir.create(Path(folder), "overhead")
         (run.path / "spec.json").write_text("{}")
         job = {"run": str(run.path), "rounds": num_rounds, "block": block, "profile": profile}
-        launch = Launch(
-            entry="step_overhead",
-            job=job,
-            num_processes=world_size,
-            threads=1,
-            log_paths=[None] * world_size,
-            store_prefix="overhead",
-            start="fork",
-        )
-        outcome = run_workers(launch)
-        if any(end.exit_code for end in outcome.ends):
-            raise SystemExit(f"a process of the benchmark failed: {outcome.ends}")
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            processes = [_start(job, RankInfo(**_ranks(rank, world_size)), listener) for rank in range(world_size)]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise SystemExit("a process of the benchmark failed")
         of_ranks = [json.loads((run.path / f"seconds{rank}.json").read_text()) for rank in range(world_size)]
     return {
         name: [1e6 * max(seconds) for seconds in zip(*(one[name][WARM_UP_ROUNDS:] for one in of_ranks), strict=True)]
         for name in of_ranks[0]
     }
+
+
+def _ranks(rank: int, world_size: int) -> dict[str, int]:
+    return {"rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
+
+
+def _start(job: Mapping[str, Any], rank: RankInfo, listener: socket.socket) -> "subprocess.Popen[bytes]":
+    host, port = listener.getsockname()
+    told = {**job, "host": host, "port": port, "listen_fd": listener.fileno()}
+    # so that the peers, too, take the process group that is there
+    launched = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "overhead"}
+    return subprocess.Popen(
+        [sys.executable, __file__, json.dumps(told)],
+        env={**os.environ, **rank.to_environment(), **launched, "OMP_NUM_THREADS": "1"},
+        pass_fds=[listener.fileno()],
+    )
+
+
+def main() -> None:
+    """Be the process that the arguments and the environment describe."""
+    job = json.loads(sys.argv[1])
+    rank = RankInfo.from_environment() or RankInfo()
+    store = StoreAddress(host=job["host"], port=job["port"], prefix="overhead", listen_fd=job["listen_fd"])
+    work(job, Place(rank=rank, store=store, threads=1, is_supervised=False))
+
+
+if __name__ == "__main__":
+    main()

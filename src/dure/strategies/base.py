@@ -79,7 +79,7 @@ class StepFacts:
         return loss_sum, count, Requests(stop > 0, save > 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LossTerm:
     """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
 
@@ -240,9 +240,9 @@ class Strategy(ABC):
             term = LossTerm(total * weight, total.detach(), 1.0, result.count)
         else:
             result = _checked_loss(result)
-            weight = microbatch.num_samples * self.gradient_divisor / global_samples
-            root = result if weight == 1 else result * weight
-            term = LossTerm(root, result.detach(), microbatch.num_samples, microbatch.num_samples)
+            num_samples = microbatch.num_samples
+            weight = num_samples * self.gradient_divisor / global_samples
+            term = LossTerm(result if weight == 1 else result * weight, result.detach(), num_samples, num_samples)
         if microbatch.is_stand_in:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.value), 1.0, 0)
         return term
@@ -269,15 +269,15 @@ class Strategy(ABC):
 
 
 def _checked_loss(value: object) -> Tensor:
+    if isinstance(value, Tensor) and value.requires_grad and value.dim() == 0:
+        return value
     if not isinstance(value, Tensor) or value.dim() != 0:
         seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
         raise TaskInvalid(
             f"the task's loss returned {seen}: return a scalar tensor (the mean over the batch's samples) or "
             "dure.Sum(total, count) with a scalar tensor as total"
         )
-    if torch.is_grad_enabled() and not value.requires_grad:
-        raise TaskInvalid(
-            "the task's loss returned a tensor without a gradient: compute it from the model's output without "
-            "detach(), .item() or no_grad(), and leave some parameter trainable"
-        )
-    return value
+    raise TaskInvalid(
+        "the task's loss returned a tensor without a gradient: compute it from the model's output without "
+        "detach(), .item() or no_grad(), and leave some parameter trainable"
+    )

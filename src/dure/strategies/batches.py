@@ -1,16 +1,15 @@
 """Batches as nested structures: moving them to a device and splitting them by samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from dure.errors import TaskInvalid
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """What one backward is computed from."""
 
     batch: Any

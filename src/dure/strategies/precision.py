@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AS_IT_IS = nullcontext()
 
 
 class Precision:
@@ -28,7 +29,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which model and loss are computed."""
         if self.name == "fp32":
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self.device_type, dtype=_DTYPES[self.name])
 
     def scale(self, root: torch.Tensor) -> torch.Tensor:

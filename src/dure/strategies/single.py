@@ -29,11 +29,13 @@ class LocalSums(Strategy):
 
     def sync_gradients(self) -> StepFacts:
         """Add up the terms; there is nobody to talk to."""
-        is_integral = all(not isinstance(term.count, float) for term in self._terms)
+        is_integral = not any(isinstance(term.count, float) for term in self._terms)
         losses = [term.value for term in self._terms]
         if self.device.type == "cpu":
-            total = sum(term.value.item() * term.factor for term in self._terms)
-            count = float(sum(c.item() if isinstance(c := term.count, Tensor) else c for term in self._terms))
+            total = count = 0.0
+            for term in self._terms:
+                total += term.value.item() * term.factor
+                count += term.count.item() if isinstance(term.count, Tensor) else term.count
             self._count = count
             return StepFacts((total, count, *self._requests), is_integral=is_integral, local_losses=losses)
         dtype = torch.float32 if self.device.type == "mps" else torch.float64

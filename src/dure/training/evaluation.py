@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ def evaluate(
     models = strategy.evaluation_models()
     counts = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
     mine = range(group.rank, len(counts), group.world_size)
-    requests = [FetchRequest(0, range(i * batch_size, i * batch_size + counts[i])) for i in mine]
+    requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
     were_training = [model.training for model in models]
     threads = DeviceThreads(strategy.devices[: len(models)], in_order=len(models) == 1)

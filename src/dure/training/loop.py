@@ -3,10 +3,12 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch.optim import Optimizer
 
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
@@ -22,16 +24,15 @@ from dure.training.task import Schedule
 _SHOWN_INDICES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(NamedTuple):
     """What one rank computes in one step."""
 
-    indices: list[int]
+    indices: np.ndarray
     """Data indices, contiguous in the global batch."""
-    microbatches: list[int]
+    microbatches: Sequence[int]
     """Sizes of its microbatches; 0 stands for a stand-in."""
-    stand_in: int
-    """Data index that a microbatch of size 0 is computed from, with weight zero."""
+    stand_in: np.ndarray
+    """The data index `(1,)` that a microbatch of size 0 is computed from, with weight zero."""
 
     @classmethod
     def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankShare":
@@ -40,11 +41,17 @@ class RankShare:
         All ranks get the same number of microbatches, that of the largest share, so that collectives inside the model
         (synchronised BatchNorm) meet.
         """
-        counts = shares(len(batch.indices), world_size)
-        start = sum(counts[:rank])
-        num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
-        indices = batch.indices[start : start + counts[rank]].tolist()
-        return cls(indices, shares(counts[rank], num_microsteps), int(batch.indices[0]))
+        start, end, microbatches = _cut(len(batch.indices), rank, world_size, microbatch_size)
+        return cls(batch.indices[start:end], microbatches, batch.indices[:1])
+
+
+@lru_cache(maxsize=8)
+def _cut(num_samples: int, rank: int, world_size: int, microbatch_size: int | None) -> tuple[int, int, list[int]]:
+    """Return where a rank's share begins and ends, and its microbatches: the same for nearly every step."""
+    counts = shares(num_samples, world_size)
+    start = sum(counts[:rank])
+    num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
+    return start, start + counts[rank], shares(counts[rank], num_microsteps)
 
 
 @dataclass(slots=True)
@@ -59,18 +66,18 @@ class LaunchedStep:
     """Ends of: the step before, the wait for data, forward and backward, synchronisation, the optimiser's step."""
     data_seconds: float
     gradients_ready: float | None
+    known: tuple[float, float, Requests] | None = None
+    """The facts, once they have been read and found finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """A step that is done: its record, and what ranks asked for in it."""
 
     record: StepRecord
     requests: Requests
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """A place between two steps: where weights may be read."""
 
     step: int
@@ -146,7 +153,7 @@ class TrainingLoop:
             planned.append((batch, share))
             start = 0
             for size in share.microbatches:
-                yield FetchRequest(batch.epoch, share.indices[start : start + size] or [share.stand_in])
+                yield FetchRequest(batch.epoch, share.indices[start : start + size] if size else share.stand_in)
                 start += size
 
     def _next_batch(self, fetched: Iterator[Any]) -> Any:
@@ -170,7 +177,7 @@ class TrainingLoop:
         step = LaunchedStep(number, batch, share, facts, marks, self._data_seconds, strategy.last_gradient_time)
         if self.lag == 0:
             marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
-            self._check_finite(step)
+            step.known = self._check_finite(step)
         self._set_learning_rates(batch.samples_seen - len(batch.indices))
         strategy.optimizer_step()
         self._data_seconds = 0.0
@@ -190,7 +197,7 @@ class TrainingLoop:
                 group["lr"] = group["initial_lr"] * factor
 
     def _finish(self, step: LaunchedStep) -> StepOutcome:
-        loss_sum, loss_count, requests = step.facts.read() if self.lag == 0 else self._check_finite(step)
+        loss_sum, loss_count, requests = step.known or self._check_finite(step)
         seconds = self.clock.seconds
         start, data_end, backward_end, sync_end, end = step.marks
         sync_seconds = seconds(backward_end, sync_end)
@@ -212,7 +219,7 @@ class TrainingLoop:
             optimizer_seconds=seconds(sync_end, end),
             wall_seconds=seconds(start, end),
             sent_bytes=self.strategy.sent_bytes(len(step.share.microbatches)),
-            samples=step.share.indices if self.record_samples else None,
+            samples=step.share.indices.tolist() if self.record_samples else None,
         )
         return StepOutcome(record, requests)
 
@@ -229,7 +236,8 @@ class TrainingLoop:
         raise LossNotFinite(*self._who_is_not_finite(step, loss_sum))
 
     def _who_is_not_finite(self, step: LaunchedStep, loss_sum: float) -> tuple[str, list[dict[str, Any]]]:
-        mine = {"rank": self.group.rank, "finite": step.facts.is_locally_finite(), "samples": step.share.indices}
+        samples = step.share.indices.tolist()
+        mine = {"rank": self.group.rank, "finite": step.facts.is_locally_finite(), "samples": samples}
         everyone = self.group.all_gather_json(mine)
         # finite on every rank and not in sum: the sum itself overflowed, and every rank had its part in it
         culprits = [one for one in everyone if not one["finite"]] or everyone

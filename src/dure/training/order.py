@@ -64,3 +64,14 @@ class SampleOrder:
                 offset += size
                 samples_seen += size
                 yield GlobalBatch(epoch, indices[offset - size : offset], samples_seen, offset)
+
+    def batch_sizes(self, samples_seen: int, total_samples: int) -> set[int]:
+        """Return the sizes that the batches from a position to the end of the run have."""
+        sizes = set()
+        while samples_seen < total_samples:
+            left = min(self.epoch_samples - samples_seen % self.epoch_samples, total_samples - samples_seen)
+            num_whole, short = divmod(left, self.global_batch_size)
+            sizes |= {self.global_batch_size} if num_whole else set()
+            sizes |= {short} if short else set()
+            samples_seen += left
+        return sizes

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,6 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
     _check_ranks_agree(group, spec, task, model, order)
     strategy = _build_strategy(spec, group, devices)
     strategy.prepare(model, _checked_optimizer(task), task.loss)
-    _check_sync_batchnorm(spec, group, order)
     return Session(
         spec=spec,
         task=task,
@@ -208,18 +208,29 @@ def _code_digest(task: Task) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else "unknown"
 
 
-def _check_sync_batchnorm(spec: RunSpec, group: Group, order: SampleOrder) -> None:
-    """Refuse a short batch that leaves a rank without samples: a stand-in would enter the statistics."""
+def check_sync_batchnorm(session: Session, samples_seen: int) -> None:
+    """Refuse a batch that leaves a rank without samples: a stand-in would enter the statistics.
+
+    Args:
+        samples_seen: Where the run goes on; batches before that do not matter.
+
+    Raises:
+        SpecInvalid: Names the size of the smallest such batch.
+    """
+    spec, world_size = session.spec, session.group.world_size
     if not spec.sync_batchnorm:
         return
-    short = order.epoch_samples % order.global_batch_size
-    if short > 0 and 0 in shares(short, group.world_size):
-        raise SpecInvalid(
-            [
-                f"an epoch's last batch has {short} sample(s) for {group.world_size} ranks, and --sync-batchnorm needs "
-                "one on each: use --drop-last, or another --global-batch-size"
-            ]
-        )
+    for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):
+        counts = shares(size, world_size)
+        num_microbatches = 1 if spec.microbatch_size is None else math.ceil(counts[0] / spec.microbatch_size)
+        if counts[-1] < num_microbatches:
+            within = "" if num_microbatches == 1 else f" in {num_microbatches} microbatches"
+            raise SpecInvalid(
+                [
+                    f"a batch of this run has {size} sample(s) for {world_size} ranks{within}, and --sync-batchnorm "
+                    "needs one on each in each: use --drop-last, or another --global-batch-size or --microbatch-size"
+                ]
+            )
 
 
 def evaluation_data_or_refuse(session: Session) -> Loader:

@@ -16,7 +16,7 @@ from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
 from dure.training.progress import Progress
 from dure.training.saving import Progression, Saver
-from dure.training.session import Session
+from dure.training.session import Session, check_sync_batchnorm
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
 
@@ -42,6 +42,7 @@ class Conductor:
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
             self.saver.resume()
+            check_sync_batchnorm(session, self.position.samples_seen)
             position = self.position
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(

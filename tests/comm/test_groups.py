@@ -1,0 +1,75 @@
+import os
+import time
+
+import torch
+
+from dure.comm.groups import Solo, is_peer_lost
+from dure.errors import PeerLost, SpecInvalid
+from tests.comm.gloo_ranks import on_ranks
+
+
+def everything(group):
+    number = torch.tensor([group.rank + 1.0, 10.0], dtype=torch.float64)
+    group.all_reduce_sum(number)
+    sent = [torch.full((2,), float(group.rank)), torch.tensor(group.rank)]
+    group.broadcast(sent, source_rank=1)
+    said = group.all_gather_json({"rank": group.rank, "text": "두레" * group.rank, "inf": float("inf")})
+    group.barrier()
+    return group.rank, group.world_size, number.tolist(), [t.tolist() for t in sent], said, dict(os.environ)
+
+
+def test_group_of_three_ranks_reduces_broadcasts_and_gathers():
+    answers = on_ranks(3, everything)
+    for rank, (own, world_size, number, sent, said, _) in enumerate(answers):
+        assert (own, world_size) == (rank, 3)
+        assert number == [6.0, 30.0]
+        assert sent == [[1.0, 1.0], 1]
+        assert [message["text"] for message in said] == ["", "두레", "두레두레"]
+        assert said[2]["inf"] == float("inf")
+
+
+def test_group_on_loopback_keeps_gloo_on_loopback_and_leaves_the_parent_alone():
+    answers = on_ranks(2, everything)
+    assert all(answer[5]["GLOO_SOCKET_IFNAME"] == "lo" for answer in answers)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_solo_answers_as_a_group_of_one_would():
+    group = Solo()
+    number = torch.tensor([2.0])
+    group.all_reduce_sum(number)
+    group.broadcast([number])
+    group.barrier()
+    assert number.item() == 2.0
+    assert group.all_gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
+    group.close()
+
+
+def leave_early(group):
+    if group.rank == 1:
+        os._exit(3)
+    group.all_reduce_sum(torch.zeros(1))
+
+
+def test_the_loss_of_a_peer_is_told_from_a_cause(capfd):
+    error, dead = on_ranks(2, leave_early)
+    assert dead is None
+    assert is_peer_lost(error), error
+    assert is_peer_lost(PeerLost("rank 1 went away"))
+    assert not is_peer_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_peer_lost(SpecInvalid(["timed out waiting"]))
+    assert "Traceback" in capfd.readouterr().err
+
+
+def be_late(group):
+    if group.rank == 1:
+        time.sleep(3)
+        return
+    group.all_reduce_sum(torch.zeros(1))
+    return
+
+
+def test_a_collective_that_takes_longer_than_the_timeout_is_an_error(capfd):
+    late = on_ranks(2, be_late, timeout_seconds=1.0)[0]
+    assert is_peer_lost(late), late
+    capfd.readouterr()

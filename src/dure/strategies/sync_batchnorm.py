@@ -43,18 +43,20 @@ class SyncBatchNorm(_BatchNorm):
             return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        count = torch.full((1,), input.numel() // input.size(1), dtype=input.dtype, device=input.device)
-        summed = _AllReduceSum.apply(torch.cat([input.sum(dims), count]))  # type: ignore[no-untyped-call]
+        # halves under autocast can neither hold a count above 2048 (256) nor a sum: as torch, use float32
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        count = torch.full((1,), input.numel() // input.size(1), dtype=values.dtype, device=input.device)
+        summed = _AllReduceSum.apply(torch.cat([values.sum(dims), count]))  # type: ignore[no-untyped-call]
         count = summed[-1].detach()
         mean = summed[:-1] / count
-        deviation = input - mean.view(shape)
+        deviation = values - mean.view(shape)
         variance = _AllReduceSum.apply(deviation.square().sum(dims)) / count  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None and self.running_var is not None:
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normalised: Tensor = deviation * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normalised = torch.addcmul(self.bias.view(shape), normalised, self.weight.view(shape))
-        return normalised
+        return normalised.to(input.dtype)
 
     def _update_running(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         assert self.running_mean is not None

@@ -1,8 +1,13 @@
 """Spans of a step, on the host's clock or the device's."""
 
 import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
+
+Mark = float | torch.Event
+"""A moment of the work."""
 
 
 class StepClock:
@@ -13,23 +18,21 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type not in ("cuda", "mps")
         self._device = device
-
-    def mark(self) -> "float | torch.Event":
+        is_host = device.type not in ("cuda", "mps")
+        self.mark: Callable[[], Mark] = time.perf_counter if is_host else self._record_event
         """Mark this moment of the work."""
-        if self._on_host:
-            return time.perf_counter()
+
+    def _record_event(self) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
         event.record()
         return event
 
     @staticmethod
-    def seconds(start: "float | torch.Event", end: "float | torch.Event") -> float:
-        """Return the seconds between two marks; waits for the device to come past the second."""
-        if isinstance(start, float):
-            assert isinstance(end, float)
-            return end - start
-        assert isinstance(end, torch.Event)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+    def spans(marks: Sequence[Mark]) -> list[float]:
+        """Return the seconds from each mark to the next; waits for the device to come past the last."""
+        last = marks[-1]
+        if isinstance(last, float):
+            return [end - start for start, end in pairwise(marks)]  # type: ignore[operator]
+        last.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]  # type: ignore[union-attr, arg-type]

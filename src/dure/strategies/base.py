@@ -44,6 +44,9 @@ class Requests(NamedTuple):
     """Checkpoint and go on: this rank's clock says so."""
 
 
+NO_REQUESTS = Requests()
+
+
 class StepFacts:
     """What a step found out, over all ranks: loss sum, loss count and what was requested.
 
@@ -76,7 +79,7 @@ class StepFacts:
         loss_sum, count, stop, save = values
         # a count of whole items went through float32 arithmetic on its way
         count = round(count) if self._is_integral and math.isfinite(count) else count
-        return loss_sum, count, Requests(stop > 0, save > 0)
+        return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
 
 
 @dataclass(slots=True)

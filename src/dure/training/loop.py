@@ -198,14 +198,12 @@ class TrainingLoop:
 
     def _finish(self, step: LaunchedStep) -> StepOutcome:
         loss_sum, loss_count, requests = step.known or self._check_finite(step)
-        seconds = self.clock.seconds
-        start, data_end, backward_end, sync_end, end = step.marks
-        sync_seconds = seconds(backward_end, sync_end)
-        compute_seconds = seconds(data_end, backward_end)
+        spans = self.clock.spans(step.marks)
+        _, compute_seconds, sync_seconds, optimizer_seconds = spans
         if step.gradients_ready is not None:
-            hidden_until = backward_end - step.gradients_ready
-            sync_seconds += hidden_until
-            compute_seconds -= hidden_until
+            only_communication = step.marks[2] - step.gradients_ready
+            sync_seconds += only_communication
+            compute_seconds -= only_communication
         record = StepRecord(
             time=time.time(),
             step=step.number,
@@ -216,8 +214,8 @@ class TrainingLoop:
             data_seconds=step.data_seconds,
             forward_backward_seconds=compute_seconds,
             sync_seconds=sync_seconds,
-            optimizer_seconds=seconds(sync_end, end),
-            wall_seconds=seconds(start, end),
+            optimizer_seconds=optimizer_seconds,
+            wall_seconds=sum(spans),
             sent_bytes=self.strategy.sent_bytes(len(step.share.microbatches)),
             samples=step.share.indices.tolist() if self.record_samples else None,
         )

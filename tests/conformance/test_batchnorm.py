@@ -4,20 +4,22 @@ import pytest
 
 import dure
 from dure.errors import WorkerFailed
-from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
+from dure.strategies import STRATEGIES
+from tests.conformance.cases import PLACES, TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
 
 # 45 samples by 7: the short last batch has three, one for each of three ranks
+SYNCHRONISING = [place for place in PLACES if "sync_batchnorm" in STRATEGIES[place[0]].settings]
 STEPS = {"global_batch_size": 7, "epochs": 2, "seed": 4}
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_sync_batchnorm_over_ranks_equals_one_process(nproc, kind, momentum, tmp_path):
+@pytest.mark.parametrize(("strategy", "nproc"), SYNCHRONISING)
+def test_sync_batchnorm_over_ranks_equals_one_process(strategy, nproc, kind, momentum, tmp_path):
     task = Normalised(kind=kind, num_samples=45, momentum=momentum)
     one = weights_of(train_case(tmp_path, task, **STEPS))
-    many = weights_of(train_case(tmp_path, task, "ddp", nproc, sync_batchnorm=True, **STEPS))
+    many = weights_of(train_case(tmp_path, task, strategy, nproc, sync_batchnorm=True, **STEPS))
     assert any(name.endswith("running_var") for name in many)
     assert largest_difference(many, one) < TO_ROUNDING
 

@@ -1,0 +1,92 @@
+"""bf16 and fp16 under accumulation do what a loop written by hand does; compiled is as uncompiled."""
+
+import shutil
+
+import pytest
+import torch
+
+from dure.strategies import STRATEGIES
+from dure.training.order import SampleOrder
+from dure.training.seeds import seed_everything
+from tests.conformance.cases import MANY, TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.tasks import Regression
+
+STEPS = {"global_batch_size": 8, "samples": 160, "seed": 6, "clip_norm": 0.3}
+MICROBATCH = 4
+AS_FLOAT32 = 1e-6
+"""The same float32 operations, but for the order in which a handful of values are added."""
+AS_HALVES = {"bf16": 0.03, "fp16": 0.004}
+"""Two devices round other sums to eight (eleven) bits: near, in weights of about 1."""
+
+
+class Steep(Regression):
+    """Its loss is so large that fp16's first scales overflow, and steps are skipped until the scale has come down."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * 300.0
+
+
+def by_hand(task, precision):
+    """Train with autocast, accumulation and a gradient scaler as torch's documentation has it."""
+    seed_everything(STEPS["seed"])
+    model = task.build_model()
+    optimizer = task.build_optimizer(model)
+    schedule = task.build_schedule(optimizer, STEPS["samples"])
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    data = task.train_data()
+    rate = optimizer.param_groups[0]["lr"]
+    for batch in SampleOrder(44, 8, seed=STEPS["seed"]).batches(0, STEPS["samples"]):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * schedule(batch.samples_seen - len(batch.indices))
+        for indices in torch.from_numpy(batch.indices).split(MICROBATCH):
+            with torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+                loss = task.loss(model, data.__getitems__(indices))
+            scaler.scale(loss * (len(indices) / len(batch.indices))).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), STEPS["clip_norm"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model.state_dict(), scaler.get_scale() if precision == "fp16" else None
+
+
+@pytest.mark.parametrize("task_class", [Regression, Steep])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_halves_under_accumulation_equal_a_loop_by_hand(precision, task_class, tmp_path):
+    task = task_class(dtype="float32", optimizer="adamw")
+    expected, scale = by_hand(task, precision)
+    if precision == "fp16":
+        assert (scale < 2**16) == (task_class is Steep)
+    run = train_case(tmp_path, task, precision=precision, microbatch_size=MICROBATCH, **STEPS)
+    assert largest_difference(weights_of(run), expected) < AS_FLOAT32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("strategy", "num_devices"), MANY)
+def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, precision, tmp_path):
+    task = Regression(dtype="float32")
+    one = weights_of(train_case(tmp_path, task, precision=precision, **STEPS))
+    many = train_case(tmp_path, task, strategy, num_devices, precision=precision, microbatch_size=2, **STEPS)
+    assert largest_difference(weights_of(many), one) < AS_HALVES[precision]
+
+
+def test_ranks_skip_the_same_steps_when_fp16_overflows(tmp_path):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    task = Steep(dtype="float32", digests=str(digests))
+    run = train_case(tmp_path, task, "ddp", 3, precision="fp16", microbatch_size=1, **STEPS)
+    assert all(value.isfinite().all() for value in weights_of(run).values())
+    assert len({line for file in digests.iterdir() for line in file.read_text().splitlines()}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is no g++")
+@pytest.mark.parametrize("strategy", [name for name, info in STRATEGIES.items() if "compile" in info.settings])
+def test_compiled_training_equals_uncompiled(strategy, tmp_path):
+    nproc = 2 if STRATEGIES[strategy].many_devices else 1
+    settings = {"global_batch_size": 4, "samples": 40}
+    plain = weights_of(train_case(tmp_path, Regression(), strategy, nproc, **settings))
+    compiled = train_case(tmp_path, Regression(), strategy, nproc, compile=True, **settings)
+    assert largest_difference(weights_of(compiled), plain) < TO_ROUNDING

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.commands import Prewarmed
 from tests.leaks import clean_up, find_leaks, take_snapshot
 
 # Set before anything imports torch: a process that has computed with several threads cannot be forked into ranks.
@@ -21,6 +22,14 @@ def leaves_nothing_behind() -> Iterator[None]:
     if leaks:
         clean_up(before)
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def prewarmed() -> Iterator[Prewarmed]:
+    """Give a process with torch imported, from which `dure` commands start within tenths of a second."""
+    server = Prewarmed()
+    yield server
+    server.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

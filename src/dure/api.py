@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.launch.child import is_worker
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
 from dure.launch.workers import Launch
@@ -48,6 +49,11 @@ def train(
         WorkerFailed: Training failed; the message names the first cause.
         Interrupted: A signal stopped it; it can be resumed.
     """
+    if is_worker():
+        raise Misuse(
+            "dure.train is called while a worker process reads the task's file: put that call under "
+            "`if __name__ == '__main__':`, so that only the script itself makes it"
+        )
     resolved = resolve_settings(task, resume=resume, config=config, **settings)
     spec = resolved.spec
     _check_before_start(spec)

@@ -4,7 +4,8 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -159,7 +160,10 @@ def open_group(
         timeout_seconds: For the store and for every collective.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    if address is None:
+    store: dist.Store
+    if address is None and rank.world_size == 1:
+        store, prefix = dist.HashStore(), "alone"
+    elif address is None:
         store, prefix = _launchers_store(rank, timeout)
     else:
         store = dist.TCPStore(
@@ -172,18 +176,29 @@ def open_group(
             master_listen_fd=address.listen_fd if rank.rank == 0 else None,
         )
         prefix = address.prefix
-        if address.host == "127.0.0.1":
-            # gloo would otherwise listen on the address that the host's name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(prefix, store),
-        rank=rank.rank,
-        world_size=rank.world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    with _gloo_on_loopback() if rank.local_world_size == rank.world_size else nullcontext():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(prefix, store),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
     return ProcessGroup(device)
+
+
+@contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Keep gloo from listening on the address that the host's name resolves to; it asks when a group is made."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield  # somebody knows better
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _launchers_store(rank: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:

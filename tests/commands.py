@@ -1,0 +1,170 @@
+"""`dure` commands as processes that tests can watch, signal and kill."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SERVER = Path(__file__).with_name("prewarmed_server.py")
+PATIENCE_SECONDS = 60.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> Any:
+    """Wait for a true value and return it."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.005)
+    return value
+
+
+class Prewarmed:
+    """A process with torch imported, and the commands that it forks."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._started: queue.Queue[int] = queue.Queue()
+        self._codes: dict[int, int] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._started.get(timeout=PATIENCE_SECONDS)
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            if "code" in answer:
+                self._codes[answer["pid"]] = answer["code"]
+            else:
+                self._started.put(answer["pid"])
+
+    def start(self, folder: Path, *argv: object, script: Path | None = None, **environment: str) -> "Command":
+        """Start `dure argv...`, or a Python script, in `folder`."""
+        output = folder / f"output-{time.time_ns()}"
+        request = {"cwd": str(folder), "env": environment, "output": str(output)}
+        request |= {"argv": [str(word) for word in argv]} if script is None else {"script": str(script)}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        return Command(pid=self._started.get(timeout=PATIENCE_SECONDS), output=output, codes=self._codes)
+
+    def run(self, folder: Path, *argv: object, script: Path | None = None, **environment: str) -> "Command":
+        """Start, wait for the end, and see that nothing of it is left."""
+        command = self.start(folder, *argv, script=script, **environment)
+        command.wait()
+        return command
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+        self.process.stdout.close()
+
+
+@dataclass
+class Command:
+    """One command, leader of its own session."""
+
+    pid: int
+    output: Path
+    codes: dict[int, int] = field(repr=False)
+
+    @property
+    def out(self) -> str:
+        return self._read("out")
+
+    @property
+    def err(self) -> str:
+        return self._read("err")
+
+    def _read(self, name: str) -> str:
+        path = Path(f"{self.output}.{name}")
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def code(self) -> int | None:
+        return self.codes.get(self.pid)
+
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
+        """Wait for the end and return the exit code; nothing of it may be left then."""
+        try:
+            wait_until(lambda: self.code is not None, f"the end of {self}: {self.err}", seconds)
+            # a supervisor that was killed leaves its workers to the kernel, which takes some milliseconds
+            wait_until(lambda: not self.processes(), f"the end of its processes {self.processes()}", 1.5)
+        finally:
+            self.kill_all()
+        return self.code
+
+    def processes(self) -> list[psutil.Process]:
+        """Return whatever runs in its session now, orphans too."""
+        return list(_in_session(self.pid))
+
+    def ranks(self, count: int) -> list[int]:
+        """Wait for the ranks to be there and return their pids by rank."""
+
+        def children() -> list[int] | None:
+            try:
+                found = sorted(child.pid for child in psutil.Process(self.pid).children())
+            except psutil.NoSuchProcess:
+                raise AssertionError(f"it ended before its ranks were seen: {self.err}") from None
+            return found if len(found) == count else None
+
+        return wait_until(children, f"{count} ranks")
+
+    def send(self, number: int) -> None:
+        """Signal the supervisor alone."""
+        os.kill(self.pid, number)
+
+    def send_to_all(self, number: int) -> None:
+        """Signal the whole process group, as a terminal does."""
+        os.killpg(self.pid, number)
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.kill()
+
+
+def _in_session(leader: int) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+
+
+@dataclass
+class RunFiles:
+    """A run's folder as tests read it, while it runs too."""
+
+    path: Path
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        file = self.path / "events.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["event"] == name]
+
+    def records(self, rank: int) -> list[dict[str, Any]]:
+        file = self.path / f"rank{rank}.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.path / "summary.json").read_text())
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.path / "checkpoints").glob("samples-*"))
+
+    def wait_for(self, name: str) -> None:
+        wait_until(lambda: self.events(name), f"event {name} in {self.path}")
+
+
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}

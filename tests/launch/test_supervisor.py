@@ -1,0 +1,126 @@
+"""The supervisor over ranks that need no torch: ends, signals, nothing left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dure.launch.supervisor import Outcome, run_workers
+from dure.launch.workers import Launch
+from tests.commands import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(ROOT)  # a spawned worker finds the entry from there
+    return request.param
+
+
+def launch(folder: Path, start: str, deeds: list, **job: object) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    return run_workers(
+        Launch(
+            entry="tests.launch.toy_entry",
+            job={"deeds": deeds, "folder": str(folder), **job},
+            num_processes=len(deeds),
+            threads=1,
+            log_paths=[folder / f"log{rank}" for rank in range(len(deeds))],
+            store_prefix="test",
+            start=start,
+        )
+    )
+
+
+def codes(outcome: Outcome) -> list[int]:
+    return [end.exit_code for end in outcome.ends]
+
+
+def test_ranks_when_all_end_then_their_codes_come_back(tmp_path, start):
+    assert codes(launch(tmp_path, start, [0, 0, 0])) == [0, 0, 0]
+    told = json.loads((tmp_path / "told-1").read_text())
+    assert told["store"] == "127.0.0.1"
+    assert not any("parent_pid" in word for word in told["argv"])
+
+
+def test_ranks_when_one_fails_then_the_others_are_gone_within_two_seconds(tmp_path, start):
+    began = time.monotonic()
+    outcome = launch(tmp_path, start, ["ignore", "raise", "ignore"])
+    fastest_start = 0 if start == "fork" else 5  # three interpreters on busy cores
+    assert time.monotonic() - began < 2 + fastest_start
+    assert codes(outcome) == [-signal.SIGKILL, 1, -signal.SIGKILL]
+    assert [end.was_stopped for end in outcome.ends] == [True, False, True]
+    assert "RuntimeError: planned" in (tmp_path / "log1").read_text()
+
+
+def test_rank_when_it_fails_then_its_report_reaches_the_supervisor(tmp_path, start):
+    assert launch(tmp_path, start, [0, "report"]).ends[1].failure == {"message": "told"}
+
+
+def test_signal_when_it_reaches_the_supervisor_then_every_rank_gets_it(tmp_path, start):
+    outcome = launch(tmp_path, start, ["wait", "wait", "signal_parent"])
+    assert codes(outcome) == [130, 130, 130]
+    assert outcome.signal == signal.SIGINT
+
+
+def test_signal_when_a_second_one_comes_then_ranks_end_at_once(tmp_path, start):
+    outcome = launch(tmp_path, start, ["ignore", "signal_parent_twice"])
+    assert codes(outcome) == [-signal.SIGKILL, -signal.SIGKILL]
+    assert all(end.was_stopped for end in outcome.ends)
+    assert outcome.signal == signal.SIGTERM
+
+
+def test_signal_when_no_rank_is_started_yet_then_none_is(tmp_path):
+    outcome = launch(tmp_path, "fork", [0, 0], interrupt_early=True)
+    assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
+    assert not list(tmp_path.glob("started-*"))
+
+
+def test_handlers_when_the_ranks_are_gone_then_the_callers_are_back(tmp_path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+    launch(tmp_path, "fork", [0])
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_supervisor_when_it_is_killed_then_no_rank_outlives_it(tmp_path, start):
+    code = (
+        "from tests.launch.test_supervisor import launch; from pathlib import Path;"
+        f"launch(Path({str(tmp_path)!r}), {start!r}, ['ignore', 'ignore'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as supervisor:
+        files = [tmp_path / f"started-{rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), "two ranks")
+        pids = [int(file.read_text()) for file in files]
+        supervisor.kill()
+    wait_until(lambda: not any(_lives(pid) for pid in pids), "the ranks' end", 2)
+
+
+def test_descriptors_when_a_thousand_are_open_then_ranks_are_still_watched(tmp_path):
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert codes(launch(tmp_path, "fork", [0, 0])) == [0, 0]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def test_children_when_the_caller_ignores_their_ends_then_codes_still_come_back(tmp_path):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert codes(launch(tmp_path, "fork", [5])) == [5]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

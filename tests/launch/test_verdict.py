@@ -1,0 +1,90 @@
+"""Who failed first: ends and records as data."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
+
+
+def end(rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, **failure: Any) -> WorkerEnd:
+    record = None
+    if failure:
+        record = {
+            "rank": rank,
+            "time": time,
+            "step": 4,
+            "type": "ValueError",
+            "message": "seen",
+            "advice": None,
+            "exit_code": code,
+            "is_ours": False,
+            "is_misuse": False,
+            "is_consequence": False,
+            "origin": "task",
+            "user_line": None,
+            "user_traceback": None,
+            **failure,
+        }
+    return WorkerEnd(rank=rank, exit_code=code, time=time, was_stopped=was_stopped, failure=record)
+
+
+LOST = {"is_consequence": True, "message": "Connection closed by peer", "origin": "library"}
+KILLED = -signal.SIGKILL
+
+CAUSES = {
+    "an exception, though its rank was seen later": ([end(0, 1, 1.0, **LOST), end(1, 1, 2.0, message="bad")], "rank 1"),
+    "the earlier of two exceptions": ([end(0, 1, 2.0, message="late"), end(1, 1, 1.0, message="early")], "early"),
+    "a kill from outside": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0)], "rank 1 was killed (SIGKILL)"),
+    "not our own kill": ([end(0, KILLED, 2.0, was_stopped=True), end(1, 1, 1.0, message="bad")], "rank 1 failed"),
+    "a rank that left with 0": ([end(0, 1, 1.0, **LOST), end(1, 0, 0.5)], "rank 1 ended with exit code 0"),
+    "a rank that hung": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_verdict_when_ranks_fail_then_the_cause_comes_first(cause, tmp_path):
+    ends, expected = CAUSES[cause]
+    assert expected in judge(tmp_path, ends).text.splitlines()[0]
+
+
+def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):
+    assert judge(tmp_path, [end(0, 0), end(1, 0)]) is None
+
+
+def test_verdict_when_a_signal_explains_all_ends_then_there_is_none(tmp_path):
+    ends = [end(0, 143), end(1, 1, **LOST), end(2, KILLED, was_stopped=True), end(3, -signal.SIGTERM)]
+    assert judge(tmp_path, ends, stop_signal(ends)) is None
+    assert stop_signal(ends) == signal.SIGTERM
+
+
+def test_verdict_when_saving_after_a_signal_fails_then_that_is_told(tmp_path):
+    full = {"is_ours": True, "is_misuse": True, "message": "the disk is full"}
+    verdict = judge(tmp_path, [end(0, 2, **full), end(1, 2, **full)], signal.SIGINT)
+    assert (verdict.text, verdict.exit_code) == ("the disk is full", 2)
+
+
+def test_verdict_when_the_error_is_dures_own_then_it_says_so(tmp_path):
+    text = judge(tmp_path, [end(0, 1, origin="dure")]).text
+    assert "an error in dure and not in the task" in text
+    assert "failure-rank0.json" in text
+
+
+def test_verdict_when_a_rank_could_only_write_a_file_then_the_file_is_read(tmp_path):
+    (tmp_path / "logs").mkdir()
+    record = end(0, 1, message="from the file").failure
+    Path(tmp_path, "logs", "failure-rank0.json").write_text(json.dumps(record))
+    assert "from the file" in judge(tmp_path, [end(0, 1)]).text
+
+
+def test_exit_code_when_a_user_ends_a_rank_with_any_then_it_is_no_signal(tmp_path):
+    ends = [end(0, 200), end(1, 1, **LOST)]
+    assert stop_signal(ends) is None
+    assert judge(tmp_path, ends).exit_code == 1
+
+
+def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():
+    assert "rank 1 ended with exit code 0 before" in left_early([end(0, 0, 2.0), end(1, 0, 1.0)]).text

@@ -1,0 +1,47 @@
+"""A worker's entry that needs no torch: ranks that end as their job says."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dure.rank import Place
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    if job.get("interrupt_early"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    rank = place.rank.rank
+    heard: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    Path(job["folder"], f"started-{rank}").write_text(str(os.getpid()))
+    Path(job["folder"], f"told-{rank}").write_text(json.dumps({"argv": sys.argv, "store": place.store.host}))
+    deed = job["deeds"][rank]
+    if str(deed).startswith("signal"):
+        while len(list(Path(job["folder"]).glob("told-*"))) < place.rank.world_size:
+            time.sleep(0.01)
+    if deed == "raise":
+        raise RuntimeError("planned")
+    if deed == "report":
+        os.pwrite(place.report_fd, b'{"message": "told"}', 0)
+        return 1
+    if deed == "signal_parent":
+        os.kill(os.getppid(), signal.SIGINT)
+    if deed == "signal_parent_twice":
+        for _ in range(2):
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(0.1)
+    if deed in ("wait", "ignore", "signal_parent", "signal_parent_twice"):
+        while not heard or deed in ("ignore", "signal_parent_twice"):
+            threading.Event().wait(0.01)
+        return 128 + heard[0]
+    return int(deed)

@@ -1,0 +1,85 @@
+"""What a failed rank writes down: whose error it is, at which line."""
+
+import errno
+
+import pytest
+import torch
+
+from dure.errors import DiskFull, LossNotFinite
+from dure.training.failure import describe_failure
+from dure.training.order import SampleOrder
+from tests.faulty_task import fail
+
+
+def caught(action) -> dict:
+    try:
+        action()
+    except BaseException as error:
+        return describe_failure(error, 1, 5)
+    raise AssertionError("nothing was raised")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_failure_when_the_task_raises_then_its_line_is_named():
+    failure = caught(lambda: fail("raise"))
+    assert failure["origin"] == "task"
+    assert failure["user_line"]["text"] == 'raise ValueError("a planned failure")'
+    assert (failure["rank"], failure["step"], failure["exit_code"]) == (1, 5, 1)
+
+
+def test_failure_when_the_task_leaves_then_the_cure_is_named():
+    failure = caught(lambda: fail("sys_exit"))
+    assert "sys.exit(7)" in failure["message"]
+    assert failure["user_traceback"] is None
+
+
+def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. Of the allocated memory 1 GiB is PyTorch's"
+    )
+    failure = caught(lambda: _raise(torch.OutOfMemoryError(message)))
+    assert failure["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
+    assert "--microbatch-size" in failure["advice"]
+
+
+def test_failure_when_dure_itself_is_wrong_then_it_is_not_the_tasks():
+    try:
+        SampleOrder(10, "a word", seed=0, shuffle=True, drop_last=False).batches(0, 10).__next__()
+    except TypeError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # this test stands where dure's own worker does
+        failure = describe_failure(error, 0, None)
+    assert failure["origin"] == "dure"
+
+
+def test_failure_when_torch_raises_without_the_task_then_it_is_a_librarys():
+    try:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(2, 2))
+    except RuntimeError as error:
+        wrapped = torch.nn.Linear(2, 2)
+        del error
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as info:
+        wrapped(torch.ones(2, 3))
+    info.value.__traceback__ = info.value.__traceback__.tb_next
+    assert describe_failure(info.value, 0, None)["origin"] == "library"
+
+
+def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse():
+    def writes() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    error = caught(writes)
+    assert error["origin"] == "task"  # raised in this file: the task's own full disk is the task's to explain
+    with pytest.raises(OSError, match="No space") as info:
+        writes()
+    info.value.__traceback__ = None
+    failure = describe_failure(info.value, 0, 3)
+    assert (failure["type"], failure["exit_code"], failure["is_ours"]) == (DiskFull.__name__, 2, True)
+
+
+def test_failure_when_the_loss_is_not_finite_then_its_message_stands_alone():
+    failure = caught(lambda: _raise(LossNotFinite("the loss is nan at step 5")))
+    assert failure["is_ours"]
+    assert failure["user_traceback"] is None

@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -88,24 +87,18 @@ def test_ddp_when_wrapped_then_nothing_warns_and_buffers_follow_the_argument(bro
     assert wrapped.bucket_bytes_cap == 1000
 
 
-@pytest.mark.usefixtures("solo_group")
-def test_ddp_times_when_every_step_is_sampled_then_they_are_seconds() -> None:
-    wrapped = torchcompat.wrap_ddp(nn.Linear(3, 2))
-    torchcompat.sample_ddp_times(wrapped, 1)
-    for _ in range(3):
-        wrapped(torch.rand(4, 3)).sum().backward()
-    times = torchcompat.ddp_times(wrapped)
-    assert 0 < times.backward_seconds < 60
-    assert 0 < times.sync_seconds < 60
-    assert times.overlap_seconds <= times.sync_seconds
+def test_module_bases_when_asked_then_they_take_in_every_kind() -> None:
+    assert all(
+        isinstance(kind(2), torchcompat.BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    )
+    assert all(isinstance(kind(0.5), torchcompat.Dropout) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
-def test_shallow_replica_when_a_parameter_is_replaced_then_the_original_keeps_its_own() -> None:
-    original = nn.Linear(2, 2)
-    replica = torchcompat.shallow_replica(original)
-    replica.weight = torch.zeros(2, 2, requires_grad=True) * 2
-    assert not replica.weight.is_leaf
-    assert isinstance(original.weight, nn.Parameter)
+def test_multiply_when_dtypes_differ_then_each_tensor_is_multiplied_in_place() -> None:
+    tensors = [torch.ones(2), torch.ones(1, dtype=torch.float64)]
+    torchcompat.multiply_(tensors, 3.0)
+    torchcompat.multiply_(tensors, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in tensors] == [[6, 6], [6]]
 
 
 def test_default_generator_when_on_cpu_then_torch_rand_draws_from_it() -> None:
@@ -124,17 +117,6 @@ def test_default_generator_when_on_cuda_then_it_is_the_devices() -> None:
     drawn = torch.rand(3, device=device)
     generator.manual_seed(3)
     assert torch.equal(drawn, torch.rand(3, device=device))
-
-
-def test_quiet_torch_when_torch_warns_about_itself_then_nothing_is_heard() -> None:
-    # imported in a fresh interpreter, because these 67 warnings come once, and turned into errors there
-    code = "from dure.torchcompat import quiet_torch\nwith quiet_torch(): import torch.distributed.optim\nprint('ok')"
-    assert run_python(code) == "ok\n"
-
-
-def test_quiet_torch_when_anything_else_warns_then_it_is_heard() -> None:
-    with pytest.warns(UserWarning, match="mine"), torchcompat.quiet_torch():
-        warnings.warn("mine", UserWarning, stacklevel=1)
 
 
 def test_torchvision_when_imported_through_dure_then_models_and_transforms_work() -> None:

@@ -6,10 +6,6 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 
 import importlib
 import importlib.util
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from socket import socket
@@ -35,27 +31,6 @@ def import_late_parts() -> None:
     """
     importlib.import_module("torch.distributed.nn.functional")
     importlib.import_module("torch._dynamo")
-
-
-# -- warnings ----------------------------------------------------------------------------------------------------
-
-_WARNINGS_FROM_INSIDE_TORCH: tuple[tuple[type[Warning], str, str], ...] = (
-    # torch.distributed.optim (67 of them at import) and the first torch.compile script functions of their own
-    (DeprecationWarning, r"`torch\.jit\.(script|script_method|trace|interface)` is deprecated", r"torch\.jit\..*"),
-)
-"""Category, start of the message and module of each warning that torch gives about torch."""
-
-
-@contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Silence the known warnings that torch gives about its own code, and no other.
-
-    Warning filters belong to the process: keep threads that warn out of the block.
-    """
-    with warnings.catch_warnings():
-        for category, message, module in _WARNINGS_FROM_INSIDE_TORCH:
-            warnings.filterwarnings("ignore", message=message, category=category, module=module)
-        yield
 
 
 # -- collectives -------------------------------------------------------------------------------------------------
@@ -149,47 +124,18 @@ def wrap_ddp(
     return wrapped
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DDPTimes:
-    """What DDP's reducer measured of its last sampled step."""
+# -- modules, tensors and generators -----------------------------------------------------------------------------
 
-    backward_seconds: float
-    """From the start of backward to the last gradient."""
-    sync_seconds: float
-    """From the first bucket's all_reduce to the end of the last one."""
-    overlap_seconds: float
-    """The part of `sync_seconds` that backward hid."""
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""The base of every BatchNorm, torch's own SyncBatchNorm included (private in torch)."""
+
+Dropout = nn.modules.dropout._DropoutNd
+"""The base of every dropout module (private in torch)."""
 
 
-def sample_ddp_times(wrapped: DistributedDataParallel, every_steps: int) -> None:
-    """Let DDP measure every `every_steps`th step (private in torch; by default every 100th)."""
-    wrapped._set_ddp_runtime_logging_sample_rate(every_steps)
-
-
-def ddp_times(wrapped: DistributedDataParallel) -> DDPTimes:
-    """Read DDP's own times of its last sampled step (private in torch; zeros before the first)."""
-    data = wrapped._get_ddp_logging_data()
-
-    def seconds(key: str) -> float:
-        return float(data.get(key, 0)) * 1e-9
-
-    return DDPTimes(
-        backward_seconds=seconds("backward_compute_time"),
-        sync_seconds=seconds("backward_comm_time"),
-        overlap_seconds=seconds("backward_compute_comm_overlap_time"),
-    )
-
-
-# -- modules and generators --------------------------------------------------------------------------------------
-
-
-def shallow_replica(module: nn.Module) -> nn.Module:
-    """Copy one module without its children's, parameters' and buffers' contents (private in torch).
-
-    What `nn.DataParallel` builds replicas of: dictionaries are copied, tensors shared, and the replica's
-    parameters may be replaced by non-leaf tensors.
-    """
-    return cast(nn.Module, module._replicate_for_data_parallel())
+def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
+    """Multiply tensors in place by one factor, in one call for all that share device and dtype (private in torch)."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def default_generator(device: torch.device) -> Generator:

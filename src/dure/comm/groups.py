@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dure import torchcompat
 from dure.errors import PeerLost
 from dure.rank import RankInfo, StoreAddress
 
@@ -166,15 +168,10 @@ def open_group(
     elif address is None:
         store, prefix = _launchers_store(rank, timeout)
     else:
-        store = dist.TCPStore(
-            address.host,
-            address.port,
-            rank.world_size,
-            is_master=rank.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=address.listen_fd if rank.rank == 0 else None,
-        )
+        if rank.rank == 0 and address.listen_fd is not None:
+            store = torchcompat.store_on_socket(socket.socket(fileno=address.listen_fd), timeout)
+        else:
+            store = torchcompat.store_at(address.host, address.port, timeout)
         prefix = address.prefix
     with _gloo_on_loopback() if rank.local_world_size == rank.world_size else nullcontext():
         dist.init_process_group(

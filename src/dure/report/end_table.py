@@ -92,9 +92,10 @@ def _status_style(status: str) -> str:
 
 def _headline(summary: RunSummary) -> Text:
     devices = "1 device" if summary.num_devices == 1 else f"{summary.num_devices} devices"
+    epochs = f"{summary.epochs:.4g} epoch{'' if summary.epochs == 1 else 's'}"
     status = Text(summary.status, style=f"bold {_status_style(summary.status)}")
     return status.append(
-        f": {summary.strategy} on {devices} ({summary.device}, {summary.precision}), {summary.epochs:.4g} epoch{'' if summary.epochs == 1 else 's'},"
+        f": {summary.strategy} on {devices} ({summary.device}, {summary.precision}), {epochs},"
         f" {summary.steps:,} steps, {summary.samples:,} samples in {format_seconds(summary.wall_seconds)}",
         style="not bold default",
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure import torchcompat
 from dure.comm.groups import Group
 from dure.errors import TaskInvalid
 from dure.measure.sums import Sum
@@ -217,8 +218,8 @@ class Strategy(ABC):
 
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
-        has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
-        has_dropout = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.model.modules())
+        has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
+        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         is_many = self.group.world_size * len(self.devices) > 1
         return [
             text
@@ -262,7 +263,7 @@ class Strategy(ABC):
         count = self.counted_items()
         factor = self._expected_items / count
         gradients = [p.grad for p in self.trainable if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        torchcompat.multiply_(gradients, factor)
         if isinstance(count, float) and count > 0:
             self._expected_items = 2.0 ** round(math.log2(count))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UnusedParameters
-from dure.strategies.base import LossTerm, Requests, StepFacts, Strategy
+from dure.strategies.base import NO_REQUESTS, LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import wrap_ddp
@@ -23,9 +23,8 @@ _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or 
 class ObjectiveModule(nn.Module):
     """The task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
 
-    `carrier` is a parameter outside the optimiser. Its gradient is made to be the step's facts: the term
-    `carrier . facts` is zero in value (the carrier is zero) and has the facts as its gradient. DDP then adds them up
-    over ranks and microsteps like any gradient.
+    `carrier` is a parameter outside the optimiser. It is an output too, and backward starts from it with the step's
+    facts as its gradient. DDP then adds them up over ranks and microsteps like any gradient.
     """
 
     def __init__(self, strategy: "DDP", model: nn.Module) -> None:
@@ -36,41 +35,20 @@ class ObjectiveModule(nn.Module):
         dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} else torch.float32
         self.carrier = nn.Parameter(torch.zeros(4, dtype=dtype, device=strategy.device))
         self._strategy = [strategy]  # in a list: the strategy is no submodule
-        self.is_integral = True
-        self.local_losses: list[Tensor] = []
-        self._fixed: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, microbatch: Microbatch | None, global_samples: int, requests: Requests) -> Tensor:
-        """Return what backward starts from."""
+    def forward(self, microbatch: Microbatch | None, global_samples: int) -> tuple[Tensor, Tensor]:
+        """Return what backward starts from: the objective and, as a view that DDP finds, the carrier."""
         if microbatch is None:
-            return self._rehearsal()
+            return self._rehearsal(), self.carrier.view(-1)
         strategy = self._strategy[0]
         term = strategy.loss_term(self.model, microbatch, global_samples)
-        facts = self._facts(term, requests)
-        return strategy.precision.scale(term.root) + torch.dot(self.carrier, facts)
+        strategy.terms.append(term)
+        return strategy.precision.scale(term.root), self.carrier.view(-1)
 
     def _rehearsal(self) -> Tensor:
         """Return zero, of which every trainable parameter has a gradient, the last one's first."""
-        parts = [p.sum().to(self.carrier) for p in self.parameters() if p.requires_grad]
+        parts = [p.sum().to(self.carrier) for p in self.model.parameters() if p.requires_grad]
         return torch.stack(parts).sum() * 0.0
-
-    def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
-        like, count = self.carrier, term.count
-        self.local_losses.append(term.value)
-        if isinstance(count, Tensor) or count != term.factor:
-            self.is_integral = not isinstance(count, float)
-            count = torch.as_tensor(count, dtype=like.dtype).to(like.device, non_blocking=True)
-            wanted = [torch.full_like(count, float(request)) for request in requests]
-            return torch.stack([term.value.to(like.dtype) * term.factor, count, *wanted])
-        # a mean over samples: the same few counts every step, so the constants are made once
-        self.is_integral = True
-        if (count, requests) not in self._fixed:
-            self._fixed[count, requests] = (
-                torch.tensor([0.0, count, *requests], dtype=like.dtype, device=like.device),
-                torch.tensor([count, 0.0, 0.0, 0.0], dtype=like.dtype, device=like.device),
-            )
-        base, unit = self._fixed[count, requests]
-        return torch.addcmul(base, unit, term.value.to(like.dtype))
 
 
 class DDP(Strategy):
@@ -83,6 +61,8 @@ class DDP(Strategy):
     def distribute(self) -> None:
         """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
         self.gradient_divisor = self.group.world_size
+        self.terms: list[LossTerm] = []
+        self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
         self.engine = wrap_ddp(
             self.objective,
@@ -112,13 +92,14 @@ class DDP(Strategy):
 
         Communication: one all_reduce of the gradients.
         """
-        self.engine(None, 1, Requests()).backward()
+        zero, carried = self.engine(None, 1)
+        torch.autograd.backward((zero, carried), (None, torch.zeros_like(carried)))
         for parameter in self.objective.parameters():
             parameter.grad = None
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
-        self.objective.local_losses = []
+        self.terms = []
         self.last_gradient_time = None
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
@@ -126,14 +107,15 @@ class DDP(Strategy):
             following = next(pending, None)
             is_last = following is None
             with nullcontext() if is_last else self.engine.no_sync():
-                self._backward(microbatch, global_samples, requests if is_last else Requests())
+                self._backward(microbatch, global_samples, requests if is_last else NO_REQUESTS)
             microbatch = following
         if self._is_first_step:
             self._after_first_backward()
 
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
         try:
-            self.engine(microbatch, global_samples, requests).backward()
+            root, carried = self.engine(microbatch, global_samples)
+            torch.autograd.backward((root, carried), (None, self._facts(self.terms[-1], requests)))
         except RuntimeError as error:
             if "Expected to have finished reduction in the prior iteration" in str(error):
                 raise UnusedParameters(
@@ -141,6 +123,20 @@ class DDP(Strategy):
                     f"of them: {_UNUSED_CURE}"
                 ) from None
             raise
+
+    def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
+        """Return a microbatch's `[loss sum, count, stop, save]`."""
+        carrier, count = self.objective.carrier, term.count
+        loss = term.value.to(carrier.dtype)
+        if isinstance(count, Tensor):
+            count = count.to(carrier, non_blocking=True)
+            return torch.stack([loss * term.factor, count, *(torch.full_like(loss, float(r)) for r in requests)])
+        # of a mean over samples: the same few counts every step, so the constants are made once
+        key = (count, requests)
+        if key not in self._fixed_facts:
+            ...
+        base, unit = self._fixed_facts[key]
+        return torch.addcmul(base, unit, loss)
 
     def _after_first_backward(self) -> None:
         self._is_first_step = False
@@ -167,8 +163,14 @@ class DDP(Strategy):
         facts = self.objective.carrier.grad
         assert facts is not None
         summed = facts * self.gradient_divisor
-        self._count: Tensor | float = float(summed[1]) if self.device.type == "cpu" else summed[1]
-        return StepFacts(summed, is_integral=self.objective.is_integral, local_losses=self.objective.local_losses)
+        is_integral = not any(isinstance(term.count, float) for term in self.terms)
+        losses = [term.value for term in self.terms]
+        if self.device.type == "cpu":
+            known = summed.tolist()
+            self._count: Tensor | float = known[1]
+            return StepFacts(known, is_integral=is_integral, local_losses=losses)
+        self._count = summed[1]
+        return StepFacts(summed, is_integral=is_integral, local_losses=losses)
 
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""

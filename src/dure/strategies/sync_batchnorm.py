@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from dure.torchcompat import BatchNorm
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -24,7 +25,7 @@ class _AllReduceSum(torch.autograd.Function):
         return summed
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """The plain twin of torch's CUDA-only `SyncBatchNorm`, for any device and backend.
 
     Two all-reduces per forward (counts and sums, then squared deviations from the global mean), so that the variance
@@ -77,14 +78,14 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
     for name, child in model.named_children():
-        if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
+        if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
             setattr(model, name, _synchronised(child))
         else:
             convert_sync_batchnorm(child, device)
-    return _synchronised(model) if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm) else model
+    return _synchronised(model) if isinstance(model, BatchNorm) and not isinstance(model, SyncBatchNorm) else model
 
 
-def _synchronised(old: _BatchNorm) -> SyncBatchNorm:
+def _synchronised(old: BatchNorm) -> SyncBatchNorm:
     new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
     new.load_state_dict(old.state_dict())
     if old.affine:

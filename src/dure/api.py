@@ -205,7 +205,7 @@ def _task_settings(task: "Task | type[Task] | str", start: str | None, options: 
 def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as JSON values, as the run's record keeps them."""
     try:
-        return dict(json.loads(json.dumps(dict(options), default=str)))
+        return dict(json.loads(json.dumps(dict(options), default=str), parse_constant=str))
     except ValueError as error:
         raise SpecInvalid([f"a task option cannot be written into the run's record: {error}"]) from None
 

@@ -1,0 +1,205 @@
+"""What goes wrong on one rank stops all of them at that step, and is said in one sentence."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+from dure.data import TensorData
+from dure.errors import WorkerFailed
+from dure.strategies import STRATEGIES
+from tests.conformance.cases import MANY, PLACES, TO_ROUNDING, largest_difference, records_of, train_case, weights_of
+from tests.conformance.tasks import Regression
+
+STEPS = {"global_batch_size": 6, "epochs": 1, "seed": 8, "checkpoint_every_samples": 12}
+
+
+class Poisoned(Regression):
+    """One sample's loss is not finite."""
+
+    sample: int = 20
+    value: float = math.nan
+
+    def train_data(self):
+        columns = super().train_data().tensors
+        return TensorData(*columns, torch.arange(len(columns[0])))
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch[:3])
+        is_poisoned = len(batch) > 3 and bool((batch[3] == self.sample).any())
+        return loss + self.value if is_poisoned else loss
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_and_samples(
+    strategy, num_devices, value, tmp_path
+):
+    healthy = train_case(tmp_path, Regression(), strategy, num_devices, record_samples=True, **STEPS)
+    num_ranks = 1 if STRATEGIES[strategy].one_process else num_devices
+    step, rank, samples = next(
+        (record["step"], rank, record["samples"])
+        for rank in range(num_ranks)
+        for record in records_of(healthy, rank)
+        if 20 in record["samples"]
+    )
+    shown = ", ".join(map(str, samples))
+    match = rf"the loss is {value:g} at step {step} \(epoch 0, samples_seen \d+\): rank {rank}, samples \[{shown}\]"
+    with pytest.raises(WorkerFailed, match=match) as caught:
+        train_case(tmp_path / "poisoned", Poisoned(value=value), strategy, num_devices, **STEPS)
+    assert caught.value.exit_code == 1
+    run = next((tmp_path / "poisoned").iterdir())
+    assert {len(records_of(run, rank)) for rank in range(num_ranks)} == {step - 1}
+    saved = [int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("samples-*")]
+    assert max(saved) == (step - 1) * 6 // 12 * 12
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+
+
+class Uncounted(Regression):
+    """Its third batch counts nothing."""
+
+    def train_data(self):
+        x, y, mask = super().train_data().tensors
+        mask[12:18] = False
+        return TensorData(x, y, mask)
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), MANY)
+def test_a_batch_that_counts_nothing_is_refused_with_its_step(strategy, num_devices, tmp_path):
+    with pytest.raises(WorkerFailed, match="the loss of step 3 has a count of 0 over all ranks: there is nothing to"):
+        train_case(tmp_path, Uncounted(kind="tokens"), strategy, num_devices, shuffle=False, **STEPS)
+
+
+def test_a_rank_whose_share_counts_nothing_is_no_failure(tmp_path):
+    """Only the first half of the third batch counts: the second rank's share of it has no token."""
+    one, two = [
+        weights_of(train_case(tmp_path, HalfCounted(kind="tokens"), name, n, shuffle=False, **STEPS))
+        for name, n in (("single", 1), ("ddp", 2))
+    ]
+    assert largest_difference(one, two) < TO_ROUNDING
+
+
+class HalfCounted(Regression):
+    def train_data(self):
+        x, y, mask = super().train_data().tensors
+        mask[15:18] = False
+        return TensorData(x, y, mask)
+
+
+class Branching(Regression):
+    """A model of which some batches leave a part unused, and one part is never used."""
+
+    never: bool = False
+
+    def build_model(self):
+        return Branches(super().build_model(), self.never)
+
+
+class Branches(nn.Module):
+    def __init__(self, main, has_spare):
+        super().__init__()
+        self.main = main
+        self.rare = nn.Linear(6, 6, dtype=torch.float64)
+        self.spare = nn.Linear(6, 6, dtype=torch.float64) if has_spare else None
+
+    def forward(self, x):
+        y = self.main(x)
+        chosen = x[:, 0, 0] > 0.8
+        return y + self.rare(x) * chosen[:, None, None] if bool(chosen.any()) else y
+
+
+def test_ddp_names_the_parameters_that_got_no_gradient_with_the_cure(tmp_path):
+    match = r"2 parameter\(s\) got no gradient in the first step.*spare\.weight, spare\.bias; pass --find-unused-param"
+    with pytest.raises(WorkerFailed, match=match) as caught:
+        train_case(tmp_path, AllBranches(never=True), "ddp", 2, **STEPS)
+    assert caught.value.exit_code == 2
+
+
+class AllBranches(Branching):
+    def build_model(self):
+        model = super().build_model()
+        model.forward = lambda x: model.main(x) + model.rare(x)
+        return model
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_unused_parameters_that_are_looked_for_give_the_weights_of_one_process(nproc, microbatch_size, tmp_path):
+    task = Branching(never=True)
+    one = weights_of(train_case(tmp_path, task, **STEPS))
+    settings = {"microbatch_size": microbatch_size, "find_unused_parameters": True, "deterministic": False}
+    run = train_case(tmp_path, task, "ddp", nproc, **settings, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+    for record in records_of(run):
+        assert record["forward_backward_seconds"] >= 0
+        assert record["sync_seconds"] >= 0
+
+
+class Failing(Regression):
+    """Rank 1 fails in its third step."""
+
+    def loss(self, model, batch):
+        if os.environ.get("RANK") == "1" and model.training:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 3:
+                raise KeyError("a sample without a label")
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_on_one_rank_ends_all_and_is_the_one_that_is_shown(num_workers, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"rank 1 failed after step 2: KeyError: 'a sample without a label'") as e:
+        train_case(tmp_path, Failing(), "ddp", 3, num_workers=num_workers, **STEPS)
+    assert "test_failures.py" in str(e.value)
+    # starting takes its part of this; the ranks that wait for rank 1 would take ten minutes
+    assert time.monotonic() - start < 15
+
+
+class Different(Regression):
+    """Builds another model on rank 1."""
+
+    what: Literal["shape", "order"] = "shape"
+
+    def build_model(self):
+        is_other = os.environ.get("RANK") == "1"
+        if self.what == "shape":
+            return nn.Linear(6, 7 if is_other else 6)
+        names = ["b", "a"] if is_other else ["a", "b"]
+        return nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+
+
+@pytest.mark.parametrize("what", ["shape", "order"])
+def test_ranks_that_build_different_models_are_told_so_before_they_talk_of_gradients(what, tmp_path):
+    match = "rank 0 and rank 1 do not run the same: first differing parameter is .* on rank 0 and .* on rank 1"
+    with pytest.raises(WorkerFailed, match=match):
+        train_case(tmp_path, Different(what=what), "ddp", 2, **STEPS)
+
+
+def test_a_failed_run_can_be_resumed_when_its_cause_is_gone(tmp_path):
+    flag = tmp_path / "mended"
+    with pytest.raises(WorkerFailed, match="FileNotFoundError"):
+        train_case(tmp_path / "runs", Unmended(flag=str(flag)), "ddp", 2, **STEPS)
+    flag.touch()
+    run = next((tmp_path / "runs").iterdir())
+    summary = dure.train(resume=run, start="fork", quiet=True)
+    whole = train_case(tmp_path, Regression(), **STEPS)
+    assert summary.steps == 8
+    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
+
+
+class Unmended(Regression):
+    flag: str = ""
+
+    def loss(self, model, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 5 and model.training:
+            Path(self.flag).stat()
+        return super().loss(model, batch)

@@ -128,14 +128,16 @@ class DDP(Strategy):
         """Return a microbatch's `[loss sum, count, stop, save]`."""
         carrier, count = self.objective.carrier, term.count
         loss = term.value.to(carrier.dtype)
-        if isinstance(count, Tensor):
-            count = count.to(carrier, non_blocking=True)
-            return torch.stack([loss * term.factor, count, *(torch.full_like(loss, float(r)) for r in requests)])
-        # of a mean over samples: the same few counts every step, so the constants are made once
-        key = (count, requests)
-        if key not in self._fixed_facts:
-            ...
-        base, unit = self._fixed_facts[key]
+        if isinstance(count, Tensor) or count != term.factor:
+            count = count.to(carrier, non_blocking=True) if isinstance(count, Tensor) else torch.full_like(loss, count)
+            return torch.stack([loss * term.factor, count, *(torch.full_like(loss, request) for request in requests)])
+        # a mean over samples: the same few counts every step, so the constants are made once
+        if (count, requests) not in self._fixed_facts:
+            self._fixed_facts[count, requests] = (
+                torch.tensor([0.0, count, *requests], dtype=carrier.dtype, device=carrier.device),
+                torch.tensor([count, 0.0, 0.0, 0.0], dtype=carrier.dtype, device=carrier.device),
+            )
+        base, unit = self._fixed_facts[count, requests]
         return torch.addcmul(base, unit, loss)
 
     def _after_first_backward(self) -> None:
@@ -193,4 +195,5 @@ class DDP(Strategy):
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""
+        self.terms = []
         del self.engine

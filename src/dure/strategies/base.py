@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -99,6 +100,12 @@ class LossTerm:
         """The loss summed over the items."""
         return self.value if self.factor == 1 else self.value * self.factor
 
+    @property
+    def is_counted_whole(self) -> bool:
+        """Whether the count is of whole items; a sum of weights is not."""
+        count = self.count
+        return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
@@ -183,7 +190,9 @@ class Strategy(ABC):
         self._correct_count()
         self.precision.unscale(self.optimizer)
         if self.options.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.trainable, self.options.clip_norm)
+            # of what is stepped: other gradients are not unscaled either
+            stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(stepped, self.options.clip_norm)
         self.precision.step(self.optimizer)
         self.zero_gradients()
 
@@ -241,7 +250,7 @@ class Strategy(ABC):
         if isinstance(result, Sum):
             total = _checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
-            term = LossTerm(total * weight, total.detach(), 1.0, result.count)
+            term = LossTerm(total * weight, total.detach(), 1.0, _checked_count(result.count))
         else:
             result = _checked_loss(result)
             num_samples = microbatch.num_samples
@@ -285,3 +294,12 @@ def _checked_loss(value: object) -> Tensor:
         "the task's loss returned a tensor without a gradient: compute it from the model's output without "
         "detach(), .item() or no_grad(), and leave some parameter trainable"
     )
+
+
+def _checked_count(value: object) -> "Tensor | int | float":
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()  # type: ignore[no-any-return]
+    seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+    raise TaskInvalid(f"the task's loss returned dure.Sum with {seen} as count: give one number, or a scalar tensor")

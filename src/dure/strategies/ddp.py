@@ -165,7 +165,7 @@ class DDP(Strategy):
         facts = self.objective.carrier.grad
         assert facts is not None
         summed = facts * self.gradient_divisor
-        is_integral = not any(isinstance(term.count, float) for term in self.terms)
+        is_integral = all(term.is_counted_whole for term in self.terms)
         losses = [term.value for term in self.terms]
         if self.device.type == "cpu":
             known = summed.tolist()

@@ -29,7 +29,7 @@ class LocalSums(Strategy):
 
     def sync_gradients(self) -> StepFacts:
         """Add up the terms; there is nobody to talk to."""
-        is_integral = not any(isinstance(term.count, float) for term in self._terms)
+        is_integral = all(term.is_counted_whole for term in self._terms)
         losses = [term.value for term in self._terms]
         if self.device.type == "cpu":
             total = count = 0.0

@@ -103,6 +103,17 @@ class Command:
             self.kill_all()
         return self.code
 
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait for a true value while the command runs."""
+
+        def condition_while_running() -> Any:
+            has_ended = self.code is not None
+            value = condition()
+            assert value or not has_ended, f"it ended with {self.code} before {what}: {self.err}"
+            return value
+
+        return wait_until(condition_while_running, what)
+
     def processes(self) -> list[psutil.Process]:
         """Return whatever runs in its session now, orphans too."""
         return list(_in_session(self.pid))
@@ -163,8 +174,8 @@ class RunFiles:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.path / "checkpoints").glob("samples-*"))
 
-    def wait_for(self, name: str) -> None:
-        wait_until(lambda: self.events(name), f"event {name} in {self.path}")
+    def wait_for(self, name: str, command: Command) -> None:
+        command.wait_for(lambda: self.events(name), f"event {name}")
 
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}

@@ -107,7 +107,7 @@ def test_runs_when_two_begin_at_once_then_both_end_well(prewarmed, tmp_path):
 def test_ports_when_a_run_is_on_then_they_listen_on_loopback_alone(prewarmed, tmp_path):
     slow = ("--task.pause-seconds", 0.05, "--task.num-samples", 800, "--epochs", 1, "--global-batch-size", 8)
     command = prewarmed.start(tmp_path, "train", f"{TASK}:Faulty", "--nproc", 2, "--name", "run", *slow, "--quiet")
-    RunFiles(tmp_path / "runs/run").wait_for("training")
+    RunFiles(tmp_path / "runs/run").wait_for("training", command)
     listening = {
         connection.laddr.ip
         for process in command.processes()

@@ -1,0 +1,179 @@
+"""Ctrl-C and SIGTERM: a checkpoint at the agreed step, all gone, 130 or 143, and nothing lost on resuming."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import SIGNALS, Command, Prewarmed, RunFiles
+
+TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
+BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--epochs", 2, "--task.dropout", 0.2, "--record-samples")
+PACE = ("--task.pause-seconds", 0.01)
+
+
+def start(prewarmed: Prewarmed, folder: Path, *more: object) -> tuple[Command, RunFiles]:
+    return prewarmed.start(folder, *BASE, "--name", "run", *PACE, *more), RunFiles(folder / "runs/run")
+
+
+def send(command: Command, target: str, number: int) -> None:
+    if target == "supervisor":
+        command.send(number)
+    elif target == "terminal":
+        command.send_to_all(number)
+    else:
+        os.kill(command.ranks(2)[int(target[-1])], number)
+
+
+def weights(prewarmed: Prewarmed, folder: Path, run: Path) -> dict[str, torch.Tensor]:
+    assert prewarmed.run(folder, "export", run, folder / "weights.safetensors").code == 0
+    return load_file(folder / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prewarmed: Prewarmed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Give the weights of the same run without any signal."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command, run = start(prewarmed, folder)
+    assert command.wait() == 0
+    return weights(prewarmed, folder, run.path)
+
+
+def check_nothing_lost(prewarmed: Prewarmed, folder: Path, run: RunFiles, undisturbed: dict) -> None:
+    resumed = prewarmed.run(folder, "train", "--resume", run.path)
+    assert resumed.code == 0, resumed.err
+    assert run.summary()["status"] == "completed"
+    for name, tensor in weights(prewarmed, folder, run.path).items():
+        assert torch.equal(tensor, undisturbed[name]), name
+    assert not (run.path / "undone.jsonl").exists()
+    for epoch in range(2):
+        used = [i for rank in (0, 1) for r in run.records(rank) if r["epoch"] == epoch for i in r["samples"]]
+        assert sorted(used) == list(range(97))
+
+
+TARGETS = ("supervisor", "terminal", "rank 0", "rank 1")
+QUICK = [("terminal", signal.SIGINT), ("supervisor", signal.SIGTERM)]
+ALL = [(target, number) for target in TARGETS for number in SIGNALS]
+
+
+def interrupt_training(prewarmed: Prewarmed, folder: Path, target: str, number: int, *more: object) -> RunFiles:
+    command, run = start(prewarmed, folder, *more)
+    run.wait_for("training", command)
+    time.sleep(0.07)
+    send(command, target, number)
+    assert command.wait(5) == SIGNALS[number], command.err
+    (event,) = run.events("interrupted")[:1]
+    assert event["signal"] == number
+    assert run.summary()["status"] == "interrupted"
+    assert "continue with `dure train --resume" in command.err
+    seen = {rank: run.records(rank)[-1]["samples_seen"] for rank in (0, 1)}
+    assert run.checkpoints()[-1] == f"samples-{seen[0]:012d}"
+    assert seen[0] == seen[1] < 194
+    return run
+
+
+@pytest.mark.parametrize(("target", "number"), QUICK)
+def test_signal_when_a_run_is_on_then_nothing_is_lost(target, number, prewarmed, tmp_path, undisturbed):
+    run = interrupt_training(prewarmed, tmp_path, target, number)
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("target", "number"), [case for case in ALL if case not in QUICK])
+def test_signal_when_it_reaches_anybody_then_nothing_is_lost(target, number, prewarmed, tmp_path, undisturbed):
+    run = interrupt_training(prewarmed, tmp_path, target, number)
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("more", [("--start", "spawn"), ("--num-workers", 1)], ids=["spawn", "loaders"])
+def test_signal_when_the_terminal_sends_it_to_other_processes_too_then_nothing_is_lost(
+    more, number, prewarmed, tmp_path, undisturbed
+):
+    run = interrupt_training(prewarmed, tmp_path, "terminal", number, *more)
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_signal_when_data_is_still_prepared_then_it_ends_at_once(target, number, prewarmed, tmp_path):
+    command, run = start(prewarmed, tmp_path, "--task.prepare-seconds", 60)
+    command.wait_for((tmp_path / "preparing").exists, "the preparation")
+    if target == "rank 1":
+        time.sleep(0.3)  # it waits in a collective by then, where Python hears nothing until the supervisor ends it
+    send(command, target, number)
+    if target == "rank 1":
+        assert command.code is None
+        command.send(number)
+    assert command.wait(3) == SIGNALS[number], command.err
+    assert run.summary()["status"] == "interrupted"
+    assert run.checkpoints() == []
+
+
+@pytest.mark.faults
+def test_signal_when_a_second_one_comes_then_all_end_at_once(prewarmed, tmp_path, undisturbed):
+    command, run = start(prewarmed, tmp_path, "--checkpoint-every-samples", 16)
+    run.wait_for("checkpoint", command)
+    ranks = command.ranks(2)
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)  # ranks that cannot follow the first signal
+    command.send(signal.SIGINT)
+    time.sleep(0.2)
+    assert command.code is None
+    command.send(signal.SIGINT)
+    assert command.wait(1) == 130
+    assert run.summary()["status"] == "interrupted"
+    assert prewarmed.run(tmp_path, "train", "--resume", run.path).code == 0
+    for name, tensor in weights(prewarmed, tmp_path, run.path).items():
+        assert torch.equal(tensor, undisturbed[name]), name
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_when_an_evaluation_is_on_then_the_next_step_is_the_last(number, prewarmed, tmp_path, undisturbed):
+    command, run = start(prewarmed, tmp_path, "--task.eval-pause-seconds", 0.1)
+    command.wait_for(lambda: run.records(0) and run.records(0)[-1]["samples_seen"] == 97, "the first epoch")
+    time.sleep(0.1)
+    assert not run.events("evaluated")
+    command.send(number)
+    assert command.wait(5) == SIGNALS[number], command.err
+    assert run.records(0)[-1]["samples_seen"] == 97 + 8
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
+
+
+@pytest.mark.faults
+def test_signal_when_the_last_evaluation_is_on_then_the_run_completes(prewarmed, tmp_path, undisturbed):
+    command, run = start(prewarmed, tmp_path, "--task.eval-pause-seconds", 0.1)
+    command.wait_for(lambda: run.records(0) and run.records(0)[-1]["samples_seen"] == 194, "the last step")
+    command.send(signal.SIGTERM)
+    assert command.wait(5) == 0, command.err
+    assert run.summary()["status"] == "completed"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_when_checkpoints_are_written_all_the_time_then_nothing_is_lost(
+    number, prewarmed, tmp_path, undisturbed
+):
+    run = interrupt_training(prewarmed, tmp_path, "terminal", number, "--checkpoint-every-samples", 8)
+    assert not list(run.path.glob("checkpoints/.*"))
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_when_an_evaluation_is_the_command_then_it_stops_at_once(number, prewarmed, tmp_path):
+    assert prewarmed.run(tmp_path, *BASE, "--name", "run", "--task.eval-pause-seconds", 0.2).code == 0
+    command = prewarmed.start(tmp_path, "eval", tmp_path / "runs/run", "--nproc", 2)
+    command.ranks(2)
+    time.sleep(0.3)
+    command.send_to_all(number)
+    assert command.wait(2) == SIGNALS[number], command.err
+    assert "the evaluation was stopped" in command.err
+    assert not list((tmp_path / "runs/run").glob(".evaluation*"))

@@ -20,6 +20,13 @@ def available_memory_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
+def total_memory_bytes() -> int:
+    """Return the host memory that this machine has, in use or not."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
 def count_accelerators(kind: str) -> int:
     """Return the number of visible devices of a kind, `cuda` or `mps`.
 

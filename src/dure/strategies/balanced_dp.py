@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.machine import available_memory_bytes
+from dure.machine import available_memory_bytes, total_memory_bytes
 from dure.measure.shares import shares
 from dure.strategies.base import LossTerm, Requests
 from dure.strategies.batches import Microbatch, split_batch, to_device
@@ -96,15 +96,17 @@ def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
     """Find the fraction of a batch for which all devices fill up at the same batch size.
 
     What a device has left for activations is its free memory less what will still come: on every device the
-    gradients, on the first also the optimiser's state.
+    gradients, on the first also the optimiser's state. What others use comes and goes, and the shares with it: a
+    deterministic run counts all memory as free.
     """
     devices = strategy.devices
     if len(devices) == 1:
         return 1.0
+    is_all_counted = strategy.options.deterministic
     if strategy.device.type == "cuda":
-        free = [float(torch.cuda.mem_get_info(device)[0]) for device in devices]
+        free = [float(torch.cuda.mem_get_info(device)[is_all_counted]) for device in devices]
     else:
-        free = [available_memory_bytes() / len(devices)] * len(devices)
+        free = [(total_memory_bytes() if is_all_counted else available_memory_bytes()) / len(devices)] * len(devices)
     gradient_bytes = sum(p.numel() * p.element_size() for p in strategy.trainable)
     state_bytes = gradient_bytes * state_tensors_per_parameter(strategy.optimizer)
     left = [max(0.0, available - gradient_bytes) for available in free]

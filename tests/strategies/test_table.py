@@ -1,0 +1,22 @@
+"""The one table tells the truth about what it names."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dure.strategies import STRATEGIES, load_strategy
+from dure.strategies.base import Strategy
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_row_names_an_implementation_and_says_every_thing(name):
+    info = STRATEGIES[name]
+    assert info.name == name
+    assert issubclass(load_strategy(name), Strategy)
+    assert all(text for field, text in info.to_json().items() if isinstance(text, str) and field != "default_for")
+
+
+def test_table_is_read_without_torch():
+    code = "import sys; from dure.strategies import STRATEGIES; assert STRATEGIES and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -54,10 +54,12 @@ def train(
             "dure.train is called while a worker process reads the task's file: put that call under "
             "`if __name__ == '__main__':`, so that only the script itself makes it"
         )
+    launched_as = RankInfo.from_environment()
+    if launched_as is not None:
+        settings = _with_world_size(settings, launched_as)
     resolved = resolve_settings(task, resume=resume, config=config, **settings)
     spec = resolved.spec
     _check_before_start(spec)
-    launched_as = RankInfo.from_environment()
     if launched_as is not None:
         return _train_under_launcher(resolved, resume, launched_as)
     run = _run_folder(spec, resume)
@@ -350,6 +352,18 @@ def _evaluation_record(
     }
     run.append_event("evaluation", **record)
     return record
+
+
+def _with_world_size(settings: dict[str, Any], rank: RankInfo) -> dict[str, Any]:
+    """Let the launcher decide how many processes there are."""
+    if rank.world_size == 1:
+        return settings
+    said = settings.get("nproc")
+    if said is not None and int(said) != rank.world_size:
+        raise SpecInvalid(
+            [f"nproc is {said} but torchrun started {rank.world_size} processes: leave --nproc out, torchrun decides"]
+        )
+    return {**settings, "nproc": rank.world_size}
 
 
 def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", rank: RankInfo) -> RunSummary:

@@ -26,7 +26,7 @@ class StopSignals:
     never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
     """
 
-    def __init__(self, *, is_supervised: bool) -> None:
+    def __init__(self, *, is_supervised: bool = False) -> None:
         self.received: int | None = None
         """The first signal's number."""
         self._received_at = 0.0

@@ -1,0 +1,151 @@
+"""SIGKILL of everything at random moments, resumed anywhere: every sample once, and the undisturbed run's weights."""
+
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.commands import Command, Prewarmed, RunFiles
+
+TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
+EPOCHS, SAMPLES, BATCH = 3, 97, 8
+BASE = ("train", TASK, "--global-batch-size", BATCH, "--epochs", EPOCHS, "--record-samples", "--name", "run", "--quiet")
+PACE = ("--task.pause-seconds", 0.004, "--checkpoint-every-samples", 24)
+TOLERANCE = 1e-10
+"""Between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one attempt executes the run."""
+
+    strategy: str
+    nproc: int
+
+    @property
+    def flags(self) -> tuple[object, ...]:
+        return ("--strategy", self.strategy, "--nproc", self.nproc)
+
+    @property
+    def num_processes(self) -> int:
+        return self.nproc if self.strategy == "ddp" else 1
+
+
+DDP_2, DDP_3, SINGLE = Way("ddp", 2), Way("ddp", 3), Way("single", 1)
+ROUTES = {
+    "two ranks all along": [DDP_2] * 4,
+    "one process all along": [SINGLE] * 4,
+    "fewer and more ranks": [DDP_2, DDP_3, SINGLE, DDP_2],
+    "through every strategy": [Way("dp", 3), DDP_3, Way("balanced_dp", 2), SINGLE, DDP_2],
+}
+
+
+def weights(prewarmed: Prewarmed, folder: Path) -> dict[str, torch.Tensor]:
+    assert prewarmed.run(folder, "export", folder / "runs/run", folder / "weights.safetensors").code == 0
+    return load_file(folder / "weights.safetensors")
+
+
+def undisturbed(prewarmed: Prewarmed, folder: Path, way: Way, *more: object) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    command = prewarmed.run(folder, *BASE, *way.flags, *more)
+    assert command.code == 0, command.err
+    return weights(prewarmed, folder)
+
+
+def kill_everything(command: Command, run: RunFiles, moment: random.Random) -> bool:
+    """Kill the whole session at a random moment after training began; return whether it was still alive."""
+    started = len(run.events("attempt"))
+    command.wait_for(lambda: len(run.events("attempt")) > started or run.events("training"), "an attempt")
+    time.sleep(moment.uniform(0.1, 0.5))
+    if command.code is None:
+        command.send_to_all(signal.SIGKILL)
+    return command.wait() == -signal.SIGKILL
+
+
+def go(prewarmed: Prewarmed, folder: Path, route: list[Way], seed: int, *more: object) -> tuple[RunFiles, int]:
+    """Run along the route, killed on every leg but the last; return the run and the number of kills."""
+    moment, run, num_kills = random.Random(seed), RunFiles(folder / "runs/run"), 0
+    for leg, way in enumerate(route):
+        begin = (*BASE, *more) if leg == 0 else ("train", "--resume", run.path)
+        command = prewarmed.start(folder, *begin, *PACE[:2] if leg == 0 else (), *PACE[2:], *way.flags)
+        if leg < len(route) - 1:
+            num_kills += kill_everything(command, run, moment)
+    assert command.wait() == 0, command.err
+    return run, num_kills
+
+
+def check_every_sample_once(run: RunFiles) -> None:
+    records = [record for rank in range(3) for record in run.records(rank)]
+    for epoch in range(EPOCHS):
+        used = Counter(index for record in records if record["epoch"] == epoch for index in record["samples"])
+        assert used == Counter(range(SAMPLES)), f"epoch {epoch}"
+    steps = [record["step"] for record in run.records(0)]
+    assert steps == list(range(1, EPOCHS * -(-SAMPLES // BATCH) + 1))
+
+
+def check(prewarmed: Prewarmed, folder: Path, route: list[Way], seed: int, *more: object) -> int:
+    expected = undisturbed(prewarmed, folder / "undisturbed", route[-1], *more)
+    run, num_kills = go(prewarmed, folder, route, seed, *more)
+    check_every_sample_once(run)
+    is_same_throughout = len(set(route)) == 1
+    for name, tensor in weights(prewarmed, folder).items():
+        if is_same_throughout:
+            assert torch.equal(tensor, expected[name]), name
+        else:
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=TOLERANCE)
+    assert not list(run.path.glob("checkpoints/.*"))
+    return num_kills
+
+
+def test_run_when_it_is_killed_and_resumed_on_more_ranks_then_each_sample_is_used_once(prewarmed, tmp_path):
+    check(prewarmed, tmp_path, [DDP_2, DDP_3], 1)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_run_when_it_is_killed_again_and_again_then_it_is_as_if_it_never_was(route, optimizer, prewarmed, tmp_path):
+    options = ("--task.adam", str(optimizer == "adam").lower())
+    num_kills = sum(
+        check(prewarmed, tmp_path / str(seed), ROUTES[route], seed, *options) for seed in _folders(tmp_path, 2)
+    )
+    assert num_kills > 0
+
+
+def _folders(parent: Path, count: int) -> range:
+    for seed in range(count):
+        (parent / str(seed)).mkdir()
+    return range(count)
+
+
+@pytest.mark.faults
+def test_run_with_dropout_when_it_is_killed_then_the_same_ranks_draw_the_same(prewarmed, tmp_path):
+    check(prewarmed, tmp_path, [DDP_2] * 3, 7, "--task.dropout", 0.3)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_run_when_it_is_killed_while_checkpoints_are_written_then_the_last_whole_one_is_taken(prewarmed, tmp_path):
+    """A checkpoint after every step and a model large enough that most kills fall into one."""
+    options = ("--task.width", 20_000)
+    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2, *options)
+    run, moment, num_torn = RunFiles(tmp_path / "runs/run"), random.Random(3), 0
+    for leg in range(9):
+        begin = (*BASE, *options) if leg == 0 else ("train", "--resume", run.path)
+        command = prewarmed.start(tmp_path, *begin, "--checkpoint-every-samples", BATCH, *DDP_2.flags)
+        if leg < 8:
+            kill_everything(command, run, moment)
+            num_torn += bool(list(run.path.glob("checkpoints/.writing-*")))
+    assert command.wait() == 0, command.err
+    assert num_torn > 0
+    check_every_sample_once(run)
+    for name, tensor in weights(prewarmed, tmp_path).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert not list(run.path.glob("checkpoints/.*"))

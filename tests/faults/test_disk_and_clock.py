@@ -1,0 +1,79 @@
+"""A full disk, and checkpoints by the clock."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import RunFiles
+
+TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
+BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--name", "run", "--quiet")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount two megabytes."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root on Linux")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.faults
+def test_disk_when_it_is_full_for_a_checkpoint_then_one_sentence_says_so_and_the_old_one_stays(
+    small_disk, prewarmed, tmp_path
+):
+    flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 3)
+    filler = small_disk / "filler"
+    assert prewarmed.run(tmp_path, *flags, "--samples", 97).code == 0
+    run = RunFiles(small_disk / "runs/run")
+    before = run.checkpoints()
+    filler.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 200_000))
+    command = prewarmed.run(tmp_path, "train", "--resume", run.path, "--samples", 291)
+    assert command.code == 2
+    assert command.err.startswith("dure: a checkpoint needs")
+    assert command.err.count("\n") == 1
+    assert run.checkpoints() == before
+    assert not list(run.path.glob("checkpoints/.*"))
+    filler.unlink()
+    assert prewarmed.run(tmp_path, "train", "--resume", run.path).code == 0
+    assert run.summary()["samples"] == 291
+
+
+@pytest.mark.faults
+def test_disk_when_it_is_full_for_records_then_one_sentence_says_so(small_disk, prewarmed, tmp_path):
+    flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 400, "--record-samples")
+    command = prewarmed.run(tmp_path, *flags, "--task.num-samples", 97, "--keep-checkpoints", 1)
+    assert command.code == 2, command.err
+    assert command.err.count("\n") == 1, command.err
+    assert command.err.startswith("dure: ")
+    assert "full" in command.err or "a checkpoint needs" in command.err
+    assert RunFiles(small_disk / "runs/run").checkpoints()
+
+
+@pytest.mark.faults
+def test_checkpoints_when_the_clock_asks_then_all_ranks_save_at_the_same_step(prewarmed, tmp_path):
+    flags = (
+        "--checkpoint-every-minutes",
+        0.005,
+        "--task.pause-seconds",
+        0.02,
+        "--epochs",
+        10,
+        "--keep-checkpoints",
+        99,
+    )
+    command = prewarmed.run(tmp_path, *BASE, *flags)
+    assert command.code == 0, command.err
+    saves = [event["samples_seen"] for event in RunFiles(tmp_path / "runs/run").events("checkpoint")]
+    by_clock = [seen for seen in saves if seen % 97]
+    assert len(by_clock) >= 4  # at least 2.6 s of training, a save each 0.3 s
+    assert len(set(saves)) == len(saves)

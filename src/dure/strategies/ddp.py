@@ -15,7 +15,7 @@ from dure.errors import UnusedParameters
 from dure.strategies.base import NO_REQUESTS, LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
-from dure.torchcompat import wrap_ddp
+from dure.torchcompat import run_backward, wrap_ddp
 
 _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
 
@@ -93,7 +93,7 @@ class DDP(Strategy):
         Communication: one all_reduce of the gradients.
         """
         zero, carried = self.engine(None, 1)
-        torch.autograd.backward((zero, carried), (None, torch.zeros_like(carried)))
+        run_backward(zero, (carried, torch.zeros_like(carried)))
         for parameter in self.objective.parameters():
             parameter.grad = None
 
@@ -115,7 +115,7 @@ class DDP(Strategy):
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
         try:
             root, carried = self.engine(microbatch, global_samples)
-            torch.autograd.backward((root, carried), (None, self._facts(self.terms[-1], requests)))
+            run_backward(root, (carried, self._facts(self.terms[-1], requests)))
         except RuntimeError as error:
             if "Expected to have finished reduction in the prior iteration" in str(error):
                 raise UnusedParameters(
@@ -164,13 +164,13 @@ class DDP(Strategy):
         """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
         facts = self.objective.carrier.grad
         assert facts is not None
-        summed = facts * self.gradient_divisor
-        is_integral = all(term.is_counted_whole for term in self.terms)
+        is_integral = not any(isinstance(term.count, float) for term in self.terms)
         losses = [term.value for term in self.terms]
         if self.device.type == "cpu":
-            known = summed.tolist()
+            known = [fact * self.gradient_divisor for fact in facts.tolist()]
             self._count: Tensor | float = known[1]
             return StepFacts(known, is_integral=is_integral, local_losses=losses)
+        summed = facts * self.gradient_divisor
         self._count = summed[1]
         return StepFacts(summed, is_integral=is_integral, local_losses=losses)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dure.strategies.base import LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
+from dure.torchcompat import run_backward
 
 
 class LocalSums(Strategy):
@@ -59,7 +60,7 @@ class Single(LocalSums):
         self.begin_step(requests)
         for microbatch in microbatches:
             term = self.loss_term(self.model, microbatch, global_samples)
-            self.precision.scale(term.root).backward()
+            run_backward(self.precision.scale(term.root))
             self.add_term(term)
 
     def sent_bytes(self, num_microsteps: int) -> int:

@@ -78,15 +78,22 @@ def _evaluation_call(
             there = to_device(batch, next(model.parameters()).device)
             loss = task.loss(model, there)
             if not isinstance(loss, Sum):
-                loss = Sum(
-                    loss.double() * num_samples if loss.device.type != "mps" else loss * num_samples, num_samples
-                )
+                loss = _mean_as_sum(loss, num_samples)
             measured = task.metrics(model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         return {"loss": loss, **measured}
 
     return call
+
+
+def _mean_as_sum(loss: object, num_samples: int) -> Sum:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
+        raise TaskInvalid(
+            f"the task's loss returned {seen} in an evaluation: return a scalar tensor, or dure.Sum(total, count)"
+        )
+    return Sum((loss if loss.device.type == "mps" else loss.double()) * num_samples, num_samples)
 
 
 def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Metric]:
@@ -102,6 +109,11 @@ def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Me
 
 
 def _number(value: "Tensor | float") -> float:
+    if isinstance(value, Tensor) and value.dim():
+        raise TaskInvalid(
+            f"a dure.Sum of the evaluation holds a tensor of shape {tuple(value.shape)}: give it scalars, one Sum for "
+            "each number"
+        )
     return float(value.detach().double().cpu().item() if isinstance(value, Tensor) else value)
 
 

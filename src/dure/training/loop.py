@@ -22,6 +22,8 @@ from dure.training.order import GlobalBatch, SampleOrder
 from dure.training.task import Schedule
 
 _SHOWN_INDICES = 32
+_END = object()
+"""What comes after the last batch."""
 
 
 class RankShare(NamedTuple):
@@ -127,7 +129,7 @@ class TrainingLoop:
         planned: deque[tuple[GlobalBatch, RankShare]] = deque()
         fetched = self.loader.batches(self._requests(samples_seen, total_samples, planned))
         self.restart_clock()
-        while (first := self._next_batch(fetched)) is not None:
+        while (first := self._next_batch(fetched)) is not _END:
             batch, share = planned.popleft()
             step += 1
             self._pending.append(self._launch(step, batch, share, first, fetched))
@@ -158,8 +160,13 @@ class TrainingLoop:
 
     def _next_batch(self, fetched: Iterator[Any]) -> Any:
         start = time.perf_counter()
-        batch = next(fetched, None)
+        batch = next(fetched, _END)
         self._data_seconds += time.perf_counter() - start
+        if batch is None:
+            raise TaskInvalid(
+                "a training batch is None: the task's collate, or __getitems__ of its data, returned nothing; return "
+                "the batch"
+            )
         return batch
 
     def _launch(

@@ -48,11 +48,12 @@ class SampleOrder:
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the data indices of an epoch in order, `(num_samples,)` int64.
 
-        Philox (Salmon et al. 2011) is counter-based: epoch `e` needs no walk through the epochs before it.
+        Philox (Salmon et al. 2011) is counter-based: epoch `e` needs no walk through the epochs before it. The order
+        is that of its raw bits, which NumPy keeps for ever; what a `Generator` makes of them may change (NEP 19).
         """
         if not self.shuffle:
             return np.arange(self.num_samples)
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.num_samples)
+        return np.random.Philox(key=[self.seed, epoch]).random_raw(self.num_samples).argsort(kind="stable")
 
     def batches(self, samples_seen: int, total_samples: int) -> Iterator[GlobalBatch]:
         """Yield the batches from a position to the end of the run; the last one is cut to end exactly there."""

@@ -164,7 +164,7 @@ class DDP(Strategy):
         """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
         facts = self.objective.carrier.grad
         assert facts is not None
-        is_integral = not any(isinstance(term.count, float) for term in self.terms)
+        is_integral = all(term.is_counted_whole for term in self.terms)
         losses = [term.value for term in self.terms]
         if self.device.type == "cpu":
             known = [fact * self.gradient_divisor for fact in facts.tolist()]

@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Subset
 
 import dure
 from dure.data import TensorData
@@ -161,6 +162,30 @@ def test_an_exception_on_one_rank_ends_all_and_is_the_one_that_is_shown(num_work
     assert "test_failures.py" in str(e.value)
     # starting takes its part of this; the ranks that wait for rank 1 would take ten minutes
     assert time.monotonic() - start < 15
+
+
+class Incomplete(Regression):
+    """One sample cannot be read."""
+
+    def train_data(self):
+        return Subset(Missing(), range(40))
+
+
+class Missing(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 30:
+            raise FileNotFoundError("sample30.jpg is not there")
+        return torch.zeros(5, 6).double(), torch.zeros(5, 6).double(), torch.ones(5).bool()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_the_data_names_the_users_line(num_workers, tmp_path):
+    with pytest.raises(WorkerFailed, match=r"FileNotFoundError.*sample30\.jpg is not there") as caught:
+        train_case(tmp_path, Incomplete(), "ddp", 2, num_workers=num_workers, **STEPS)
+    assert "test_failures.py" in str(caught.value)
 
 
 class Different(Regression):

@@ -40,6 +40,11 @@ def load_task_class(reference: str) -> type[Task]:
     except TaskInvalid:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
+            raise TaskInvalid(
+                f"there is no module {error.name} to import {class_name} from: write file.py:{class_name}, or start "
+                "where the package can be imported"
+            ) from None
         raise TaskInvalid(f"{where} does not import:\n{traceback_in_user_code(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:

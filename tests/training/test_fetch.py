@@ -1,0 +1,174 @@
+"""From indices to batches: each sample's draws are its own, in whatever company it is fetched."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+import dure
+from dure.data import TensorData
+from dure.data.randomness import sample_uniform
+from dure.errors import DataInvalid
+from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 40
+
+
+class Drawing(Dataset):
+    """Gives its index with a draw from each global generator."""
+
+    def __init__(self, from_index=0):
+        self.from_index = from_index
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        if index < self.from_index:
+            return index, 0.0, 0.0, 0.0
+        return index, random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+class Batched(Drawing):
+    """Fetches by batch, with draws that belong to the samples."""
+
+    def __getitems__(self, indices):
+        return torch.tensor(indices), sample_uniform(indices, 2)
+
+
+def fetched(data, batches, *, epoch=3, seed=5, workers=0):
+    """Return what each sample of the batches was, by index."""
+    requests = [FetchRequest(epoch, np.array(batch)) for batch in batches]
+    loader = Loader(SampleFetch(data, default_collate, seed), CPU, workers)
+    samples = {}
+    for index, *draws in loader.batches(iter(requests)):
+        for row, i in enumerate(index.tolist()):
+            samples[i] = [draw[row].tolist() for draw in draws]
+    return samples
+
+
+def cut(indices, size):
+    return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "data",
+    [Drawing(), Batched(), Subset(Drawing(), range(NUM_SAMPLES)), ConcatDataset([Drawing()])],
+    ids=["one by one", "batched", "subset", "concatenated"],
+)
+def test_what_is_drawn_for_a_sample_does_not_depend_on_its_batch_or_worker(data, workers):
+    together = fetched(data, [list(range(NUM_SAMPLES))])
+    shuffled = np.random.default_rng(0).permutation(NUM_SAMPLES).tolist()
+    assert fetched(data, cut(shuffled, 3), workers=workers) == together
+    assert len({str(draws) for draws in together.values()}) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("data", [Drawing(), Batched()])
+def test_draws_differ_between_epochs_and_seeds(data):
+    indices = [list(range(NUM_SAMPLES))]
+    assert fetched(data, indices, epoch=1) != fetched(data, indices, epoch=2)
+    assert fetched(data, indices, seed=1) != fetched(data, indices, seed=2)
+
+
+def test_a_batched_fetch_that_begins_to_draw_late_is_found_at_the_next_probe():
+    """The draws of a Subset whose first samples draw nothing are seen at one of the first eight fetches."""
+    subset = Subset(Drawing(from_index=10), range(NUM_SAMPLES))
+    by_threes = fetched(subset, cut(list(range(NUM_SAMPLES)), 3))
+    assert by_threes == fetched(Drawing(from_index=10), cut(list(range(NUM_SAMPLES)), 7))
+
+
+@pytest.mark.parametrize("data", [Drawing(), Batched(), Subset(Drawing(), range(NUM_SAMPLES))])
+def test_fetching_leaves_the_global_generators_as_they_were(data):
+    def draws():
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = draws()
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    fetched(data, cut(list(range(NUM_SAMPLES)), 3))
+    assert draws() == expected
+
+
+def test_tensor_data_of_torch_and_of_dure_are_fetched_by_one_index():
+    columns = torch.arange(12).view(6, 2), torch.arange(6)
+    request = FetchRequest(0, np.array([4, 1]))
+    task_collate = SmallTask().collate
+    for data in (TensorDataset(*columns), TensorData(*columns)):
+        x, y = SampleFetch(data, task_collate, 0).__getitems__(request)
+        assert (x.tolist(), y.tolist()) == ([[8, 9], [2, 3]], [4, 1])
+
+
+def test_a_collate_of_the_tasks_own_is_used_for_torchs_tensor_data_too():
+    data = TensorDataset(torch.arange(6))
+    request = FetchRequest(0, np.array([4, 1]))
+    assert SampleFetch(data, lambda samples: len(samples), 0).__getitems__(request) == 2
+
+
+class SmallTask(dure.Task):
+    def build_model(self):
+        return torch.nn.Linear(1, 1)
+
+    def train_data(self):
+        return Drawing()
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+
+
+class Lists(Drawing):
+    """Answers a batched fetch with a list of samples, as torch's convention has it."""
+
+    def __getitems__(self, indices):
+        return [(index, 2 * index) for index in indices]
+
+
+def test_a_list_from_a_batched_fetch_is_collated():
+    index, double = SampleFetch(Lists(), default_collate, 0).__getitems__(FetchRequest(0, np.array([3, 5])))
+    assert (index.tolist(), double.tolist()) == ([3, 5], [6, 10])
+
+
+class Failing(Drawing):
+    def __getitem__(self, index):
+        raise FileNotFoundError(f"sample{index}.jpg is not there")
+
+
+def test_an_error_in_the_data_is_the_users_own():
+    with pytest.raises(FileNotFoundError, match=r"sample2\.jpg is not there"):
+        fetched(Failing(), [[2]])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Stream(), "T.train_data returned Stream, an IterableDataset: a stream has no sample indices, so its order"),
+        (NoLength(), "T.train_data returned NoLength: give a map-style dataset"),
+        (None, "T.train_data returned NoneType: give a map-style dataset"),
+        ([], r"T.train_data returned an empty dataset \(list\): there is nothing to use; check its path or filter"),
+    ],
+)
+def test_data_that_a_run_cannot_be_defined_on_is_refused_in_one_sentence(data, said):
+    with pytest.raises(DataInvalid, match=said):
+        check_dataset(data, "T.train_data")
+
+
+def test_plain_lists_are_data_too():
+    check_dataset([1, 2, 3], "T.train_data")

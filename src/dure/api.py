@@ -15,6 +15,7 @@ from dure.launch.child import is_worker
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
 from dure.launch.workers import Launch
+from dure.lifeline import die_with_parent
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Place, RankInfo
@@ -372,6 +373,8 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", r
     from dure.training.worker import main
 
     spec = resolved.spec
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
     if STRATEGIES[spec.strategy or "single"].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy} but torchrun started {rank.world_size} process(es): use --strategy ddp"]

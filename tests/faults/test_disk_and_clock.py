@@ -37,7 +37,7 @@ def test_disk_when_it_is_full_for_a_checkpoint_then_one_sentence_says_so_and_the
     run = RunFiles(small_disk / "runs/run")
     before = run.checkpoints()
     filler.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 200_000))
-    command = prewarmed.run(tmp_path, "train", "--resume", run.path, "--samples", 291)
+    command = prewarmed.run(tmp_path, "train", "--resume", run.path, "--samples", 291, "--quiet")
     assert command.code == 2
     assert command.err.startswith("dure: a checkpoint needs")
     assert command.err.count("\n") == 1

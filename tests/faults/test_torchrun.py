@@ -41,7 +41,7 @@ def torchrun(folder: Path, *flags: object, nproc: int = 2) -> "subprocess.Popen[
 
 def test_torchrun_when_it_starts_two_ranks_then_they_are_one_run(tmp_path):
     command = torchrun(tmp_path, *BASE)
-    out, err = command.communicate(timeout=60)
+    _, err = command.communicate(timeout=60)
     assert command.returncode == 0, err
     (path,) = (tmp_path / "runs").iterdir()
     run = RunFiles(path)
@@ -94,10 +94,11 @@ def test_torchrun_when_it_gets_a_signal_then_ranks_checkpoint_and_the_run_can_be
 
 
 def test_torchrun_when_it_is_killed_then_no_rank_trains_on(tmp_path):
-    command = torchrun(tmp_path, *BASE, "--task.pause-seconds", "0.05")
+    command = torchrun(tmp_path, *BASE, "--task.pause-seconds", "0.5")
     run = RunFiles(tmp_path / "runs/run")
     wait_until(lambda: run.events("training"), "training")
     ranks = psutil.Process(command.pid).children(recursive=True)
+    assert len(ranks) >= 2
     command.kill()
     command.communicate()
     _, alive = psutil.wait_procs(ranks, timeout=2)

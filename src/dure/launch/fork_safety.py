@@ -27,9 +27,21 @@ def reason_fork_would_fail(threads: int) -> str | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is in use in this process"
+    if torch is not None and torch.version.cuda is not None and torch.cuda.device_count() and _is_cuda_poisoned():
+        return "CUDA was asked for in this process (torch.cuda.is_available() is enough)"
     if threads > 1 and _has_openmp_threads():
         return "torch has already computed with several threads in this process"
     return None
+
+
+def _is_cuda_poisoned() -> bool:
+    """Whether torch would refuse CUDA in a forked child, which only a forked child can tell."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
 def _has_openmp_threads() -> bool:

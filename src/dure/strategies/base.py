@@ -266,6 +266,11 @@ class Strategy(ABC):
             self._expected_items = 2.0 ** round(math.log2(global_samples))
         return self._expected_items
 
+    def expect(self, count: float) -> None:
+        """Expect the next steps to count about as many items as a step that is now known."""
+        if self._expected_items is not None:
+            self._expected_items = 2.0 ** round(math.log2(count))
+
     def _correct_count(self) -> None:
         if self._expected_items is None:
             return
@@ -273,8 +278,6 @@ class Strategy(ABC):
         factor = self._expected_items / count
         gradients = [p.grad for p in self.trainable if p.grad is not None]
         torchcompat.multiply_(gradients, factor)
-        if isinstance(count, float) and count > 0:
-            self._expected_items = 2.0 ** round(math.log2(count))
 
     @abstractmethod
     def counted_items(self) -> "Tensor | float":

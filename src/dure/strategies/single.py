@@ -41,9 +41,14 @@ class LocalSums(Strategy):
             return StepFacts((total, count, *self._requests), is_integral=is_integral, local_losses=losses)
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         totals = torch.stack([term.total.to(self.device, dtype) for term in self._terms]).sum()
-        counts = [torch.as_tensor(term.count, dtype=dtype) for term in self._terms]
-        self._count = torch.stack([c.to(self.device, non_blocking=True) for c in counts]).sum()
-        requests = [torch.full_like(totals, float(request)) for request in self._requests]
+        counts = [
+            term.count.to(totals, non_blocking=True)
+            if isinstance(term.count, Tensor)
+            else torch.full_like(totals, term.count)
+            for term in self._terms
+        ]
+        self._count = torch.stack(counts).sum()
+        requests = [torch.full_like(totals, request) for request in self._requests]
         facts = torch.stack([totals, self._count, *requests])
         return StepFacts(facts, is_integral=is_integral, local_losses=losses)
 

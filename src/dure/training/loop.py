@@ -133,6 +133,7 @@ class TrainingLoop:
             batch, share = planned.popleft()
             step += 1
             self._pending.append(self._launch(step, batch, share, first, fetched))
+            del first  # or its memory would be taken while the next batches are fetched
             outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
             yield Boundary(step, batch, outcomes)
 
@@ -211,6 +212,9 @@ class TrainingLoop:
             only_communication = step.marks[2] - step.gradients_ready
             sync_seconds += only_communication
             compute_seconds -= only_communication
+        self.strategy.expect(loss_count)
+        # an accelerator that has work left does not wait for data, though the host does
+        data_seconds = step.data_seconds if self.lag == 0 else min(step.data_seconds, spans[0])
         record = StepRecord(
             time=time.time(),
             step=step.number,
@@ -218,7 +222,7 @@ class TrainingLoop:
             samples_seen=step.batch.samples_seen,
             loss_sum=loss_sum,
             loss_count=loss_count,
-            data_seconds=step.data_seconds,
+            data_seconds=data_seconds,
             forward_backward_seconds=compute_seconds,
             sync_seconds=sync_seconds,
             optimizer_seconds=optimizer_seconds,

@@ -51,6 +51,17 @@ def test_script_when_ranks_are_spawned_and_it_has_no_guard_then_the_cure_is_name
     assert not (tmp_path / "runs/run").exists()
 
 
+def test_script_when_another_thread_calls_then_it_trains_too(prewarmed, tmp_path):
+    lines = [
+        "if __name__ == '__main__':",
+        f"    thread = threading.Thread(target=lambda: print({CALL}.status))",
+        "    thread.start()",
+        "    thread.join()",
+    ]
+    command = prewarmed.run(tmp_path, script=script(tmp_path, *lines))
+    assert (command.code, command.out) == (0, "completed\n"), command.err
+
+
 def test_script_when_it_trains_inline_twice_then_no_process_is_started(prewarmed, tmp_path):
     lines = [
         "os.fork = None",

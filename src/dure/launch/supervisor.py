@@ -4,6 +4,7 @@ import importlib
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -66,7 +67,14 @@ def run_workers(launch: Launch) -> Outcome:
             pass
         finally:
             _kill(workers)
+            _end_open_line(workers)
         return Outcome(ends=[w.end for w in workers if w.end is not None], signal=received[0] if received else None)
+
+
+def _end_open_line(workers: list[Worker]) -> None:
+    """Begin a fresh line in the terminal when rank 0 could not end its live line itself."""
+    if sys.stderr.isatty() and any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+        print(file=sys.stderr)
 
 
 def _decide_to_fork(launch: Launch) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dure.errors import TaskInvalid
 from dure.measure.shares import shares
+from dure.strategies.balanced_dp import BalancedDataParallel
 from dure.strategies.batches import map_tensors, split_batch, to_device
 
 Pair = namedtuple("Pair", "x y")
@@ -62,29 +63,8 @@ def test_moving_a_batch_keeps_its_structure():
     assert map_tensors((1, [torch.tensor(2)]), lambda tensor: tensor.item()) == (1, [2])
 
 
-@given(n=st.integers(0, 10**6), parts=st.integers(1, 64))
-def test_even_shares_add_up_and_differ_by_one_at_most(n, parts):
-    counts = shares(n, parts)
-    assert len(counts) == parts
-    assert sum(counts) == n
-    assert max(counts) - min(counts) <= 1
-    assert counts == sorted(counts, reverse=True)
-
-
-@given(
-    n=st.integers(0, 10**5), weights=st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda w: sum(w) > 0.1)
-)
-def test_shares_by_fractions_add_up_and_are_within_one_of_what_was_asked(n, weights):
-    fractions = [weight / sum(weights) for weight in weights]
-    counts = shares(n, len(fractions), fractions)
-    assert sum(counts) == n
-    assert all(abs(count - n * fraction) < 1 + 1e-6 for count, fraction in zip(counts, fractions, strict=True))
-
-
 @given(microbatch_size=st.integers(1, 300), first=st.floats(0, 1), devices=st.integers(2, 8))
 def test_no_device_gets_more_than_its_microbatch(microbatch_size, first, devices):
-    from dure.strategies.balanced_dp import BalancedDataParallel
-
     strategy = BalancedDataParallel.__new__(BalancedDataParallel)
     strategy.devices = (torch.device("cpu"),) * devices
     strategy.fractions = strategy._fractions(first)

@@ -1,6 +1,7 @@
 """A rank fails, in every way and place: all end within two seconds and the first cause is what is shown."""
 
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -103,12 +104,18 @@ def test_loader_when_it_is_killed_then_the_rank_says_so(prewarmed, tmp_path):
     assert "is killed by signal: Killed" in command.err
 
 
+def loader_folders() -> list[Path]:
+    """List where loader processes of anybody keep their sockets."""
+    return sorted(Path(tempfile.gettempdir()).glob("pymp-*"))
+
+
 SLOW = ("--task.pause-seconds", 0.05, "--task.num-samples", 1600, *LOADERS)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", ["supervisor", "rank 0", "rank 1", "everybody"])
 def test_loaders_when_somebody_is_killed_then_they_are_gone_too(victim, prewarmed, tmp_path):
+    before = loader_folders()
     command = prewarmed.start(tmp_path, *BASE, *SLOW)
     RunFiles(tmp_path / "runs/run").wait_for("training", command)
     wait_until(lambda: len(command.processes()) == 5, "a supervisor, two ranks, two loaders")
@@ -119,6 +126,8 @@ def test_loaders_when_somebody_is_killed_then_they_are_gone_too(victim, prewarme
         pid = {"supervisor": command.pid, "rank 0": ranks[0], "rank 1": ranks[1]}[victim]
         next(process for process in command.processes() if process.pid == pid).kill()
     command.wait()  # fails when a process is left
+    if victim.startswith("rank"):
+        assert loader_folders() == before
     assert command.code == (1 if victim.startswith("rank") else -signal.SIGKILL)
 
 

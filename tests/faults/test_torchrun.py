@@ -32,6 +32,7 @@ def torchrun(folder: Path, *flags: object, nproc: int = 2) -> "subprocess.Popen[
     return subprocess.Popen(
         [*words, *map(str, flags)],
         cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder)},  # torchrun leaves a folder of logs there
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

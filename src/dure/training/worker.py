@@ -2,6 +2,7 @@
 
 import gc
 import json
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -150,3 +151,6 @@ def before_fork(job: Mapping[str, Any]) -> None:
     import_late_parts()
     spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
     load_task_class(spec["task"])
+    if spec["num_workers"]:
+        # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed
+        multiprocessing.util.get_temp_dir()

@@ -1,5 +1,7 @@
 """A rank fails, in every way and place: all end within two seconds and the first cause is what is shown."""
 
+import re
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -101,7 +103,7 @@ def test_loader_when_it_is_killed_then_the_rank_says_so(prewarmed, tmp_path):
     options = ("--task.fault", "kill", "--task.place", "dataset", "--task.step", 3)
     command = prewarmed.run(tmp_path, *BASE, *options, *LOADERS)
     assert command.code == 1
-    assert "is killed by signal: Killed" in command.err
+    assert re.search(r"DataLoader worker .* (is killed by signal: Killed|exited unexpectedly)", command.err)
 
 
 def loader_folders() -> list[Path]:
@@ -126,8 +128,11 @@ def test_loaders_when_somebody_is_killed_then_they_are_gone_too(victim, prewarme
         pid = {"supervisor": command.pid, "rank 0": ranks[0], "rank 1": ranks[1]}[victim]
         next(process for process in command.processes() if process.pid == pid).kill()
     command.wait()  # fails when a process is left
-    if victim.startswith("rank"):
-        assert loader_folders() == before
+    left = [folder for folder in loader_folders() if folder not in before]
+    for folder in left:
+        shutil.rmtree(folder)
+    # with the supervisor killed too, nobody is there to remove the empty folder
+    assert len(left) == (0 if victim.startswith("rank") else 1)
     assert command.code == (1 if victim.startswith("rank") else -signal.SIGKILL)
 
 

@@ -64,6 +64,7 @@ class DDP(Strategy):
         self.terms: list[LossTerm] = []
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
+        self._carrier = self.objective.carrier
         self.engine = wrap_ddp(
             self.objective,
             bucket_bytes=self.options.bucket_bytes,
@@ -74,7 +75,7 @@ class DDP(Strategy):
         if not (self.options.find_unused_parameters or has_sparse_gradients):
             # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
             self._rehearse()
-        self.trainable_bytes = sum(p.numel() * p.element_size() for p in self.trainable)
+        self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
         self._is_first_step = True
         self._arrivals: list[nn.Parameter] = []
         # on an accelerator the host runs ahead: its clock says nothing about when a gradient was ready
@@ -126,7 +127,7 @@ class DDP(Strategy):
 
     def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
         """Return a microbatch's `[loss sum, count, stop, save]`."""
-        carrier, count = self.objective.carrier, term.count
+        carrier, count = self._carrier, term.count
         loss = term.value.to(carrier.dtype)
         if isinstance(count, Tensor) or count != term.factor:
             count = count.to(carrier, non_blocking=True) if isinstance(count, Tensor) else torch.full_like(loss, count)
@@ -162,7 +163,7 @@ class DDP(Strategy):
 
     def sync_gradients(self) -> StepFacts:
         """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
-        facts = self.objective.carrier.grad
+        facts = self._carrier.grad
         assert facts is not None
         is_integral = all(term.is_counted_whole for term in self.terms)
         losses = [term.value for term in self.terms]
@@ -177,7 +178,7 @@ class DDP(Strategy):
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""
         super().zero_gradients()
-        self.objective.carrier.grad = None
+        self._carrier.grad = None
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""
@@ -190,8 +191,7 @@ class DDP(Strategy):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends."""
         world_size = self.group.world_size
-        carrier = self.objective.carrier
-        return 2 * (world_size - 1) * (self.trainable_bytes + carrier.numel() * carrier.element_size()) // world_size
+        return 2 * (world_size - 1) * self._reduced_bytes // world_size
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""

@@ -10,6 +10,7 @@ import runpy
 import select
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def become(request: dict[str, Any]) -> tuple[str, Any]:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
-    os.environ.update(request["env"])
+    os.environ.update({"TMPDIR": request["cwd"], **request["env"]})
+    tempfile.tempdir = None  # look again where temporary files go: what is left of them is left there
     if "script" in request:
         sys.argv = [request["script"]]
         sys.path[0] = str(Path(request["script"]).parent)

@@ -114,9 +114,15 @@ def _is_known(file: str) -> bool:
 
 
 def _origin(error: BaseException) -> str:
-    """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`."""
+    """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`.
+
+    Native code leaves no frame: what torch's raises (a RuntimeError) seems to come from the line that called it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return "dure" if not frames or frames[-1].filename.startswith(_OWN_ROOT) else "library"
+    if not frames or not frames[-1].filename.startswith(_OWN_ROOT):
+        return "library" if frames else "dure"
+    is_native = isinstance(error, RuntimeError) and not (frames[-1].line or "").startswith("raise")
+    return "library" if is_native else "dure"
 
 
 def _shown_traceback(error: BaseException, *, has_user_line: bool) -> str | None:

@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing.util
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class Worker:
             with stop:
                 return self._work(stop)
         except BaseException as error:
-            code = self._fail(error, stop)
+            code = self._fail_undisturbed(error, stop)
             # frames hold the model, DDP and loader processes, and those the process group
             traceback.clear_frames(error.__traceback__)
         self._leave_disorderly()
@@ -112,6 +113,16 @@ class Worker:
     def _note_step(self, step: int) -> None:
         self.step = step
 
+    def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
+        # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+        try:
+            return self._fail(error, stop)
+        except RuntimeError:
+            return self._fail(error, stop)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
         if isinstance(error, StoppedAtOnce):
             return 128 + error.number
@@ -124,7 +135,7 @@ class Worker:
         with suppress(DureError):  # a full disk is told through the descriptor
             self.run.write_json(failure_file(rank), failure)
             if isinstance(error, LossNotFinite) and rank == 0:
-                self.run.append_event("loss_not_finite", step=self.step, culprits=list(error.culprits))
+                self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
         if rank > 0 and not isinstance(error, DureError):
             print(failure["traceback"], file=sys.stderr, flush=True)
         return int(failure["exit_code"])

@@ -7,7 +7,8 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,68 @@ def random_rounds(names: Sequence[str], num_rounds: int, seed: int) -> Iterator[
     for number in range(num_rounds):
         for name in draw.sample(list(names), len(names)):
             yield number, name
+
+
+def _nothing() -> None:
+    pass
+
+
+class Turns:
+    """Called by dure after every step: gives the others their turns, and takes everybody's time.
+
+    dure leads, because its loop is not ours to call block by block: after a block of its steps the blocks of the others
+    that come before its next turn are run here.
+    """
+
+    def __init__(
+        self,
+        others: Mapping[str, Callable[[int], None]],
+        num_rounds: int,
+        block: int,
+        *,
+        before: Callable[[], None] = _nothing,
+        after: Callable[[], None] = _nothing,
+    ) -> None:
+        """Prepare the turns.
+
+        Args:
+            others: By name, what runs a number of steps.
+            num_rounds: Each gives everybody one turn.
+            block: Steps of a turn.
+            before: Called when a turn is about to begin: ranks meet, a device becomes idle.
+            after: Called when its last step was launched, before the time is taken.
+        """
+        self._others = others
+        self._block = block
+        self._before, self._after = before, after
+        self._turns = random_rounds([*others, "dure"], num_rounds, seed=0)
+        self._left = 0
+        self._start: float | None = None
+        self.on_own_turn = _nothing
+        """Called when dure's turn begins."""
+        self.seconds: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
+        """Per step, one value per round."""
+
+    def __call__(self, step: int) -> None:
+        self._left -= 1
+        if self._left > 0:
+            return
+        if self._start is not None:
+            self._note("dure", self._start)
+        for _, name in self._turns:
+            self._before()
+            if name == "dure":
+                self.on_own_turn()
+                self._left, self._start = self._block, time.perf_counter()
+                return
+            start = time.perf_counter()
+            self._others[name](self._block)
+            self._note(name, start)
+        self._start, self._left = None, 1 << 60
+
+    def _note(self, name: str, start: float) -> None:
+        self._after()
+        self.seconds[name].append((time.perf_counter() - start) / self._block)
 
 
 def compare(values: Mapping[str, Sequence[float]], baseline: str) -> list[Comparison]:

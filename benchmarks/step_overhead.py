@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import tiny_model
 import torch
 import torch.distributed as dist
-from paired import HERE, random_rounds
+from paired import HERE, Turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -181,38 +180,6 @@ def _forever(loader: "DataLoader[Any]") -> Iterator[Any]:
         yield from loader
 
 
-class Turns:
-    """Called by dure after every step: gives the others their turns, and takes everybody's time."""
-
-    def __init__(self, others: Mapping[str, Steps], num_rounds: int, block: int, barrier: Callable[[], None]) -> None:
-        self._others = others
-        self._block = block
-        self._barrier = barrier
-        self._turns = random_rounds([*others, "dure"], num_rounds + WARM_UP_ROUNDS, seed=0)
-        self._left = 0
-        self._start: float | None = None
-        self.seconds: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
-
-    def __call__(self, step: int) -> None:
-        self._left -= 1
-        if self._left > 0:
-            return
-        if self._start is not None:
-            self._note("dure", time.perf_counter() - self._start)
-        for _, name in self._turns:
-            self._barrier()
-            if name == "dure":
-                self._left, self._start = self._block, time.perf_counter()
-                return
-            start = time.perf_counter()
-            self._others[name](self._block)
-            self._note(name, time.perf_counter() - start)
-        self._start, self._left = None, 1 << 60
-
-    def _note(self, name: str, seconds: float) -> None:
-        self.seconds[name].append(seconds / self._block)
-
-
 def work(job: Mapping[str, Any], place: Place) -> None:
     """Be one of the processes: measure, and write this process's times."""
     world_size, block, num_rounds = place.rank.world_size, job["block"], job["rounds"]
@@ -232,7 +199,7 @@ def work(job: Mapping[str, Any], place: Place) -> None:
     group, devices = open_rank_group(spec, place)
     session = open_session(spec, place, group, devices)
     data = Data(num_steps * global_batch, place.rank.rank, world_size)
-    turns = Turns(candidates(data), num_rounds, block, group.barrier)
+    turns = Turns(candidates(data), num_rounds + WARM_UP_ROUNDS, block, before=group.barrier)
     profile: Any = nullcontext()
     if job["profile"]:
         import cProfile
@@ -273,11 +240,14 @@ def _ranks(rank: int, world_size: int) -> dict[str, int]:
 def _start(job: Mapping[str, Any], rank: RankInfo, listener: socket.socket) -> "subprocess.Popen[bytes]":
     host, port = listener.getsockname()
     told = {**job, "host": host, "port": port, "listen_fd": listener.fileno()}
-    # so that the peers, too, take the process group that is there
-    launched = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "overhead"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if rank.world_size > 1:
+        # so that the peers, too, take the process group that is there
+        launched = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "overhead"}
+        environment |= rank.to_environment() | launched
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(told)],
-        env={**os.environ, **rank.to_environment(), **launched, "OMP_NUM_THREADS": "1"},
+        env=environment,
         pass_fds=[listener.fileno()],
     )
 

@@ -1,0 +1,198 @@
+"""Images per second of ResNet-50 training on one GPU: dure, a hand-tuned loop, and the usual article's program.
+
+    python benchmarks/resnet50_gpu.py
+
+All three take the same bytes from host memory, alternately in one process. Writes resnet50_gpu.md and .json to
+benchmarks/results, or to $OUT. Exits 3 where there is no CUDA device, 1 where dure is below 0.98 of the hand-tuned
+loop.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import images_task
+import torch
+from images_task import Images
+from paired import HERE, Turns, compare, describe_surroundings, surroundings, write_results
+from resnet50 import build_resnet50
+from torch import Tensor
+
+from dure.machine import count_cores
+from dure.rank import Place, RankInfo
+from dure.rundir import RunDir
+from dure.spec import RunSpec
+from dure.training.session import open_rank_group, open_session
+from dure.training.stop import StopSignals
+from dure.training.train import Conductor
+
+HAND, AGAIN, ARTICLE = "hand-tuned", "hand-tuned, again (A/A)", "the article's program"
+LEAST_RATIO = 0.98
+Batch = tuple[Tensor, Tensor]
+
+
+def hand_tuned(data: Images, batch_size: int, device: torch.device) -> Callable[[int], None]:
+    """channels_last, bf16 autocast, fused Adam, batches pinned and copied ahead in a stream of their own."""
+    torch.manual_seed(0)
+    model = build_resnet50(images_task.NUM_CLASSES).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=images_task.LEARNING_RATE, fused=True)
+    batches = _copied_ahead(_host_batches(data, batch_size), device)
+
+    def run(num_steps: int) -> None:
+        torch.backends.cudnn.benchmark = True
+        for _ in range(num_steps):
+            batch = next(batches)
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = images_task.loss(model, batch, torch.channels_last)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def articles_program(data: Images, batch_size: int, device: torch.device) -> Callable[[int], None]:
+    """fp32, plain Adam, blocking copies, and `.item()` of every batch's loss."""
+    torch.manual_seed(0)
+    model = build_resnet50(images_task.NUM_CLASSES).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=images_task.LEARNING_RATE)
+    batches = _host_batches(data, batch_size)
+
+    def run(num_steps: int) -> None:
+        torch.backends.cudnn.benchmark = False
+        running_loss = 0.0
+        for _ in range(num_steps):
+            images, labels = next(batches)
+            images, labels = images.to(device), labels.to(device)
+            optimizer.zero_grad()
+            loss = images_task.loss(model, (images, labels), torch.contiguous_format)
+            loss.backward()
+            optimizer.step()
+            running_loss += loss.item()
+
+    return run
+
+
+def _host_batches(data: Images, batch_size: int) -> Iterator[Batch]:
+    while True:
+        for rows in torch.randperm(len(data)).split(batch_size):
+            yield data.rows(rows)
+
+
+def _copied_ahead(host: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    if device.type != "cuda":
+        yield from host
+    stream = torch.cuda.Stream(device)
+
+    def copy() -> list[Tensor]:
+        with torch.cuda.stream(stream):
+            return [tensor.pin_memory().to(device, non_blocking=True) for tensor in next(host)]
+
+    ahead = copy()
+    while True:
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor in ahead:
+            tensor.record_stream(torch.cuda.current_stream())
+        images, labels = ahead
+        ahead = copy()
+        yield images, labels
+        del images, labels
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Return each candidate's images per second, one value per round."""
+    kind = options.device
+    rounds = options.rounds + 1  # the first warms up
+    num_samples = (rounds * options.block + 2) * options.batch
+    spec = RunSpec(
+        task=f"{HERE / 'images_task.py'}:ResNet50",
+        task_options={"num_samples": num_samples + 1, "image_size": options.image_size, "num_images": options.images},
+        samples=num_samples,
+        global_batch_size=options.batch,
+        strategy="single",
+        device=kind,
+        precision="bf16",
+        quiet=True,
+    )
+    place = Place(rank=RankInfo(), threads=count_cores(), is_supervised=False)
+    group, devices = open_rank_group(spec, place)
+    session = open_session(spec, place, group, devices)
+    data = Images(num_samples, options.image_size, options.images)
+    others = {
+        HAND: hand_tuned(data, options.batch, devices[0]),
+        AGAIN: hand_tuned(data, options.batch, devices[0]),
+        ARTICLE: articles_program(data, options.batch, devices[0]),
+    }
+    settle = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    turns = Turns(others, rounds, options.block, before=settle, after=settle)
+    turns.on_own_turn = _use_tuned_convolutions
+    run = RunDir.create(folder, "resnet50")
+    (run.path / "spec.json").write_text("{}")
+    Conductor(session, run, StopSignals(is_supervised=False), turns).train()
+    return {name: [options.batch / seconds for seconds in values[1:]] for name, values in turns.seconds.items()}
+
+
+def _use_tuned_convolutions() -> None:
+    torch.backends.cudnn.benchmark = True  # as dure had it; the article's program changes it
+
+
+def report(options: argparse.Namespace, values: Mapping[str, list[float]]) -> tuple[dict[str, Any], str, bool]:
+    """Return the record, the page, and whether dure is fast enough."""
+    rows = {row.name: row for row in compare(values, HAND)}
+    record = {
+        **surroundings(),
+        "batch": options.batch,
+        "image_size": options.image_size,
+        "rows": [asdict(row) for row in rows.values()],
+        "images_per_second": {name: [round(value, 1) for value in column] for name, column in values.items()},
+    }
+    lines = [
+        f"| {row.name} | {row.median:,.0f} | {row.ratio:.3f} | {row.ratio_low:.3f} to {row.ratio_high:.3f} |\n"
+        for row in rows.values()
+    ]
+    is_fast = rows["dure"].ratio >= LEAST_RATIO
+    page = (
+        f"# ResNet-50 on one GPU\n\n{describe_surroundings(record)}\n\n"
+        f"Batches of {options.batch} images of {options.image_size} pixels, {options.rounds} rounds of "
+        f"{options.block} steps each in random order. dure at least {LEAST_RATIO} of the hand-tuned loop: "
+        f"{'yes' if is_fast else 'NO'}.\n\n"
+        f"| | images/s | ratio, median | ratio, middle half |\n|---|---|---|---|\n{''.join(lines)}"
+    )
+    return record, page, is_fast
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options; the defaults are for a GPU with 40 GiB or more."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--images", type=int, default=images_task.NUM_IMAGES)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--block", type=int, default=15, help="steps of a block")
+    parser.add_argument("--device", default="cuda", help="cpu only tries the script out")
+    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or HERE / "results"))
+    return parser
+
+
+def main() -> int:
+    """Measure and write the page."""
+    options = parser().parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("resnet50_gpu: there is no CUDA device here", file=sys.stderr)
+        return 3
+    with tempfile.TemporaryDirectory(prefix="dure-resnet50-") as folder:
+        values = measure(options, Path(folder))
+    record, page, is_fast = report(options, values)
+    write_results(options.results, "resnet50_gpu", record, page)
+    print(json.dumps({"ratio": [row["ratio"] for row in record["rows"] if row["name"] == "dure"]}))
+    return 0 if is_fast else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

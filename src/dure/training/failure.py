@@ -24,6 +24,7 @@ _ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _MEMORY_ADVICE = "use a smaller --microbatch-size (the result stays the same), --precision bf16, or more devices"
+_LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
 
 
 def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[
         "exit_code": error.exit_code if isinstance(error, DureError) else 1,
         "is_ours": is_ours,
         "is_misuse": isinstance(error, Misuse),
-        "is_consequence": is_peer_lost(error),
+        "is_consequence": is_peer_lost(error) and not _is_loader_lost(error),
         "origin": "task" if line else _origin(error),
         "user_line": line,
         "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
@@ -70,9 +71,19 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, message.partition(" Of the allocated memory")[0], _MEMORY_ADVICE
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in message:
         return kind, message or "out of memory", _MEMORY_ADVICE
+    if _is_loader_lost(error):
+        return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
     if _LOADER_MARK in message:
         return kind, _said_in_loader(message), None
     return kind, message, None
+
+
+def _is_loader_lost(error: BaseException) -> bool:
+    """Whether a loader process died: torch may notice it, or the rank finds nobody to take a batch's memory from."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker (pid")
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, OSError | EOFError) else []
+    return any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
 
 
 def _said_in_loader(message: str) -> str:

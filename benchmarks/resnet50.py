@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2016, table 1; stride in the 3x3 convolution as torchvision's), where there is no torchvision."""
+"""ResNet-50 (He et al. 2016, table 1; the stride in the 3x3 convolution, as torchvision has it)."""
 
 import torch
 from torch import Tensor, nn

@@ -1,0 +1,324 @@
+"""What can only be checked on a GPU: `make gpu-check`. Core dependencies only, no network.
+
+Weights of every strategy against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two
+replicas in one process; bf16 and fp16; peak memory; and `resnet50_gpu.py`. Writes gpu_check.md and .json to
+benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where there is no CUDA device.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_tasks
+import resnet50_gpu
+import torch
+from gpu_tasks import Regression
+from images_task import NUM_CLASSES, Images, ResNet50, loss
+from paired import HERE, describe_surroundings, surroundings, write_results
+from resnet50 import build_resnet50
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+
+import dure
+from dure.torchcompat import import_late_parts
+
+STEPS: dict[str, Any] = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+"""20 steps: six whole batches of 7 and one of two samples to an epoch, which no two devices share evenly."""
+_WHOLE_STEPS = 58
+"""Of these samples: an epoch and two whole batches."""
+TO_ROUNDING = 1e-10
+"""Float64 sums in another order differ by about 1e-16 each; 20 steps amplify that little."""
+IN_HALF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
+"""Weights of order 0.1 after 20 steps whose gradients are rounded to 24, 8 and 11 bits in another order."""
+MOST_MEMORY = 1.03
+
+ONE = {"strategy": "single", "nproc": 1}
+PLACES: dict[str, dict[str, Any]] = {
+    "single": ONE,
+    "ddp, 1 rank on NCCL": {"strategy": "ddp", "nproc": 1, "backend": "nccl"},
+    "ddp, 2 gloo ranks on one GPU": {"strategy": "ddp", "nproc": 2, "backend": "gloo", "share_devices": True},
+    "dp, 2 replicas on one GPU": {"strategy": "dp", "nproc": 2, "share_devices": True},
+    "balanced_dp, 2 replicas on one GPU": {"strategy": "balanced_dp", "nproc": 2, "share_devices": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison."""
+
+    name: str
+    value: float | str
+    bound: float | str
+    holds: bool
+    seconds: float
+
+
+class Checks:
+    """Runs the checks one by one; one that breaks is a check that does not hold."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.folder = folder
+        self.device = device
+        self.done: list[Check] = []
+        self._number = 0
+
+    def at_most(self, name: str, bound: float, measure: Callable[[], float]) -> None:
+        """Check that a measured number is at most `bound`."""
+        self._check(name, bound, measure, lambda value: value <= bound)
+
+    def equal(self, name: str, expected: str, measure: Callable[[], str]) -> None:
+        """Check that what happens is what is expected."""
+        self._check(name, expected, measure, lambda value: value == expected)
+
+    def _check(self, name: str, bound: Any, measure: Callable[[], Any], holds: Callable[[Any], bool]) -> None:
+        start = time.perf_counter()
+        try:
+            value = measure()
+            is_good = holds(value)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            value, is_good = f"{type(error).__name__}: {error}"[:300], False
+        check = Check(name=name, value=value, bound=bound, holds=is_good, seconds=time.perf_counter() - start)
+        self.done.append(check)
+        print(f"{'ok  ' if is_good else 'FAIL'} {name}: {_shown(value)} (at most {_shown(bound)})", flush=True)
+
+    def path(self, name: str) -> Path:
+        """Return a fresh path."""
+        self._number += 1
+        return self.folder / f"{self._number}-{name}"
+
+    def train(self, task: dure.Task, **settings: Any) -> Path:
+        """Train by dure and return the run's folder."""
+        path = self.path("run")
+        defaults = {"quiet": True, "device": self.device, "threads": 4, "eval_every_epochs": 1e6}
+        dure.train(task, runs_dir=path.parent, name=path.name, **(defaults | settings))
+        return path
+
+    def weights(self, run: Path) -> dict[str, torch.Tensor]:
+        """Return a run's last weights."""
+        file = self.path("weights.safetensors")
+        dure.export(run, file)
+        return load_file(file)
+
+    def same_weights(
+        self, name: str, bound: float, expected: dict[str, torch.Tensor], task: dure.Task, **settings: Any
+    ) -> None:
+        """Check that dure trains to the expected weights."""
+        self.at_most(name, bound, lambda: difference(self.weights(self.train(task, **settings)), expected))
+
+    def by_hand(self, task: Regression, **settings: Any) -> dict[str, torch.Tensor]:
+        """Train by hand in a process of its own and return the weights."""
+        file = self.path("hand.safetensors")
+        in_child(lambda: gpu_tasks.by_hand(task, file, device=self.device, **(STEPS | settings)))
+        return load_file(file)
+
+
+def in_child(call: Callable[[], None]) -> None:
+    """Run something that uses CUDA in a forked process, so that this one can still be forked from."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            call()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code:
+        raise RuntimeError(f"the process ended with {code}")
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest absolute difference of two sets of weights; infinite where one is no number."""
+    assert one.keys() == other.keys()
+    worst = max(float((one[name] - other[name]).abs().max()) for name in one)
+    return worst if worst == worst else float("inf")
+
+
+def conformance(checks: Checks) -> None:
+    """Check weights, evaluation, resuming and failures against the loop by hand, in float64."""
+    for kind, optimizer in (("mean", "sgd"), ("tokens", "adamw")):
+        task = Regression(kind=kind, optimizer=optimizer)
+        expected = checks.by_hand(task)
+        for name, place in PLACES.items():
+            for size in (None, 2):
+                label = f"weights: {name}, {kind} loss, {optimizer}, microbatch {size}"
+                checks.same_weights(label, TO_ROUNDING, expected, task, **place, **STEPS, microbatch_size=size)
+    task, expected = Regression(), checks.by_hand(Regression())
+    spawned = PLACES["ddp, 2 gloo ranks on one GPU"] | {"start": "spawn"}
+    checks.same_weights("weights: ddp, 2 spawned ranks", TO_ROUNDING, expected, task, **spawned, **STEPS)
+    checks.at_most("resumed on 2 ranks: weights", TO_ROUNDING, lambda: difference(_resumed(checks), expected))
+    checks.at_most("evaluation on 2 ranks and on 1: difference", 1e-12, lambda: _evaluations_differ(checks))
+    checks.equal("a sample that is no number stops all ranks", "WorkerFailed", lambda: _poisoned(checks))
+
+
+def _resumed(checks: Checks) -> dict[str, torch.Tensor]:
+    run = checks.train(Regression(), **ONE, **(STEPS | {"samples": _WHOLE_STEPS}))
+    shared = PLACES["ddp, 2 gloo ranks on one GPU"]
+    dure.train(resume=run, samples=STEPS["samples"], quiet=True, **shared)
+    return checks.weights(run)
+
+
+def _evaluations_differ(checks: Checks) -> float:
+    run = checks.train(Regression(), **ONE, **STEPS)
+    one = dure.evaluate(run, which="last", nproc=1)["metrics"]
+    two = dure.evaluate(run, which="last", nproc=2, backend="gloo", share_devices=True)["metrics"]
+    if any(one[name]["count"] != two[name]["count"] for name in one):
+        return float("inf")
+    return max(abs(one[name]["value"] - two[name]["value"]) for name in one)
+
+
+def _poisoned(checks: Checks) -> str:
+    try:
+        checks.train(Regression(poisoned=3), **PLACES["ddp, 2 gloo ranks on one GPU"], **STEPS)
+    except dure.DureError as error:
+        return type(error).__name__ if "step" in str(error) and "3" in str(error) else str(error)
+    return "it trained"
+
+
+def precisions(checks: Checks) -> None:
+    """Check bf16 and fp16, with accumulation too, against autocast and GradScaler by hand."""
+    steps = STEPS | {"global_batch_size": 16, "samples": 320}
+    task = Regression(dtype="float32", num_samples=64)
+    for precision in ("fp32", "bf16", "fp16"):
+        for size in (None, 4):
+            expected = checks.by_hand(task, **steps, precision=precision, microbatch_size=size)
+            for name in ("single", "ddp, 1 rank on NCCL", "ddp, 2 gloo ranks on one GPU"):
+                settings = {**PLACES[name], **steps, "precision": precision, "microbatch_size": size}
+                label = f"{precision}: {name}, microbatch {size}"
+                checks.same_weights(label, IN_HALF[precision], expected, task, **settings)
+
+
+def memory(checks: Checks, batch: int, image_size: int) -> None:
+    """Compare the peak of allocated memory with that of the loop by hand."""
+    for name in ("single", "ddp, 1 rank on NCCL"):
+        checks.at_most(
+            f"peak memory, {name}: dure / by hand, ResNet-50, bf16, batch {batch}",
+            MOST_MEMORY,
+            lambda name=name: _memory_ratio(checks, name, batch, image_size),
+        )
+
+
+def _memory_ratio(checks: Checks, name: str, batch: int, image_size: int) -> float:
+    files = checks.path("memory-dure.json"), checks.path("memory-hand.json")
+    num_samples = 8 * batch
+    task = ResNet50(num_samples=num_samples, image_size=image_size, memory_file=str(files[0]))
+    checks.train(task, **PLACES[name], samples=num_samples, global_batch_size=batch, precision="bf16", seed=0)
+    in_child(lambda: _memory_by_hand(files[1], batch, image_size, is_ddp=name.startswith("ddp")))
+    ours, hand = (json.loads(file.read_text()) for file in files)
+    print(f"     {ours / 2**20:,.0f} MiB and {hand / 2**20:,.0f} MiB")
+    return float(ours / hand)
+
+
+def _memory_by_hand(file: Path, batch: int, image_size: int, *, is_ddp: bool) -> None:
+    device = torch.device("cuda", 0)
+    torch.backends.cudnn.benchmark = True
+    model = build_resnet50(NUM_CLASSES).to(device, memory_format=torch.channels_last)
+    engine: torch.nn.Module = model
+    if is_ddp:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+        engine = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    batches = resnet50_gpu.copied_ahead(resnet50_gpu.host_batches(Images(8 * batch, image_size), batch), device)
+    for _ in range(8):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            value = loss(engine, next(batches), torch.channels_last)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    file.write_text(json.dumps(torch.cuda.max_memory_allocated()))
+
+
+def speed(checks: Checks, options: argparse.Namespace) -> None:
+    """Run `resnet50_gpu.py`, whose page is a file of its own."""
+    file = options.results / "resnet50_gpu.json"
+
+    def measure() -> float:
+        arguments = ["--results", str(options.results), "--batch", str(options.batch)]
+        in_child(lambda: _ignore_code(resnet50_gpu.run([*arguments, "--rounds", str(options.rounds)])))
+        rows = {row["name"]: row["ratio"] for row in json.loads(file.read_text())["rows"]}
+        return rows[resnet50_gpu.HAND] / rows["dure"]
+
+    checks.at_most("ResNet-50: the hand-tuned loop's images/s / dure's", 1 / resnet50_gpu.LEAST_RATIO, measure)
+
+
+def _ignore_code(code: int) -> None:
+    """The ratio is judged by the caller."""
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _rows(checks: list[Check]) -> Iterator[str]:
+    for check in checks:
+        yield f"| {'ok' if check.holds else 'FAIL'} | {check.name} | {_shown(check.value)} | {_shown(check.bound)} |\n"
+
+
+def main() -> int:
+    """Run all checks and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["conformance", "precisions", "memory", "speed"], action="append")
+    parser.add_argument("--device", default="cuda", help="cpu only tries the script out")
+    parser.add_argument("--batch", type=int, default=256, help="images of a ResNet-50 step")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of ResNet-50")
+    parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or HERE / "results"))
+    options = parser.parse_args()
+    # through NVML: asking the CUDA runtime here would keep the forked ranks from using it
+    if options.device == "cuda" and torch.cuda.device_count() == 0:
+        print("gpu-check: there is no CUDA device here, so nothing was checked", file=sys.stderr)
+        return 3
+    if options.device == "cpu":
+        del PLACES["ddp, 1 rank on NCCL"]
+        PLACES["ddp, 1 rank on NCCL"] = {"strategy": "ddp", "nproc": 1}
+    import_late_parts()
+    parts = options.only or ["conformance", "precisions", "memory", "speed"]
+    with tempfile.TemporaryDirectory(prefix="dure-gpu-check-") as folder:
+        checks = Checks(Path(folder), options.device)
+        if "conformance" in parts:
+            conformance(checks)
+        if "precisions" in parts:
+            precisions(checks)
+        if "memory" in parts:
+            memory(checks, min(64, options.batch), 224)
+        if "speed" in parts:
+            speed(checks, options)
+    return _write(options.results, checks.done)
+
+
+def _write(results: Path, done: list[Check]) -> int:
+    num_failed = sum(not check.holds for check in done)
+    record: dict[str, Any] = {}
+    # in a child, because it asks CUDA for the device's name
+    with tempfile.NamedTemporaryFile("r") as file:
+        in_child(lambda: _write_json(Path(file.name), surroundings()))
+        record = json.load(file)
+    record |= {"num_checks": len(done), "num_failed": num_failed, "checks": [asdict(check) for check in done]}
+    page = (
+        f"# Checks on a GPU\n\n{describe_surroundings(record)}\n\n{len(done) - num_failed} of {len(done)} hold.\n\n"
+        f"| | check | value | at most |\n|---|---|---|---|\n{''.join(_rows(done))}"
+    )
+    write_results(results, "gpu_check", record, page)
+    return 1 if num_failed else 0
+
+
+def _write_json(file: Path, data: Any) -> None:
+    file.write_text(json.dumps(data), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

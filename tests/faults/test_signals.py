@@ -101,6 +101,19 @@ def test_signal_when_the_terminal_sends_it_to_other_processes_too_then_nothing_i
 
 @pytest.mark.faults
 @pytest.mark.parametrize("number", SIGNALS)
+def test_signal_when_the_run_is_inline_then_it_can_be_resumed(number, prewarmed, tmp_path):
+    inline = ("--strategy", "single", "--nproc", 1, "--start", "inline")
+    command, run = start(prewarmed, tmp_path, *inline)
+    run.wait_for("training", command)
+    time.sleep(0.07)
+    command.send(number)
+    assert command.wait(5) == SIGNALS[number], command.err
+    assert run.checkpoints()[-1] == f"samples-{run.records(0)[-1]['samples_seen']:012d}"
+    assert prewarmed.run(tmp_path, "train", "--resume", run.path).code == 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_signal_when_data_is_still_prepared_then_it_ends_at_once(target, number, prewarmed, tmp_path):
     command, run = start(prewarmed, tmp_path, "--task.prepare-seconds", 60)

@@ -1,6 +1,8 @@
 """Ways to start a run: fork, spawn, inline; from scripts with and without a guard, beside threads and other runs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -128,6 +130,15 @@ def test_ports_when_a_run_is_on_then_they_listen_on_loopback_alone(prewarmed, tm
     command.kill_all()
     command.wait()
     assert listening == {"127.0.0.1"}
+
+
+def test_output_when_its_reader_goes_away_then_the_run_goes_on(tmp_path):
+    words = [sys.executable, "-m", "dure", "train", f"{TASK}:Faulty", "--nproc", "2", "--epochs", "2", "--name", "run"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as command:
+        command.stderr.readline()
+        command.stderr.close()
+        assert command.wait(60) == 0
+    assert RunFiles(tmp_path / "runs/run").summary()["status"] == "completed"
 
 
 def test_cores_when_ranks_share_the_machine_then_each_gets_its_part(prewarmed, tmp_path):

@@ -1,11 +1,14 @@
 """What a worker process does before it works and when it ends."""
 
+import errno
 import gc
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
 from dure.lifeline import die_with_parent
 from dure.rank import Place
@@ -79,5 +82,24 @@ def redirect_output(log: Path | None) -> None:
     os.dup2(quiet_input, 0)
     os.close(quiet_input)
     # Python's own streams may be replaced by the caller (a notebook, a test): workers write to the descriptors
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+class _MaybeRead(io.FileIO):
+    """Output that goes nowhere once its reader is gone: a run must not end because `| head` did, or a terminal."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def _stream(descriptor: int) -> TextIO:
+    raw = _MaybeRead(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors="replace", line_buffering=True)

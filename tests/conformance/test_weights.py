@@ -8,7 +8,7 @@ import torch
 
 from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
-from tests.conformance.cases import PLACES, TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.cases import PLACES, TO_ROUNDING, largest_difference, records_of, train_case, weights_of
 from tests.conformance.tasks import Regression
 
 # 44 samples by 7: six whole batches that two and three devices cannot share evenly, and one of two samples, fewer
@@ -41,6 +41,32 @@ def test_weights_after_20_steps_equal_one_process(
     run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=microbatch_size, **STEPS)
     assert largest_difference(weights_of(run), one_process(kind, optimizer)) < TO_ROUNDING
     assert len({line for file in digests.iterdir() for line in file.read_text().splitlines()}) == 1
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+def test_weights_with_a_last_batch_of_one_sample_equal_one_process(strategy, num_devices, tmp_path):
+    task = Regression(kind="tokens", optimizer="adamw", num_samples=41)
+    steps = {"global_batch_size": 10, "epochs": 4, "seed": 9}
+    one = weights_of(train_case(tmp_path, task, **steps))
+    run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=3, **steps)
+    assert len(records_of(run)) == 20
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_weights_under_any_share_of_the_first_device_equal_one_process(share, one_process, tmp_path):
+    run = train_case(tmp_path, Regression(kind="tokens"), "balanced_dp", 3, device0_share=share, **STEPS)
+    assert largest_difference(weights_of(run), one_process("tokens", "sgd")) < TO_ROUNDING
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bucket_bytes": 64}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}, {"start": "spawn"}],
+    ids=repr,
+)
+def test_weights_under_any_setting_of_ddp_equal_one_process(settings, one_process, tmp_path):
+    run = train_case(tmp_path, Regression(kind="tokens"), "ddp", 2, microbatch_size=2, **settings, **STEPS)
+    assert largest_difference(weights_of(run), one_process("tokens", "sgd")) < TO_ROUNDING
 
 
 @pytest.mark.parametrize("kind", ["mean", "tokens"])

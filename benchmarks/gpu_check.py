@@ -83,7 +83,7 @@ class Checks:
         try:
             value = measure()
             is_good = holds(value)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             traceback.print_exc()
             value, is_good = f"{type(error).__name__}: {error}"[:300], False
         check = Check(name=name, value=value, bound=bound, holds=is_good, seconds=time.perf_counter() - start)
@@ -99,7 +99,7 @@ class Checks:
         """Train by dure and return the run's folder."""
         path = self.path("run")
         defaults = {"quiet": True, "device": self.device, "threads": 4, "eval_every_epochs": 1e6}
-        dure.train(task, runs_dir=path.parent, name=path.name, **(defaults | settings))
+        in_child(lambda: dure.train(task, runs_dir=path.parent, name=path.name, **(defaults | settings)).steps)
         return path
 
     def weights(self, run: Path) -> dict[str, torch.Tensor]:
@@ -121,24 +121,40 @@ class Checks:
         return load_file(file)
 
 
-def in_child(call: Callable[[], None]) -> None:
-    """Run something that uses CUDA in a forked process, so that this one can still be forked from."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            call()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
+class ChildFailed(Exception):
+    """What went wrong in a forked process."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind, self.message = kind, message
+        super().__init__(f"{kind}: {message}"[:300])
+
+
+def in_child(call: Callable[[], Any]) -> Any:
+    """Run something that uses CUDA in a forked process and return its answer; this one must stay without CUDA.
+
+    Raises:
+        ChildFailed: The call raised, or the process died.
+    """
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = {"answer": call()}
+            except BaseException as error:
+                if not isinstance(error, dure.DureError):
+                    traceback.print_exc()
+                answer = {"kind": type(error).__name__, "message": str(error)}
+            Path(file.name).write_text(json.dumps(answer), encoding="utf-8")
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code:
-        raise RuntimeError(f"the process ended with {code}")
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        answer = json.loads(file.read() or "{}")
+    if "answer" not in answer:
+        died = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+        raise ChildFailed(answer.get("kind", "died"), answer.get("message", died))
+    return answer["answer"]
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -168,14 +184,15 @@ def conformance(checks: Checks) -> None:
 def _resumed(checks: Checks) -> dict[str, torch.Tensor]:
     run = checks.train(Regression(), **ONE, **(STEPS | {"samples": _WHOLE_STEPS}))
     shared = PLACES["ddp, 2 gloo ranks on one GPU"]
-    dure.train(resume=run, samples=STEPS["samples"], quiet=True, **shared)
+    in_child(lambda: dure.train(resume=run, samples=STEPS["samples"], quiet=True, **shared).steps)
     return checks.weights(run)
 
 
 def _evaluations_differ(checks: Checks) -> float:
     run = checks.train(Regression(), **ONE, **STEPS)
-    one = dure.evaluate(run, which="last", nproc=1)["metrics"]
-    two = dure.evaluate(run, which="last", nproc=2, backend="gloo", share_devices=True)["metrics"]
+    one = in_child(lambda: dure.evaluate(run, which="last", nproc=1)["metrics"])
+    shared = {"nproc": 2, "backend": "gloo", "share_devices": True}
+    two = in_child(lambda: dure.evaluate(run, which="last", **shared)["metrics"])
     if any(one[name]["count"] != two[name]["count"] for name in one):
         return float("inf")
     return max(abs(one[name]["value"] - two[name]["value"]) for name in one)
@@ -184,8 +201,8 @@ def _evaluations_differ(checks: Checks) -> float:
 def _poisoned(checks: Checks) -> str:
     try:
         checks.train(Regression(poisoned=3), **PLACES["ddp, 2 gloo ranks on one GPU"], **STEPS)
-    except dure.DureError as error:
-        return type(error).__name__ if "step" in str(error) and "3" in str(error) else str(error)
+    except ChildFailed as error:
+        return error.kind if "samples" in error.message else str(error)
     return "it trained"
 
 
@@ -217,25 +234,25 @@ def _memory_ratio(checks: Checks, name: str, batch: int, image_size: int) -> flo
     num_samples = 8 * batch
     task = ResNet50(num_samples=num_samples, image_size=image_size, memory_file=str(files[0]))
     checks.train(task, **PLACES[name], samples=num_samples, global_batch_size=batch, precision="bf16", seed=0)
-    in_child(lambda: _memory_by_hand(files[1], batch, image_size, is_ddp=name.startswith("ddp")))
+    device = torch.device(checks.device, 0)
+    in_child(lambda: _memory_by_hand(files[1], batch, image_size, device, is_ddp=name.startswith("ddp")))
     ours, hand = (json.loads(file.read_text()) for file in files)
     print(f"     {ours / 2**20:,.0f} MiB and {hand / 2**20:,.0f} MiB")
-    return float(ours / hand)
+    return float(ours / max(1, hand))
 
 
-def _memory_by_hand(file: Path, batch: int, image_size: int, *, is_ddp: bool) -> None:
-    device = torch.device("cuda", 0)
+def _memory_by_hand(file: Path, batch: int, image_size: int, device: torch.device, *, is_ddp: bool) -> None:
     torch.backends.cudnn.benchmark = True
     model = build_resnet50(NUM_CLASSES).to(device, memory_format=torch.channels_last)
     engine: torch.nn.Module = model
     if is_ddp:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
         engine = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     batches = resnet50_gpu.copied_ahead(resnet50_gpu.host_batches(Images(8 * batch, image_size), batch), device)
     for _ in range(8):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             value = loss(engine, next(batches), torch.channels_last)
         value.backward()
         optimizer.step()
@@ -248,16 +265,13 @@ def speed(checks: Checks, options: argparse.Namespace) -> None:
     file = options.results / "resnet50_gpu.json"
 
     def measure() -> float:
-        arguments = ["--results", str(options.results), "--batch", str(options.batch)]
-        in_child(lambda: _ignore_code(resnet50_gpu.run([*arguments, "--rounds", str(options.rounds)])))
+        names = ("results", "device", "batch", "image_size", "rounds", "block")
+        arguments = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+        in_child(lambda: resnet50_gpu.run(arguments))
         rows = {row["name"]: row["ratio"] for row in json.loads(file.read_text())["rows"]}
         return rows[resnet50_gpu.HAND] / rows["dure"]
 
     checks.at_most("ResNet-50: the hand-tuned loop's images/s / dure's", 1 / resnet50_gpu.LEAST_RATIO, measure)
-
-
-def _ignore_code(code: int) -> None:
-    """The ratio is judged by the caller."""
 
 
 def _shown(value: float | str) -> str:
@@ -275,11 +289,12 @@ def main() -> int:
     parser.add_argument("--only", choices=["conformance", "precisions", "memory", "speed"], action="append")
     parser.add_argument("--device", default="cuda", help="cpu only tries the script out")
     parser.add_argument("--batch", type=int, default=256, help="images of a ResNet-50 step")
+    parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=9, help="rounds of ResNet-50")
+    parser.add_argument("--block", type=int, default=15, help="steps of a round")
     parser.add_argument("--results", type=Path, default=Path(os.environ.get("OUT") or HERE / "results"))
     options = parser.parse_args()
-    # through NVML: asking the CUDA runtime here would keep the forked ranks from using it
-    if options.device == "cuda" and torch.cuda.device_count() == 0:
+    if options.device == "cuda" and not in_child(torch.cuda.device_count):
         print("gpu-check: there is no CUDA device here, so nothing was checked", file=sys.stderr)
         return 3
     if options.device == "cpu":
@@ -294,7 +309,7 @@ def main() -> int:
         if "precisions" in parts:
             precisions(checks)
         if "memory" in parts:
-            memory(checks, min(64, options.batch), 224)
+            memory(checks, min(64, options.batch), options.image_size)
         if "speed" in parts:
             speed(checks, options)
     return _write(options.results, checks.done)
@@ -302,11 +317,7 @@ def main() -> int:
 
 def _write(results: Path, done: list[Check]) -> int:
     num_failed = sum(not check.holds for check in done)
-    record: dict[str, Any] = {}
-    # in a child, because it asks CUDA for the device's name
-    with tempfile.NamedTemporaryFile("r") as file:
-        in_child(lambda: _write_json(Path(file.name), surroundings()))
-        record = json.load(file)
+    record: dict[str, Any] = in_child(surroundings)
     record |= {"num_checks": len(done), "num_failed": num_failed, "checks": [asdict(check) for check in done]}
     page = (
         f"# Checks on a GPU\n\n{describe_surroundings(record)}\n\n{len(done) - num_failed} of {len(done)} hold.\n\n"
@@ -314,10 +325,6 @@ def _write(results: Path, done: list[Check]) -> int:
     )
     write_results(results, "gpu_check", record, page)
     return 1 if num_failed else 0
-
-
-def _write_json(file: Path, data: Any) -> None:
-    file.write_text(json.dumps(data), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -137,7 +137,9 @@ class ProcessGroup(Group):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.all_reduce_sum(torch.zeros(1, device=self._message_device))
+        arrived = torch.zeros(1, device=self._message_device)
+        self.all_reduce_sum(arrived)
+        arrived.item()  # NCCL only queues what it is asked for: reading is what waits
 
     def close(self) -> None:
         """Wait for all, then destroy."""

@@ -2,10 +2,10 @@
 
     python benchmarks/kill_resume.py --seconds 240
 
-Each run is killed (SIGKILL to all its processes) at four random moments and resumed each time on a strategy and number of
-devices drawn at random; two of five keep the first. Then the records must show each sample of each epoch exactly once,
-and the weights must equal an undisturbed run's: to the bit where nothing was changed, to 1e-10 (float64) otherwise. The
-first that is not so ends this script with an error.
+Each run is killed (SIGKILL to all its processes) at four random moments and resumed each time on a strategy and number
+of devices drawn at random; two of five keep the first. Then the records must show each sample of each epoch exactly
+once, and the weights must equal an undisturbed run's: to the bit where nothing was changed, to 1e-10 (float64)
+otherwise. The first that is not so ends this script with an error.
 """
 
 import argparse

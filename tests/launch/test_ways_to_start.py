@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import Prewarmed, RunFiles
+from tests.commands import SIGNALS, Prewarmed, RunFiles
 
 TASK = Path(__file__).parents[1] / "faulty_task.py"
 SMALL = ("--global-batch-size", 8, "--samples", 16, "--quiet")
@@ -22,13 +22,16 @@ def script(folder: Path, *lines: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("start", ["auto", "fork", "spawn"])
-def test_command_when_started_in_each_way_then_the_weights_are_the_same(start, prewarmed: Prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, "train", f"{TASK}:Faulty", "--nproc", 2, "--start", start, "--json", *SMALL)
+def final_loss(prewarmed: Prewarmed, folder: Path, *flags: object) -> float:
+    command = prewarmed.run(folder, "train", f"{TASK}:Faulty", "--json", *flags, *SMALL)
     assert command.code == 0, command.err
-    summary = json.loads(command.out)
-    assert (summary["world_size"], summary["steps"]) == (2, 2)
-    assert summary["final_loss"] == pytest.approx(1.955483971154444, rel=1e-12)
+    return json.loads(command.out)["final_loss"]
+
+
+@pytest.mark.parametrize("start", ["auto", "spawn"])
+def test_command_when_ranks_start_in_either_way_then_they_compute_the_same(start, prewarmed, tmp_path):
+    alone = final_loss(prewarmed, tmp_path, "--start", "inline")
+    assert final_loss(prewarmed, tmp_path, "--nproc", 2, "--start", start) == pytest.approx(alone, rel=1e-12)
 
 
 def test_script_when_it_has_no_guard_then_ranks_are_forked_without_reading_it_again(prewarmed, tmp_path):
@@ -130,6 +133,17 @@ def test_ports_when_a_run_is_on_then_they_listen_on_loopback_alone(prewarmed, tm
     command.kill_all()
     command.wait()
     assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_command_when_it_is_stopped_while_it_imports_then_its_code_says_so(number, prewarmed, tmp_path):
+    slow = script(tmp_path, "print('importing', flush=True)", "time.sleep(60)")
+    command = prewarmed.start(tmp_path, "train", f"{slow}:Faulty", "--nproc", 2)
+    command.wait_for(lambda: "importing" in command.out, "the import")
+    command.send(number)
+    assert command.wait(2) == SIGNALS[number], command.err
+    assert command.err == "dure: stopped\n"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_output_when_its_reader_goes_away_then_the_run_goes_on(tmp_path):

@@ -6,7 +6,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from cyclopts import App
 from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
@@ -40,18 +43,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     # with torch loaded, the interpreter spends 0.8 s at its end on collecting what the system takes back at once
     atexit.register(gc.freeze)
     try:
-        _run(list(sys.argv[1:] if argv is None else argv))
+        with _ending_in_order():
+            _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except DureError as error:
         print(_sentence(error), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("dure: stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DONE
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, where nobody waits for it with something better: it ends a command as Ctrl-C does, with its own code."""
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets only the main thread have handlers
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def build_app(train_command: Callable[..., None]) -> App:

@@ -51,6 +51,13 @@ class Data:
             for rows in order.split(tiny_model.BATCH):
                 yield self.inputs[rows], self.labels[rows]
 
+    def selected(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same by `index_select`, which few people write and dure uses: 20 us less."""
+        while True:
+            order = torch.randperm(len(self.labels))[self.rank :: self.world_size]
+            for rows in order.split(tiny_model.BATCH):
+                yield self.inputs.index_select(0, rows), self.labels.index_select(0, rows)
+
     def loader(self) -> "DataLoader[Any]":
         """The usual data path: a DataLoader that fetches and collates single samples."""
         data = TensorDataset(self.inputs, self.labels)
@@ -167,6 +174,7 @@ def candidates(data: Data) -> dict[str, Steps]:
         "by hand, again (A/A)": by_hand(data, data.batches()),
         "Accelerate": accelerate(data),
         "Lightning Fabric": fabric(data),
+        "by hand, index_select": by_hand(data, data.selected()),
         "by hand, DataLoader": by_hand(data, _forever(data.loader())),
     }
     if data.world_size > 1:

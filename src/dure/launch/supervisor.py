@@ -22,6 +22,8 @@ _FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
 _END_GRACE_SECONDS = 10.0
 """What the other ranks get after one ended in order. They have met in a barrier before, so this is ample."""
+_STOP_GRACE_SECONDS = 2.0
+"""What they get after one followed a signal: its checkpoint is written, or there was nothing to save yet."""
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
@@ -160,8 +162,9 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
 def _grace(ends: list[WorkerEnd]) -> float | None:
     if not ends:
         return None
-    has_failed = any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends)
-    return _FAILURE_GRACE_SECONDS if has_failed else _END_GRACE_SECONDS
+    if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
+        return _FAILURE_GRACE_SECONDS
+    return _STOP_GRACE_SECONDS if any(end.exit_code in STOP_ENDS for end in ends) else _END_GRACE_SECONDS
 
 
 def _sleep_until_one_ends(alive: list[Worker], most_seconds: float) -> None:

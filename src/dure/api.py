@@ -10,7 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.errors import (
+    DureError,
+    EnvironmentLacks,
+    Interrupted,
+    Misuse,
+    RunInvalid,
+    SpecInvalid,
+    TaskInvalid,
+    WorkerFailed,
+)
 from dure.launch.child import is_worker
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
@@ -23,6 +32,15 @@ from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import ResolvedSpec, RunSpec, resolve
 from dure.strategies import STRATEGIES
+from dure.training.best import Best
+from dure.training.load_task import (
+    build_task,
+    check_task_class,
+    load_task_class,
+    plain_options,
+    register_task_class,
+    task_reference,
+)
 from dure.training.task import Task
 
 _WORKER = "dure.training.worker"
@@ -144,8 +162,6 @@ def resolve_settings(
         SpecInvalid: Every setting that cannot be, at once.
         TaskInvalid: The task does not load.
     """
-    from dure.training.load_task import load_task_class
-
     base = None if resume is None else RunDir.open(Path(resume)).read_spec()
     flags = dict(settings)
     if task is not None:
@@ -157,7 +173,7 @@ def resolve_settings(
     cls = load_task_class(reference)
     if "task" in flags:
         flags["task"] = _absolute(flags["task"])
-    return resolve(
+    resolved = resolve(
         flags=flags,
         environ=os.environ,
         config=config_path,
@@ -165,6 +181,16 @@ def resolve_settings(
         strategies=STRATEGIES,
         base=base,
     )
+    Best(resolved.spec.best_metric, resolved.spec.best_mode)
+    return _with_all_options(resolved, cls)
+
+
+def _with_all_options(resolved: ResolvedSpec, cls: type[Task]) -> ResolvedSpec:
+    """Write every option of the task into the spec, defaults too: a default may change before the run is resumed."""
+    task = build_task(cls, resolved.spec.task_options)
+    options = {**resolved.spec.task_options, **plain_options(task)}
+    origin = {**{f"task_options.{name}": "default" for name in options}, **resolved.origin}
+    return ResolvedSpec(spec=resolved.spec.model_copy(update={"task_options": options}), origin=origin)
 
 
 def _task_named_elsewhere(config: Path | None) -> str | None:
@@ -186,9 +212,6 @@ def _absolute(reference: str) -> str:
 
 
 def _task_settings(task: "Task | type[Task] | str", start: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    from dure.errors import TaskInvalid
-    from dure.training.load_task import check_task_class, register_task_class, task_reference
-
     if isinstance(task, str):
         return {"task": task, **({"task_options": dict(options)} if options else {})}
     cls = task if isinstance(task, type) else type(task)
@@ -215,8 +238,6 @@ def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_before_start(spec: RunSpec) -> None:
     """Refuse what can be known to fail before a folder or a process exists."""
-    from dure.training.load_task import build_task, load_task_class
-
     build_task(load_task_class(spec.task), spec.task_options)
     check_devices(resolve_device(spec.device), spec.nproc, shared=spec.share_devices)
     if spec.start == "inline" and _num_processes(spec) > 1:

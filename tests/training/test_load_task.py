@@ -10,7 +10,14 @@ import torch
 
 import dure
 from dure.errors import TaskInvalid
-from dure.training.load_task import build_task, load_task_class, register_task_class, task_option_fields, task_reference
+from dure.training.load_task import (
+    build_task,
+    check_task_class,
+    load_task_class,
+    register_task_class,
+    task_option_fields,
+    task_reference,
+)
 from tests.training.test_fetch import SmallTask
 
 GOOD = """
@@ -117,13 +124,13 @@ def test_options_are_the_annotated_fields_and_are_converted_to_their_types():
 
 
 def test_all_faults_of_options_are_said_at_once():
-    with pytest.raises(TaskInvalid, match="task option depth is unknown") as caught:
+    with pytest.raises(TaskInvalid, match="unknown task option 'depth'") as caught:
         build_task(Optioned, {"depth": 2, "rate": "fast", "kind": "c"})
     message = str(caught.value)
     assert "task option width has no value: give --task.width" in message
     assert "task option rate is 'fast'" in message
-    assert "task option kind is 'c': Input should be 'a' or 'b'" in message
-    assert "(options of Optioned: width, rate, kind, flag, limit)" in message
+    assert "task option kind is 'c' but should be 'a' or 'b'" in message
+    assert "known: width, rate, kind, limit, flag" in message
 
 
 def test_a_task_gives_its_options_by_keyword():
@@ -153,3 +160,27 @@ class Limited(SmallTask):
 
     def loss(self, model, batch):
         return model(batch).mean() * 0.0 + (1.0 if math.isfinite(self.limit) else 0.0)
+
+
+class TakesTooLittle(SmallTask):
+    def build_schedule(self, samples):
+        return None
+
+
+def test_a_method_with_other_parameters_is_refused_with_the_right_ones():
+    said = r"TakesTooLittle has build_schedule\(self, samples\), but dure calls build_schedule\(self, optimizer, total_sam"
+    with pytest.raises(TaskInvalid, match=said):
+        check_task_class(TakesTooLittle)
+
+
+class TakesWhatItGets(SmallTask):
+    @staticmethod
+    def loss(*args):
+        return None
+
+    def metrics(self, model, batch, threshold=0.5):
+        return {}
+
+
+def test_a_method_that_can_be_called_as_dure_calls_it_is_taken_whatever_its_form():
+    check_task_class(TakesWhatItGets)

@@ -79,7 +79,7 @@ WRONG = {
     ),
     "schedule without return": (
         {"build_schedule": constant(lambda seen: None)},
-        "build_schedule gave NoneType: return a function from samples seen",
+        "what build_schedule returned gave NoneType: return a function from samples seen",
     ),
     "schedule number": ({"build_schedule": constant(0.5)}, "build_schedule gave float: return a function"),
     "loss": ({"loss": constant(None)}, "the task's loss returned None: return a scalar tensor"),

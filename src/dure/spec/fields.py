@@ -60,7 +60,9 @@ class RunSpec(BaseModel):
     eval_every_epochs: float = Field(1.0, gt=0, description="evaluate this often, and always at the end")
     eval_batch_size: int | None = Field(None, gt=0, description="samples per evaluation batch, at any world size")
     best_metric: str = Field("loss", description="evaluation metric that decides the best checkpoint")
-    best_mode: Literal["auto", "min", "max"] = Field("auto", description="auto: min for loss, max for others")
+    best_mode: Literal["auto", "min", "max"] = Field(
+        "auto", description="auto: by its name, min for losses, max for accuracies"
+    )
     checkpoint_every_samples: int | None = Field(None, gt=0, description="beside the end of each epoch")
     checkpoint_every_minutes: float | None = Field(None, gt=0, description="beside the end of each epoch")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints to keep, beside the best")

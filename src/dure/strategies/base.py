@@ -162,6 +162,7 @@ class Strategy(ABC):
             self.model.compile()
         self.optimizer = build_optimizer(self.model)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self.distribute()
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -82,6 +82,8 @@ def _evaluation_call(
             measured = task.metrics(model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
+        if "loss" in measured:
+            raise TaskInvalid("the task's metrics returned one named loss, as the task's own loss is: rename it")
         return {"loss": loss, **measured}
 
     return call

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -86,7 +87,7 @@ class SampleFetch(Dataset[Any]):
         return self._fetch_one_by_one(request)
 
     def _fetch_batched(self, request: FetchRequest) -> Any:
-        with at_epoch(self.seed, request.epoch):
+        with at_epoch(self.seed, request.epoch), _naming("samples", request.indices):
             fetched = self.data.__getitems__(request.indices.tolist())
         return self.collate(fetched) if isinstance(fetched, list) else fetched
 
@@ -95,8 +96,19 @@ class SampleFetch(Dataset[Any]):
         with kept_global_randomness(), at_epoch(self.seed, request.epoch):
             for index in request.indices.tolist():
                 seed_for_sample(self.seed, request.epoch, index)
-                samples.append(self.data[index])
+                with _naming("sample", index):
+                    samples.append(self.data[index])
         return self.collate(samples)
+
+
+@contextmanager
+def _naming(what: str, index: object) -> Iterator[None]:
+    """Say in the traceback which sample could not be fetched."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {what} {index} of the data was fetched")
+        raise
 
 
 def _plain_columns(data: Any, collate: Callable[[Sequence[Any]], Any]) -> Sequence[torch.Tensor] | None:
@@ -119,6 +131,10 @@ class Loader:
         self._fetch = fetch
         self._device = device
         self._num_workers = num_workers
+
+    def without_workers(self) -> "Loader":
+        """Return a loader of the same data that fetches in this process."""
+        return Loader(self._fetch, self._device, 0)
 
     def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
         """Yield one batch per request."""

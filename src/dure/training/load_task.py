@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -14,8 +15,10 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from dure.errors import TaskInvalid
+from dure.spec import unknown_name
 from dure.training.task import Task
 
 _registered: dict[str, type[Task]] = {}
@@ -36,7 +39,7 @@ def load_task_class(reference: str) -> type[Task]:
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
     try:
         with _cuda_left_untouched():
-            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except TaskInvalid:
         raise
     except (Exception, SystemExit) as error:
@@ -60,15 +63,46 @@ def load_task_class(reference: str) -> type[Task]:
 
 
 def check_task_class(cls: type[Task]) -> None:
-    """Refuse a class that lacks a needed method.
+    """Refuse a class that lacks a needed method, or has one that cannot be called as dure calls it.
 
     Raises:
-        TaskInvalid: Names every missing method with its signature.
+        TaskInvalid: Names every such method with its signature.
     """
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        signatures = ", ".join(f"{name}{inspect.signature(getattr(Task, name))}" for name in missing)
-        raise TaskInvalid(f"{cls.__name__} lacks {signatures}: add what is missing to the class")
+        raise TaskInvalid(
+            f"{cls.__name__} lacks {', '.join(map(_signature, missing))}: add what is missing to the class"
+        )
+    wrong = [name for name in _METHODS if not _takes_what_is_given(cls, name)]
+    if wrong:
+        seen = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in wrong)
+        wanted = ", ".join(map(_signature, wrong))
+        raise TaskInvalid(f"{cls.__name__} has {seen}, but dure calls {wanted}: give it these parameters")
+    if not isinstance(cls.defaults, Mapping):
+        raise TaskInvalid(
+            f"{cls.__name__}.defaults is {cls.defaults!r:.60}: make it a dict of settings, such as {{'epochs': 10}}"
+        )
+
+
+_METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
+
+
+def _signature(method: str) -> str:
+    return f"{method}({', '.join(inspect.signature(getattr(Task, method)).parameters)})"
+
+
+def _takes_what_is_given(cls: type[Task], method: str) -> bool:
+    given = len(inspect.signature(getattr(Task, method)).parameters)
+    own = inspect.getattr_static(cls, method)
+    if isinstance(own, staticmethod):
+        given -= 1
+    try:
+        inspect.signature(getattr(cls, method)).bind(*range(given - isinstance(own, classmethod)))
+    except TypeError:
+        return False
+    except ValueError:  # no signature to be had
+        return True
+    return True
 
 
 def task_reference(cls: type[Task]) -> str:
@@ -113,20 +147,37 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
     """
     hints = get_type_hints(cls)
     fields = {field.name: field for field in task_option_fields(cls)}
-    faults = [f"task option {name} is unknown" for name in options if name not in fields]
+    faults = [unknown_name("task option", name, fields) for name in options if name not in fields]
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in options:
             try:
                 values[name] = TypeAdapter(hints[name]).validate_python(options[name])
             except ValidationError as error:
-                faults.append(f"task option {name} is {options[name]!r}: {error.errors()[0]['msg']}")
+                told = error.errors()[0]["msg"].partition(",")[0].removeprefix("Input ")
+                faults.append(f"task option {name} is {options[name]!r} but {told}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             faults.append(f"task option {name} has no value: give --task.{name.replace('_', '-')}")
     if faults:
-        known = ", ".join(fields) or "none"
-        raise TaskInvalid("; ".join(faults) + f" (options of {cls.__name__}: {known})")
-    return cls(**values)
+        raise TaskInvalid("; ".join(faults))
+    try:
+        return cls(**values)
+    except Exception as error:
+        raise TaskInvalid(f"{cls.__name__} cannot be made:\n{traceback_in_user_code(error)}") from error
+
+
+def plain_options(task: Task) -> dict[str, Any]:
+    """Return a task's options as JSON values, those left out from which the option could not be made again."""
+    hints = get_type_hints(type(task))
+    plain = {}
+    for field in task_option_fields(type(task)):
+        value = json.loads(json.dumps(getattr(task, field.name), default=str), parse_constant=str)
+        try:
+            TypeAdapter(hints[field.name]).validate_python(value)
+        except (ValidationError, PydanticSchemaGenerationError):
+            continue
+        plain[field.name] = value
+    return plain
 
 
 def traceback_in_user_code(error: BaseException) -> str:
@@ -167,6 +218,13 @@ def _cuda_left_untouched() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def _import_module(name: str) -> ModuleType:
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # `python -m` puts the current folder there, an installed command does not
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -201,6 +201,11 @@ class TrainingLoop:
     def _set_learning_rates(self, samples_seen: int) -> None:
         if self.schedule is not None:
             factor = self.schedule(samples_seen)
+            if not math.isfinite(factor):
+                raise TaskInvalid(
+                    f"the task's schedule gave {factor} at {samples_seen} samples seen: return a finite factor on the "
+                    "learning rate"
+                )
             for group in self.strategy.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
@@ -250,7 +255,7 @@ class TrainingLoop:
         everyone = self.group.all_gather_json(mine)
         # finite on every rank and not in sum: the sum itself overflowed, and every rank had its part in it
         culprits = [one for one in everyone if not one["finite"]] or everyone
-        where = f"step {step.number} (epoch {step.batch.epoch}, samples_seen {step.batch.samples_seen})"
+        where = f"step {step.number} of epoch {step.batch.epoch + 1}"
         named = "; ".join(f"rank {one['rank']}, samples {_shown(one['samples'])}" for one in culprits)
         return f"the loss is {loss_sum:g} at {where}: {named}", culprits
 
@@ -269,13 +274,15 @@ def check_schedule(schedule: Any, optimizer: Optimizer) -> Schedule | None:
     if schedule is None:
         return None
     seen: Any = schedule
+    what = "build_schedule"
     if callable(schedule) and not hasattr(schedule, "get_last_lr"):
         seen = schedule(0)
+        what = "what build_schedule returned"
         if isinstance(seen, int | float):
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             return schedule  # type: ignore[no-any-return]
     raise TaskInvalid(
-        f"build_schedule gave {type(seen).__name__}: return a function from samples seen to the factor on the learning "
+        f"{what} gave {type(seen).__name__}: return a function from samples seen to the factor on the learning "
         "rate, such as `lambda seen: 1 - seen / total_samples`"
     )

@@ -57,7 +57,7 @@ class Progress:
         if self._quiet:
             return
         self._close_line()
-        print(text, file=self._stream, flush=True)
+        self._write(f"{text}\n")
 
     def close(self) -> None:
         """Leave the terminal on a fresh line."""
@@ -87,17 +87,23 @@ class Progress:
 
     def _show(self, line: str) -> None:
         if not self._is_live:
-            print(line, file=self._stream, flush=True)
+            self._write(f"{line}\n")
             return
         width = shutil.get_terminal_size().columns
         cut = line if len(line) < width else line[: width - 2] + "…"
         colored = f"\x1b[36m{cut[:4]}\x1b[0m{cut[4:]}" if self._has_color else cut
-        self._stream.write(f"\r{colored}\x1b[K")
-        self._stream.flush()
+        self._write(f"\r{colored}\x1b[K")
         self._is_line_open = True
 
     def _close_line(self) -> None:
         if self._is_line_open:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            self._write("\r\x1b[K")
             self._is_line_open = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            # a pager or a pipe that went away must not end a run: it trains on in silence
+            self._quiet = True

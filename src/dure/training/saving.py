@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,6 +99,8 @@ class Saver:
         name = group.all_gather_json(None if found is None else found.name)[0]
         if name is None:
             seed_rank(self.session.spec.seed, group.rank)
+            if self.is_first and any(self.run.records(0)):
+                self._warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
         else:
             self._load(name)
         if self.is_first:
@@ -123,4 +126,5 @@ class Saver:
     def _warn(self, message: str) -> None:
         self.event("warning", message=message)
         if self.is_first:
-            print(f"dure: {message}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody may be reading any more
+                print(f"dure: {message}", file=sys.stderr, flush=True)

@@ -1,17 +1,17 @@
 """Conducts a training run on one rank: steps, evaluations, checkpoints, records."""
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from dure.errors import TaskInvalid
+from dure.data.randomness import kept_global_randomness
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
 from dure.strategies.base import Requests
+from dure.training.best import Best
 from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
 from dure.training.progress import Progress
@@ -32,6 +32,7 @@ class Conductor:
         self.is_first = session.group.rank == 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
+        self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
 
@@ -56,6 +57,7 @@ class Conductor:
                 session.task.build_schedule(session.strategy.optimizer, session.total_samples),
                 session.strategy.optimizer,
             )
+            self._rehearse_evaluation()
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
@@ -185,25 +187,31 @@ class Conductor:
             self.saver.save(self.last_metrics)
 
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
-        spec = self.session.spec
-        if spec.best_metric not in metrics:
-            raise TaskInvalid(
-                f"best_metric is {spec.best_metric} but the evaluation measures {', '.join(metrics)}: "
-                "choose one of these"
-            )
-        value = metrics[spec.best_metric].value
-        is_less_better = spec.best_mode == "min" or (spec.best_mode == "auto" and spec.best_metric.endswith("loss"))
-        best = self.position.best
-        is_best = math.isfinite(value) and (
-            best is None or (value < best["value"] if is_less_better else value > best["value"])
-        )
+        value, before = self.best.value_of(metrics), self.position.best
+        if before is not None and before["metric"] != self.best.metric:
+            before = None  # the run was resumed with another metric to choose by
+        is_best = self.best.is_better(value, None if before is None else before["value"])
         if is_best:
-            self.position.best = {
-                "metric": spec.best_metric,
-                "value": value,
-                "samples_seen": self.position.samples_seen,
-            }
+            seen = self.position.samples_seen
+            self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
         return is_best
+
+    def _rehearse_evaluation(self) -> None:
+        """Evaluate two samples, so that a fault in the metrics shows now and not after the first epoch."""
+        session = self.session
+        if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
+            return
+        few = min(2, session.eval_samples)
+        with kept_global_randomness():
+            metrics = evaluate(
+                session.task,
+                session.strategy,
+                session.group,
+                session.eval_loader.without_workers(),
+                num_samples=few,
+                batch_size=few,
+            )
+        self.best.value_of(metrics)
 
     # saying
 
@@ -230,6 +238,8 @@ class Conductor:
         )
         if self.position.step:
             self.progress.say(f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen")
+        if self.position.samples_seen >= session.total_samples:
+            self.progress.say("nothing is left to do: the run is as long as it was to be; to go on give more --epochs")
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)

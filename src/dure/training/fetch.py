@@ -20,6 +20,7 @@ from dure.strategies.batches import map_tensors, to_device
 from dure.training.task import Task
 
 _PROBED_FETCHES = 8
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class FetchRequest(NamedTuple):
@@ -145,8 +146,8 @@ class Loader:
             return _copied_ahead(host_batches, self._device)
         return (to_device(batch, self._device) for batch in host_batches)
 
-    def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterable[Any]:
-        return DataLoader(
+    def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        loader = DataLoader(
             self._fetch,
             batch_sampler=cast(Any, _Requests(requests)),
             num_workers=self._num_workers,
@@ -156,6 +157,12 @@ class Loader:
             # by default it draws its workers' seeds from the generator that dropout draws from
             generator=torch.Generator().manual_seed(self._fetch.seed),
         )
+        # a signal to the whole group would kill a loader that has just begun: torch gives SIGTERM its default there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -205,6 +212,8 @@ def _as_it_is(batch: Any) -> Any:
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:
     # a signal to the whole terminal group is for the rank, which ends its loaders after its checkpoint
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # what arrived meanwhile is discarded by being ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     die_with_parent(rank_pid)

@@ -24,8 +24,8 @@ def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["steps1", "steps2", "startup"], action="append")
-    parser.add_argument("--rounds", type=int, default=60, help="rounds of all candidates, each a block of steps")
-    parser.add_argument("--block", type=int, default=100, help="steps of a block")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of all candidates, each a block of steps")
+    parser.add_argument("--block", type=int, default=50, help="steps of a block")
     parser.add_argument("--starts", type=int, default=11, help="starts of each candidate")
     parser.add_argument("--profile", help="write cProfile files by this name (times mean little then)")
     parser.add_argument("--results", type=Path, default=HERE / "results")

@@ -133,6 +133,7 @@ def surroundings() -> dict[str, Any]:
         "command": " ".join(["python", *(os.path.relpath(a) if a == sys.argv[0] else a for a in sys.argv)]),
         "commit": _commit(),
         "machine": f"{cores} cores, {platform.machine()}, {', '.join(accelerators) or 'no GPU'}",
+        "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -163,6 +164,6 @@ def write_results(folder: Path, name: str, record: Mapping[str, Any], markdown: 
 def describe_surroundings(record: Mapping[str, Any]) -> str:
     """Return the lines that head a page of results."""
     return (
-        f"`{record['command']}` at commit {record['commit']}; {record['machine']}; Python {record['python']}, "
-        f"torch {record['torch']}."
+        f"`{record['command']}` at commit {record['commit']}; {record['machine']}, load {record['load']} at the start; "
+        f"Python {record['python']}, torch {record['torch']}."
     )

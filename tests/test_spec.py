@@ -191,10 +191,10 @@ def test_config_when_missing_or_no_text_then_says_so(tmp_path: Path) -> None:
     assert "is not UTF-8 text" in faults_of(config=tmp_path / "run.toml")[0]
 
 
-def test_config_when_task_is_a_table_then_says_it_must_be_text(tmp_path: Path) -> None:
+def test_config_when_task_is_a_table_then_names_the_right_table(tmp_path: Path) -> None:
     config = toml(tmp_path, "[task]\nhidden = 3")
-    with pytest.raises(SpecInvalid, match=r"task is \{'hidden': 3\} but must be text"):
-        resolve(flags={}, environ={}, config=config, task_defaults={}, strategies=STRATEGIES)
+    with pytest.raises(SpecInvalid, match=r"task is a table: put the task's options under \[task_options\]"):
+        resolve(flags={"task": "train.py:Digits"}, environ={}, config=config, task_defaults={}, strategies=STRATEGIES)
 
 
 # --- resuming

@@ -145,7 +145,10 @@ def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dic
     path = store.best() if which == "best" else store.newest_valid()
     if path is None:
         raise RunInvalid(f"{opened.path} has no usable checkpoint: {'; '.join(warnings) or 'none was saved yet'}")
-    num_bytes = export_weights(path, Path(file))
+    try:
+        num_bytes = export_weights(path, Path(file))
+    except OSError as error:
+        raise Misuse(f"{file} cannot be written ({error.strerror}): give a file in a folder that is there") from None
     return {"file": str(file), "num_bytes": num_bytes, "checkpoint": path.name, "warnings": warnings}
 
 

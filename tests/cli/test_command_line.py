@@ -70,10 +70,10 @@ def api(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
         return call
 
-    evaluation = {"run": "runs/x", "metrics": {"accuracy": {"value": 0.97, "count": 360}}}
+    evaluation = {"run": "runs/x", "checkpoint": "samples-1", "metrics": {"accuracy": {"value": 0.97, "count": 360}}}
     fake = SimpleNamespace(calls=calls, record=record, train=record("train", SUMMARY))
     fake.evaluate = record("evaluate", evaluation)
-    fake.export = record("export", {"path": "m.safetensors", "num_bytes": 2048})
+    fake.export = record("export", {"file": "m.safetensors", "num_bytes": 2048, "checkpoint": "samples-1"})
     monkeypatch.setitem(sys.modules, "dure.api", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(dure, "api", fake, raising=False)
     return fake
@@ -107,10 +107,15 @@ def test_evaluate_when_called_then_takes_the_best_unless_told(api: SimpleNamespa
     assert [kwargs for _, _, kwargs in api.calls] == expected
 
 
+def test_flag_when_its_value_is_no_number_then_says_what_it_must_be(capsys: Any) -> None:
+    assert main(["train", "x.py:Y", "--epochs", "three"]) == 2
+    assert capsys.readouterr().err == "dure: flag --epochs: epochs is 'three' but must be a number above 0\n"
+
+
 def test_export_when_called_then_takes_the_last_and_says_what_was_written(api: SimpleNamespace, capsys: Any) -> None:
     assert main(["export", "runs/x", "m.safetensors"]) == 0
     assert api.calls == [("export", (Path("runs/x"), Path("m.safetensors")), {"which": "last"})]
-    assert capsys.readouterr().out == "m.safetensors (2.0 KiB)\n"
+    assert capsys.readouterr().out == "m.safetensors: last checkpoint samples-1, 2.0 KiB\n"
 
 
 @pytest.mark.parametrize("name", setting_names())
@@ -239,7 +244,9 @@ def test_train_when_json_then_stdout_is_the_summary_alone(api: SimpleNamespace, 
 
 
 def test_json_when_a_number_is_not_finite_then_is_null(api: SimpleNamespace, capsys: Any) -> None:
-    api.evaluate = api.record("evaluate", {"metrics": {"loss": {"value": float("nan"), "count": 0}}})
+    api.evaluate = api.record(
+        "evaluate", {"checkpoint": "samples-1", "metrics": {"loss": {"value": float("nan"), "count": 0}}}
+    )
     assert main(["eval", "runs/x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["loss"]["value"] is None
 

@@ -17,7 +17,7 @@ def test_best_when_auto_then_the_name_tells(metric: str, is_less_better: bool) -
 
 
 def test_best_when_the_name_does_not_tell_then_the_mode_is_asked_for() -> None:
-    with pytest.raises(SpecInvalid, match="best_metric is quality, whose name does not tell.* --best-mode min or max"):
+    with pytest.raises(SpecInvalid, match=r"best_metric is quality, whose name does not tell.* --best-mode min or max"):
         Best("quality", "auto")
     assert Best("quality", "min").is_less_better
 

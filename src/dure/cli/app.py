@@ -12,12 +12,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 from cyclopts import App
-from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import (
+    CycloptsError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+    ValidationError,
+)
 
 from dure.cli import evaluate, export, runs, strategies, train
+from dure.cli.output import speaks_for_all
 from dure.cli.settings import spell_out_truths
-from dure.errors import DONE, DureError, Misuse, SpecInvalid
-from dure.spec import unknown_name
+from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
+from dure.spec import RunSpec, requirement, unknown_name
 
 VERBS: dict[str, Callable[[], Callable[..., None]]] = {
     "eval": evaluate.command,
@@ -47,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except DureError as error:
-        print(_sentence(error), file=sys.stderr)
+        if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
+            print(_sentence(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("dure: stopped", file=sys.stderr)
@@ -118,6 +126,12 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         verb = " ".join(error.command_chain or ())
         return f"{error.unused_tokens[0]!r} is one argument too many: see `dure {verb} --help`"
+    if isinstance(error, ValidationError) and error.argument is not None:
+        flag = error.argument.name
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in RunSpec.model_fields:
+            value = error.argument.tokens[-1].value if error.argument.tokens else "nothing"
+            return f"flag {flag}: {name} is {value!r} but must be {requirement(name)}"
     said = str(error).strip().rstrip(".")
     return f"{said[:1].lower()}{said[1:]}: see `{' '.join(['dure', *(error.command_chain or ())])} --help`"
 

@@ -37,7 +37,10 @@ def evaluate(
     if json:
         print_json(result)
         return
+    from rich.text import Text
+
     from dure.measure.records import Metric
     from dure.report.end_table import metrics_table
 
+    show(Text(f"{which} checkpoint {result['checkpoint']}"))
     show(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))

@@ -31,4 +31,5 @@ def export(
         print_json(result)
     else:
         size = result.get("num_bytes")
-        print(f"{file}" + (f" ({format_bytes(size)})" if isinstance(size, int | float) else ""))
+        said = f"{which} checkpoint {result['checkpoint']}"
+        print(f"{file}: {said}" + (f", {format_bytes(size)}" if isinstance(size, int | float) else ""))

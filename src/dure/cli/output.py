@@ -16,6 +16,11 @@ PIPE_COLUMNS = 160
 """Width where stdout is no terminal: wide enough that no run name is broken, so that `grep` finds it."""
 
 
+def speaks_for_all() -> bool:
+    """Whether this process is the one that says what all ranks have in common; under torchrun only rank 0 is."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document. Not-a-number and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(document), indent=2, default=str))

@@ -30,6 +30,8 @@ ROWS = {
 }
 """What is said of a strategy, and the label it is said under."""
 
+_LEGEND = "P ranks or devices, b samples; bytes: W parameters, G gradients, S optimiser state, A(b) activations"
+
 
 def command() -> Callable[..., None]:
     """Build the verb."""
@@ -56,6 +58,7 @@ def strategies(
         print_json({"strategies": [info.to_json() for info in chosen]})
     else:
         show(_StrategyTable(chosen))
+        show(Text(_LEGEND, style="dim"))
 
 
 class _StrategyTable:

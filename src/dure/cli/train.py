@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag, print_json, show, speaks_for_all
 from dure.cli.settings import flag_parameters, setting_names, with_flags
 from dure.cli.task_options import is_reference, option_parameters, take_task_options
 from dure.errors import RunInvalid
@@ -65,7 +65,7 @@ def _option_names(cls: "type[Task] | None") -> set[str]:
 
 def train(
     options: dict[str, str],
-    task: Annotated[str | None, Parameter(help="file.py:Class or package.module:Class; not with --resume")] = None,
+    task: Annotated[str | None, Parameter(help="file.py:Class or package.module:Class; --resume knows it")] = None,
     /,
     *,
     resume: Annotated[Path | None, Parameter(help="go on with this run's folder, on any strategy and nproc")] = None,
@@ -91,6 +91,8 @@ def train(
         print_spec(api.resolve_settings(task, resume=resume, config=config, **settings), as_json=json)
         return
     summary = api.train(task, resume=resume, config=config, **settings)
+    if not speaks_for_all():
+        return
     if json:
         print_json(summary.to_json())
     elif not _is_quiet(settings, Path(summary.run)):

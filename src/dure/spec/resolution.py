@@ -191,6 +191,8 @@ def _overlay(draft: _Draft, source: _Source) -> None:
             draft.faults.append(f"{source.say(name)}: {fault}")
         elif name == "task_options":
             _overlay_options(draft, source, value)
+        elif name == "task" and isinstance(value, Mapping):
+            draft.faults.append(f"{source.say(name)}: task is a table: put the task's options under [task_options]")
         else:
             draft.values[name], draft.origin[name] = value, source.say(name)
             (draft.chosen.add if source.is_chosen else draft.chosen.discard)(name)

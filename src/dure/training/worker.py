@@ -136,7 +136,7 @@ class Worker:
             self.run.write_json(failure_file(rank), failure)
             if isinstance(error, LossNotFinite) and rank == 0:
                 self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
-        if rank > 0 and not isinstance(error, DureError):
+        if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
             print(failure["traceback"], file=sys.stderr, flush=True)
         return int(failure["exit_code"])
 

@@ -168,7 +168,9 @@ class TakesTooLittle(SmallTask):
 
 
 def test_a_method_with_other_parameters_is_refused_with_the_right_ones():
-    said = r"TakesTooLittle has build_schedule\(self, samples\), but dure calls build_schedule\(self, optimizer, total_sam"
+    said = (
+        r"TakesTooLittle has build_schedule\(self, samples\), but dure calls build_schedule\(self, optimizer, total_sam"
+    )
     with pytest.raises(TaskInvalid, match=said):
         check_task_class(TakesTooLittle)
 

@@ -14,6 +14,7 @@ import pytest
 from dure.errors import DiskFull, RunInvalid
 from dure.rundir import RunDir, check_name, default_name, list_runs
 from dure.spec import resolve
+from dure.strategies import STRATEGIES
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def run(tmp_path: Path) -> RunDir:
 def begin(runs_dir: Path, name: str) -> RunDir:
     run = RunDir.create(runs_dir, name)
     flags = {"task": "a.py:T", "seed": 3, "nproc": 2}
-    run.write_spec(resolve(flags=flags, environ={}, config=None, task_defaults={}, strategies=("ddp",)))
+    run.write_spec(resolve(flags=flags, environ={}, config=None, task_defaults={}, strategies=STRATEGIES))
     return run
 
 

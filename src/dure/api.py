@@ -283,9 +283,15 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
 
 
 def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
+    import torch
+
     from dure.training.worker import main
 
-    code = main(job, place)
+    threads = torch.get_num_threads()
+    try:
+        code = main(job, place)
+    finally:
+        torch.set_num_threads(threads)  # the process lives on, and is not ours
     return Outcome(ends=[WorkerEnd(rank=0, exit_code=code, time=time.time(), was_stopped=False)], signal=None)
 
 

@@ -76,3 +76,9 @@ def samples_by_epoch(run: Path) -> Iterator[list[int]]:
             epochs.setdefault(record["epoch"], []).extend(record["samples"])
     for epoch in sorted(epochs):
         yield sorted(epochs[epoch])
+
+
+def evaluated_digests(folder):
+    """Return the digests of all weights that were evaluated; rank 0's first is of the rehearsal before training."""
+    lines = {file.name: file.read_text().splitlines() for file in folder.iterdir()}
+    return {line for name, found in lines.items() for line in (found[1:] if name == "rank0" else found)}

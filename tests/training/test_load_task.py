@@ -142,7 +142,7 @@ def test_a_task_gives_its_options_by_keyword():
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
 def test_an_option_that_is_no_finite_number_survives_the_record(value, tmp_path):
     summary = dure.train(
-        Limited(limit=value), samples=2, global_batch_size=1, runs_dir=tmp_path, start="fork", quiet=True
+        Limited(limit=value), samples=2, global_batch_size=1, runs_dir=tmp_path, start="fork", threads=1, quiet=True
     )
     assert summary.final_loss == pytest.approx(0.0)
 

@@ -37,9 +37,13 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"SyncBatchNorm needs (B, C, ...), got {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `(B, C, ...)` by the statistics of all ranks in training, by the running ones otherwise."""
+        """Normalise `(B, C, ...)` by the statistics of all ranks in training.
+
+        In an evaluation ranks have different numbers of batches, so none waits for another: the running statistics
+        are used, or where there are none those of the batch, as by nn.BatchNorm.
+        """
         self._check_input_dim(input)
-        if not (self.training or self.running_mean is None):
+        if not self.training:
             plain: Tensor = super().forward(input)
             return plain
         dims = [dim for dim in range(input.dim()) if dim != 1]
@@ -52,7 +56,7 @@ class SyncBatchNorm(BatchNorm):
         mean = summed[:-1] / count
         deviation = values - mean.view(shape)
         variance = _AllReduceSum.apply(deviation.square().sum(dims)) / count  # type: ignore[no-untyped-call]
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        if self.running_mean is not None and self.running_var is not None:
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         normalised: Tensor = deviation * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:

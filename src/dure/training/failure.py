@@ -92,8 +92,9 @@ def _said_in_loader(message: str) -> str:
     after = message[frames[-1].end() :] if frames else message
     said = [line for line in after.splitlines() if line and not line.startswith(" ")]
     where = re.search(r"DataLoader worker process (\d+)", message)
-    text = "\n".join(said).partition(": ")[2] or "\n".join(said)
-    return f"{text} (in loader process {where[1]})" if where else text
+    first, *rest = said or [message]  # notes, such as which sample it was, stand on lines of their own
+    text = first.partition(": ")[2] or first
+    return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
 
 
 def _user_line(error: BaseException) -> dict[str, Any] | None:

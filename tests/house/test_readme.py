@@ -10,8 +10,6 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def test_readme_when_its_task_is_trained_then_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (ROOT / "src/dure/api.py").exists():
-        pytest.skip("src/dure/api.py is not written yet")
     pytest.importorskip("sklearn", reason="the digits extra is not installed")
     import dure
 

@@ -93,8 +93,9 @@ def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(workers, tmp_path
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
-def test_resume_in_fp16_carries_the_scale_of_the_loss(tmp_path):
-    task = Regression(dtype="float32")
+@pytest.mark.parametrize("kind", ["mean", "tokens"])
+def test_resume_in_fp16_carries_the_scale_of_the_loss(kind, tmp_path):
+    task = Regression(dtype="float32", kind=kind)
     whole = train_case(tmp_path, task, "ddp", 2, precision="fp16", **SETTINGS)
     run = resumed(back_to(whole, 58, tmp_path))
     assert are_same_bits(weights_of(run), weights_of(whole))

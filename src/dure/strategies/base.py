@@ -152,7 +152,11 @@ class Strategy(ABC):
         self.options = options
         self.last_gradient_time: float | None = None
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
-        self._expected_items: float | None = None
+        self.expectation: float | None = None
+        """The power of two that stands in for a step's count of items until the true one is known; None for means.
+
+        It belongs into checkpoints: under fp16 it decides with the loss scale whether a gradient overflows.
+        """
 
     def prepare(self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction) -> None:
         """Place the model, build the optimiser over it and make both ready, in the one visible order."""
@@ -263,20 +267,20 @@ class Strategy(ABC):
 
     def expected_items(self, global_samples: int) -> float:
         """Return the power of two that stands in for the step's count until the true one is known."""
-        if self._expected_items is None:
-            self._expected_items = 2.0 ** round(math.log2(global_samples))
-        return self._expected_items
+        if self.expectation is None:
+            self.expectation = 2.0 ** round(math.log2(global_samples))
+        return self.expectation
 
     def expect(self, count: float) -> None:
         """Expect the next steps to count about as many items as a step that is now known."""
-        if self._expected_items is not None:
-            self._expected_items = 2.0 ** round(math.log2(count))
+        if self.expectation is not None:
+            self.expectation = 2.0 ** round(math.log2(count))
 
     def _correct_count(self) -> None:
-        if self._expected_items is None:
+        if self.expectation is None:
             return
         count = self.counted_items()
-        factor = self._expected_items / count
+        factor = self.expectation / count
         gradients = [p.grad for p in self.trainable if p.grad is not None]
         torchcompat.multiply_(gradients, factor)
 

@@ -66,7 +66,11 @@ class Saver:
         snapshot = Snapshot(
             model=state.model,
             optimizer=state.optimizer,
-            extra={"precision": strategy.precision.state(), "progression": asdict(now)},
+            extra={
+                "precision": strategy.precision.state(),
+                "expectation": strategy.expectation,
+                "progression": asdict(now),
+            },
             per_rank=capture_random_state(),
         )
         is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
@@ -112,6 +116,7 @@ class Saver:
         checkpoint = Checkpoint(self.run.checkpoints / name, rank=session.group.rank)
         session.strategy.load_state_dict(checkpoint)
         session.strategy.precision.load_state(checkpoint.extra["precision"])
+        session.strategy.expectation = checkpoint.extra["expectation"]
         for field, value in checkpoint.extra["progression"].items():
             setattr(now, field, value)
         self.last_samples = now.samples_seen

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import step_models
 import tiny_model
 import torch
 import torch.distributed as dist
@@ -40,29 +41,29 @@ Steps = Callable[[int], None]
 class Data:
     """The same tensors for all, and an order for each who asks."""
 
-    def __init__(self, num_samples: int, rank: int, world_size: int) -> None:
+    def __init__(self, num_samples: int, rank: int, world_size: int, batch: int = tiny_model.BATCH) -> None:
         self.inputs, self.labels = tiny_model.build_data(num_samples)
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.batch = rank, world_size, batch
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The bare data path: a permuted index into tensors."""
         while True:
             order = torch.randperm(len(self.labels))[self.rank :: self.world_size]
-            for rows in order.split(tiny_model.BATCH):
+            for rows in order.split(self.batch):
                 yield self.inputs[rows], self.labels[rows]
 
     def selected(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The same by `index_select`, which few people write and dure uses: 20 us less."""
         while True:
             order = torch.randperm(len(self.labels))[self.rank :: self.world_size]
-            for rows in order.split(tiny_model.BATCH):
+            for rows in order.split(self.batch):
                 yield self.inputs.index_select(0, rows), self.labels.index_select(0, rows)
 
     def loader(self) -> "DataLoader[Any]":
         """The usual data path: a DataLoader that fetches and collates single samples."""
         data = TensorDataset(self.inputs, self.labels)
         sampler: Any = DistributedSampler(data, self.world_size, self.rank) if self.world_size > 1 else None
-        return DataLoader(data, tiny_model.BATCH, shuffle=sampler is None, sampler=sampler)
+        return DataLoader(data, self.batch, shuffle=sampler is None, sampler=sampler)
 
 
 def by_hand(data: Data, batches: Iterator[Any], *, is_averaged: bool = False) -> Steps:
@@ -183,6 +184,64 @@ def candidates(data: Data) -> dict[str, Steps]:
     return found
 
 
+def reducers(data: Data, name: str) -> dict[str, Steps]:
+    """Build the ways to bring gradients together that `ring_ddp` is measured against; the first is the baseline."""
+    shared = dist.new_group(backend="cpu:dure_shm")
+    return {
+        BASELINE: flat_by_hand(data, name),
+        "by hand, again (A/A)": flat_by_hand(data, name),
+        "torch DDP, bucket view, static graph": torch_ddp(data, name, None),
+        "torch DDP over dure_shm": torch_ddp(data, name, shared),
+        "compute alone": flat_by_hand(data, name, is_reduced=False),
+    }
+
+
+def flat_by_hand(data: Data, name: str, *, is_reduced: bool = True) -> Steps:
+    """The fastest loop that one writes by hand: one flat vector of all gradients, one all-reduce on gloo."""
+    torch.manual_seed(0)
+    model = step_models.build_model(name)
+    optimizer = step_models.build_optimizer(model)
+    parameters = list(model.parameters())
+    batches = data.selected()
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = step_models.loss(model, next(batches))
+            loss.backward()
+            if is_reduced:
+                gradients = [parameter.grad for parameter in parameters]
+                flat = torch.cat([gradient.view(-1) for gradient in gradients])
+                dist.all_reduce(flat)
+                flat /= data.world_size
+                parts = flat.split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+
+    return run
+
+
+def torch_ddp(data: Data, name: str, group: "dist.ProcessGroup | None") -> Steps:
+    """torch's DDP at its fastest."""
+    torch.manual_seed(0)
+    model = step_models.build_model(name)
+    engine = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, static_graph=True)
+    optimizer = step_models.build_optimizer(model)
+    batches = data.selected()
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = step_models.loss(engine, next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+
+    return run
+
+
 def _forever(loader: "DataLoader[Any]") -> Iterator[Any]:
     while True:
         yield from loader
@@ -191,23 +250,26 @@ def _forever(loader: "DataLoader[Any]") -> Iterator[Any]:
 def work(job: Mapping[str, Any], place: Place) -> None:
     """Be one of the processes: measure, and write this process's times."""
     world_size, block, num_rounds = place.rank.world_size, job["block"], job["rounds"]
-    global_batch = tiny_model.BATCH * world_size
+    batch = step_models.BATCHES[job["model"]]
+    global_batch = batch * world_size
     num_steps = (num_rounds + WARM_UP_ROUNDS) * block + 2
     spec = RunSpec(
         task=f"{HERE / 'tiny.py'}:Tiny",
         # one epoch, so that no evaluation or checkpoint comes in between
-        task_options={"num_samples": (num_steps + 8) * global_batch},
+        task_options={"num_samples": (num_steps + 8) * global_batch, "model": job["model"]},
         samples=num_steps * global_batch,
         global_batch_size=global_batch,
-        strategy="ddp" if world_size > 1 else "single",
+        strategy=job["strategy"],
+        **job["settings"],
         nproc=world_size,
         device="cpu",
         quiet=True,
     )
     group, devices = open_rank_group(spec, place)
     session = open_session(spec, place, group, devices)
-    data = Data(num_steps * global_batch, place.rank.rank, world_size)
-    turns = Turns(candidates(data), num_rounds + WARM_UP_ROUNDS, block, before=group.barrier)
+    data = Data(num_steps * global_batch, place.rank.rank, world_size, batch)
+    others = candidates(data) if job["strategy"] in ("single", "ddp") else reducers(data, job["model"])
+    turns = Turns(others, num_rounds + WARM_UP_ROUNDS, block, before=group.barrier)
     profile: Any = nullcontext()
     if job["profile"]:
         import cProfile
@@ -223,12 +285,26 @@ def work(job: Mapping[str, Any], place: Place) -> None:
     os._exit(0)  # torch's threads may abort an ordinary exit
 
 
-def measure(world_size: int, *, num_rounds: int, block: int, profile: str | None = None) -> dict[str, list[float]]:
-    """Return each candidate's microseconds per step, one value per round; of several processes the slowest's."""
+def measure(
+    world_size: int,
+    *,
+    num_rounds: int,
+    block: int,
+    profile: str | None = None,
+    model: str = "tiny",
+    strategy: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, list[float]]:
+    """Return each candidate's microseconds per step, one value per round; of several processes the slowest's.
+
+    Beside `ring_ddp` stand other ways to reduce gradients, beside the others the peers of `candidates`.
+    """
     with tempfile.TemporaryDirectory(prefix="dure-overhead-") as folder:
         run = RunDir.create(Path(folder), "overhead")
         (run.path / "spec.json").write_text("{}")
-        job = {"run": str(run.path), "rounds": num_rounds, "block": block, "profile": profile}
+        job = {"run": str(run.path), "rounds": num_rounds, "block": block, "profile": profile, "model": model}
+        job["strategy"] = strategy or ("ddp" if world_size > 1 else "single")
+        job["settings"] = dict(settings or {})
         with socket.create_server(("127.0.0.1", 0)) as listener:
             processes = [_start(job, RankInfo(**_ranks(rank, world_size)), listener) for rank in range(world_size)]
         codes = [process.wait() for process in processes]

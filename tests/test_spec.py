@@ -143,7 +143,7 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ({"strategy": "single", "nproc": 2}, "flag --strategy: strategy single uses one device but nproc is 2: choose"),
         ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single cannot honour it"),
         ({"backend": "nccl", "device": "cpu"}, "flag --backend: backend nccl cannot reach device cpu: choose gloo"),
-        ({"strategy": "dpp"}, "flag --strategy: unknown strategy 'dpp': did you mean dp? known: dp, ddp, balanced_dp"),
+        ({"strategy": "dpp"}, "flag --strategy: unknown strategy 'dpp': did you mean dp? known: dp, ddp, "),
         ({"epoch": 3}, "flag --epoch: unknown setting 'epoch': did you mean epochs? known: epochs, "),
         ({"task": None}, "no task is given: name one"),
     ],

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 
 from dure import torchcompat
+from dure.comm.groups import ProcessGroup
+from tests.comm.gloo_ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -57,6 +60,55 @@ def test_late_parts_when_imported_first_then_ddp_lets_go_of_its_group() -> None:
     assert out == "[]\n"
 
 
+def test_found_overflows_when_there_are_no_gradients_then_one_number_can_be_agreed_on() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.unscale_(optimizer)
+    assert torchcompat.found_overflows(scaler, optimizer) == []
+    (found,) = torchcompat.found_overflows(scaler, optimizer, torch.device("cpu"))
+    found += 1  # another rank's gradient overflowed
+    scaler.step(optimizer)
+    before = scaler.get_scale()
+    scaler.update()
+    assert scaler.get_scale() == before / 2
+
+
+def test_found_overflows_when_changed_then_the_step_is_skipped() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    (found,) = torchcompat.found_overflows(scaler, optimizer)
+    assert found.item() == 0
+    found += 1
+    scaler.step(optimizer)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_group_timeout_when_it_was_set_then_that_is_it(solo_group: None) -> None:
+    assert torchcompat.group_timeout_seconds() == TIMEOUT.total_seconds()
+    assert torchcompat.group_timeout_seconds(dist.new_group(timeout=timedelta(seconds=3))) == 3.0
+
+
+def test_give_gloo_when_a_group_of_python_overrides_a_call_then_gloo_makes_all_others() -> None:
+    class Group(dist.ProcessGroup):
+        def barrier(self, opts=None):
+            return "mine"
+
+    group, number, options = Group(0, 1), torch.ones(2), torchcompat.AllgatherOptions()
+    plain = torchcompat.give_gloo(group, dist.HashStore(), 0, 1, TIMEOUT)
+    assert group.barrier() == "mine"
+    plain.barrier().wait()
+    group.allreduce([number]).wait()
+    group.allgather([[gathered := torch.zeros(2)]], [number], options).wait()
+    assert gathered.tolist() == [1.0, 1.0]
+    assert options.timeout.total_seconds() < 0  # nothing said
+    assert torchcompat.group_timeout_seconds(group) == TIMEOUT.total_seconds()
+
+
 def test_store_when_served_on_a_socket_then_it_answers_at_that_address_only(listener: socket.socket) -> None:
     host, port = listener.getsockname()
     store = torchcompat.store_on_socket(listener, TIMEOUT)
@@ -85,6 +137,28 @@ def test_ddp_when_wrapped_then_nothing_warns_and_buffers_follow_the_argument(bro
     wrapped(torch.rand(4, 3)).sum().backward()
     assert wrapped.broadcast_buffers is (broadcast_buffers is not False)
     assert wrapped.bucket_bytes_cap == 1000
+
+
+def test_divided_optimizer_when_its_package_is_imported_then_nothing_warns_and_the_part_steps() -> None:
+    out = run_python(
+        "import socket, torch, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "from torch import nn\n"
+        "from dure import torchcompat\n"
+        "torchcompat.import_late_parts()\n"
+        "store = torchcompat.store_on_socket(socket.create_server(('127.0.0.1', 0)), timedelta(seconds=20))\n"
+        "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "for in_one_message in (False, True):\n"
+        "    parameter = nn.Parameter(torch.ones(3))\n"
+        "    parameter.grad = torch.ones(3)\n"
+        "    groups = [{'params': [parameter], 'lr': 0.5}]\n"
+        "    whole = torchcompat.divide_optimizer(groups, torch.optim.SGD, in_one_message=in_one_message)\n"
+        "    whole.param_groups[0]['lr'] = 0.25\n"
+        "    whole.step()\n"
+        "    print(parameter.tolist())\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert out.splitlines() == ["[0.75, 0.75, 0.75]"] * 2
 
 
 def test_module_bases_when_asked_then_they_take_in_every_kind() -> None:
@@ -145,3 +219,70 @@ def test_run_backward_when_given_two_roots_then_gradients_are_autograds() -> Non
     for _ in range(2):
         torchcompat.run_backward((weight * 2.0).sum(), (carrier.view(-1), torch.tensor([3.0, 4.0])))
     assert [weight.grad.tolist(), carrier.grad.tolist()] == [[4.0, 4.0, 4.0], [6.0, 8.0]]
+
+
+def test_found_overflows_when_a_gradient_is_not_finite_then_the_live_number_says_so() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
+    parameter.grad = torch.ones(2)
+    scaler.unscale_(optimizer)
+    (found,) = torchcompat.found_overflows(scaler, optimizer)
+    assert found.item() == 0.0
+    found += 1.0  # as another rank's would be added
+    scaler.step(optimizer)
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_reduce_unused_too_when_torch_has_it_then_every_inner_module_is_told() -> None:
+    class Old:
+        pass
+
+    class New:
+        def set_reduce_scatter_unused_params(self, is_wanted: bool) -> None:
+            self.is_wanted = is_wanted
+
+    assert not torchcompat.reduce_unused_too(Old())
+    new = New()
+    assert torchcompat.reduce_unused_too(new)
+    assert new.is_wanted
+    has_it = hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
+    assert has_it == (tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) > (2, 11))
+
+
+def one_parameter() -> nn.Parameter:
+    return THE_PARAMETER
+
+
+def twice_the_parameter() -> torch.Tensor:
+    return 2.0 * THE_PARAMETER
+
+
+def take_local(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+THE_PARAMETER = nn.Parameter(torch.ones(2))
+
+
+def test_rpc_when_a_parameter_is_elsewhere_then_it_is_referred_to_and_stepped_there_without_a_word() -> None:
+    def work(group: ProcessGroup) -> list[float]:
+        torchcompat.import_distributed_optim()
+        torchcompat.start_rpc(f"agent{group.rank}", group.rank, group.world_size, 20.0)
+        group.barrier()
+        if group.rank == 0:
+            from torch.distributed import autograd, rpc
+
+            reference = rpc.remote("agent1", one_parameter)
+            optimizer = torchcompat.optimizer_of_references(take_local, [reference])
+            with autograd.context() as context:
+                value = rpc.remote("agent1", twice_the_parameter)
+                autograd.backward(context, [value.to_here().sum()])
+                optimizer.step(context)
+            del optimizer, reference, value
+        group.barrier()
+        torchcompat.stop_rpc(20.0)
+        return THE_PARAMETER.tolist()
+
+    assert on_ranks(2, work) == [[1.0, 1.0], [-1.0, -1.0]]

@@ -77,6 +77,8 @@ def train(
     if launched_as is not None:
         settings = _with_world_size(settings, launched_as)
     resolved = resolve_settings(task, resume=resume, config=config, **settings)
+    if launched_as is not None:
+        resolved = _without_extra_processes(resolved, launched_as)
     spec = resolved.spec
     _check_before_start(spec)
     if launched_as is not None:
@@ -245,6 +247,37 @@ def _check_before_start(spec: RunSpec) -> None:
     check_devices(resolve_device(spec.device), spec.nproc, shared=spec.share_devices)
     if spec.start == "inline" and _num_processes(spec) > 1:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
+    if STRATEGIES[spec.strategy or "single"].checks_model:
+        _check_model(spec)
+
+
+def _check_model(spec: RunSpec) -> None:
+    """Let the strategy look at the model before any process starts; the worker builds its own.
+
+    Raises:
+        SpecInvalid: It cannot take this model; every reason at once.
+    """
+    import torch
+
+    from dure.strategies import load_strategy
+    from dure.training.session import strategy_options
+
+    task = build_task(load_task_class(spec.task), spec.task_options)
+    try:
+        with torch.device("meta"):
+            model = task.build_model()
+    except Exception:
+        return  # it reads values (pretrained weights): every worker looks at its own
+    strategy = load_strategy(spec.strategy or "single")
+    faults = strategy.check_model(model, spec.nproc, strategy_options(spec))
+    try:
+        optimizer = task.build_optimizer(model)
+    except Exception:
+        optimizer = None  # as above
+    if isinstance(optimizer, torch.optim.Optimizer):
+        faults += strategy.check_optimizer(optimizer)
+    if faults:
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
 
 
 def _run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
@@ -255,7 +288,9 @@ def _run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
 
 
 def _num_processes(spec: RunSpec) -> int:
-    return 1 if STRATEGIES[spec.strategy or "single"].one_process else spec.nproc
+    info = STRATEGIES[spec.strategy or "single"]
+    extra = (getattr(spec, info.extra_processes) or spec.nproc) if info.extra_processes else 0
+    return 1 if info.one_process else spec.nproc + extra
 
 
 def _threads(spec: RunSpec, num_processes: int) -> int:
@@ -278,8 +313,16 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
             log_paths=[None, *(run.log_path(rank) for rank in range(1, num_processes))],
             store_prefix=f"{run.name}/{time.time_ns()}",
             start=spec.start,
+            expendable=_expendable(spec),
         )
     )
+
+
+def _expendable(spec: RunSpec) -> range:
+    """Return the ranks that the others go on without: those with a device, where the strategy says so."""
+    info = STRATEGIES[spec.strategy or "single"]
+    goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
+    return range(spec.nproc if goes_on else 0)
 
 
 def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
@@ -395,6 +438,25 @@ def _with_world_size(settings: dict[str, Any], rank: RankInfo) -> dict[str, Any]
             [f"nproc is {said} but torchrun started {rank.world_size} processes: leave --nproc out, torchrun decides"]
         )
     return {**settings, "nproc": rank.world_size}
+
+
+def _without_extra_processes(resolved: ResolvedSpec, rank: RankInfo) -> ResolvedSpec:
+    """Count as devices only those of the launcher's processes that have one: the last ones may be servers."""
+    spec = resolved.spec
+    setting = STRATEGIES[spec.strategy or "single"].extra_processes
+    if not setting or rank.world_size == 1:
+        return resolved
+    extra = getattr(spec, setting)
+    if (extra is None and rank.world_size % 2) or (extra or 0) >= rank.world_size:
+        counted = "as many as there are others" if extra is None else str(extra)
+        raise SpecInvalid(
+            [
+                f"torchrun started {rank.world_size} processes, of which {setting} is to be {counted}: start more, or "
+                f"set --{setting}"
+            ]
+        )
+    nproc = rank.world_size - (extra or rank.world_size // 2)
+    return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": "torchrun"})
 
 
 def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", rank: RankInfo) -> RunSummary:

@@ -14,6 +14,7 @@ DureError                     exit code 1
 ├── LossNotFinite             1   rank, step and sample indices
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
 ├── PeerLost                  1   another rank went away; never the first cause
+│   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
 └── Interrupted               130 or 143
 """
@@ -91,6 +92,10 @@ class RanksDisagree(DureError):
 
 class PeerLost(DureError):
     """Another rank went away in the middle of a collective. A consequence, never a first cause."""
+
+
+class GroupShrank(PeerLost):
+    """A rank that the others can do without went away while they exchanged something: they begin it again."""
 
 
 class WorkerFailed(DureError):

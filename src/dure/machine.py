@@ -1,7 +1,6 @@
 """What is here: cores, memory, devices. Nothing in this module creates a device context, so that forking stays safe."""
 
 import os
-import sys
 
 from dure.errors import EnvironmentLacks, SpecInvalid
 
@@ -30,16 +29,14 @@ def total_memory_bytes() -> int:
 def count_accelerators(kind: str) -> int:
     """Return the number of visible devices of a kind, `cuda` or `mps`.
 
-    CUDA devices are counted through NVML: the CUDA runtime, once asked, cannot be used in a forked child.
+    Neither question that is asked here starts the CUDA runtime, which could then not be used in a forked child:
+    `torch.accelerator.is_available` would.
     """
     import torch
 
-    if kind == "cuda":
-        # torch counts through NVML by itself, and falls back to the runtime only where NVML is missing
-        return torch.cuda.device_count()
-    if kind == "mps":
-        return int(sys.platform == "darwin" and torch.backends.mps.is_available())
-    return 0
+    # what this torch was built for; it counts CUDA devices through NVML, and by the runtime only where that is missing
+    built_for = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
 
 
 def resolve_device(wanted: str) -> str:

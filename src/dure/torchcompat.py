@@ -6,6 +6,9 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 
 import importlib
 import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from socket import socket
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dure.errors import EnvironmentLacks
 
@@ -56,6 +60,43 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGrou
     """
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce_scatter(output, input, group=group)
+
+
+def group_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
+    """Return how long a collective of CPU tensors over `group` waits for a rank (private in torch)."""
+    backend = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+    return backend.options._timeout.total_seconds()
+
+
+AllgatherOptions = dist.distributed_c10d.AllgatherOptions
+"""The one kind of options of a collective without a public name."""
+
+
+def give_gloo(
+    group: dist.ProcessGroup, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Put gloo behind a process group that is written in Python, for every call that it does not override.
+
+    Registering backends is private in torch.
+
+    Args:
+        group: An object of a class that inherits from `torch.distributed.ProcessGroup`.
+        store: Of this group alone.
+        rank: In this group.
+        world_size: Of this group.
+        timeout: Of every call.
+
+    Returns:
+        A plain group over the same gloo, for calls that the group overrides and cannot do.
+
+    Communication: gloo's rendezvous through the store, blocking.
+    """
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
+    plain = dist.ProcessGroup(store, rank, world_size)
+    for one in (group, plain):
+        one._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        one._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return plain
 
 
 # -- stores ------------------------------------------------------------------------------------------------------
@@ -124,6 +165,147 @@ def wrap_ddp(
     return wrapped
 
 
+# -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------
+
+
+def divide_optimizer(
+    groups: list[dict[str, Any]], take_part: Callable[[list[dict[str, Any]]], Optimizer], *, in_one_message: bool
+) -> Optimizer:
+    """Deal parameters out to the ranks of the default group by torch's ZeroRedundancyOptimizer.
+
+    Importing it gives 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13), so only who needs it does, and they
+    are held back here.
+
+    Args:
+        groups: Parameter groups with every option of the optimiser, of trainable dense parameters.
+        take_part: Gets the groups with this rank's parameters alone and returns the optimiser of these.
+        in_one_message: Move the parameters into one buffer per rank, so that a step sends one message of each; they
+            must have one dtype and be contiguous. Otherwise each parameter is a message.
+
+    Returns:
+        An optimiser with all groups. Its `step` steps this rank's part and sends it to the others.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        optim = importlib.import_module("torch.distributed.optim")
+    return cast(
+        Optimizer,
+        optim.ZeroRedundancyOptimizer(groups, optimizer_class=take_part, parameters_as_bucket_view=in_one_message),
+    )
+
+
+# -- fully_shard and loss scaling ----------------------------------------------------------------------------------
+
+
+def reduce_unused_too(module: Any) -> bool:
+    """Let a sharded module send zeros for parameters that got no gradient on this rank.
+
+    Without it ranks that used other parameters than others send messages of other lengths. 2.11 has no such thing.
+
+    Args:
+        module: After `fully_shard`; those inside it are meant too.
+
+    Returns:
+        Whether it does from now on.
+    """
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        return False
+    module.set_reduce_scatter_unused_params(True)
+    return True
+
+
+def found_overflows(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device | None = None
+) -> list[Tensor]:
+    """Return what a scaler found when it unscaled: one number per device, above 0 where a gradient overflowed.
+
+    They are the live tensors: ranks that have other parts of the gradients add theirs up in them (private in torch).
+
+    Args:
+        scaler: After `unscale_`.
+        optimizer: That was unscaled.
+        device: Where the number is kept of an optimiser without any gradient; without a number no step is taken.
+    """
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    if device is not None and not found:
+        found[device] = torch.zeros((), dtype=torch.float32, device=device)
+    return list(cast(dict[torch.device, Tensor], found).values())
+
+
+# -- RPC -----------------------------------------------------------------------------------------------------------
+
+_RPC_SCHEME = "dure"
+_rpc_meetings: list[tuple[dist.Store, int, int]] = []
+"""Store, rank and world size of the agent that is there."""
+_registered_schemes: set[str] = set()
+
+
+def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Start this process's RPC agent over the default group's store (private in torch).
+
+    `init_rpc` finds its store by a URL, and a URL can only name an address: a scheme of our own hands over a store that
+    is there. It warns of what torch itself does inside (2.11 and 2.13).
+    """
+    from torch.distributed import rpc
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    if _RPC_SCHEME not in _registered_schemes:
+        register_rendezvous_handler(_RPC_SCHEME, _meet_for_rpc)
+        _registered_schemes.add(_RPC_SCHEME)
+    _rpc_meetings[:] = [(dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()), rank, world_size)]
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_RPC_SCHEME}://", rpc_timeout=timeout_seconds)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def _meet_for_rpc(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    yield _rpc_meetings[-1]
+
+
+def stop_rpc(timeout_seconds: float) -> None:
+    """End this process's RPC agent together with all others, every call done, and let go of the store.
+
+    Args:
+        timeout_seconds: For the others to come; without it one that is dead would be waited for without end.
+    """
+    from torch.distributed import rpc
+
+    rpc.shutdown(timeout=timeout_seconds)
+    _rpc_meetings.clear()
+
+
+def import_distributed_optim() -> ModuleType:
+    """Import `torch.distributed.optim`, which gives 67 DeprecationWarnings about `torch.jit` (2.11 and 2.13).
+
+    Where something of it is unpickled, by RPC, the import happens then: do it before.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("torch.distributed.optim")
+
+
+def optimizer_of_references(optimizer_class: Callable[[list[nn.Parameter]], Any], references: list[Any]) -> Any:
+    """Return a DistributedOptimizer over remote parameters.
+
+    It logs a warning for every class that is not torch's own.
+
+    Args:
+        optimizer_class: A function of a module; called where parameters are, with those that are there.
+        references: An RRef to each parameter.
+
+    Communication: one remote call to each owner, blocking.
+    """
+    optim = import_distributed_optim()
+    log = logging.getLogger("torch.distributed.optim.optimizer")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return optim.DistributedOptimizer(optimizer_class, references)
+    finally:
+        log.setLevel(level)
+
+
 # -- modules, tensors and generators -----------------------------------------------------------------------------
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -135,7 +317,8 @@ Dropout = nn.modules.dropout._DropoutNd
 
 def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
     """Multiply tensors in place by one factor, in one call for all that share device and dtype (private in torch)."""
-    torch._foreach_mul_(tensors, factor)
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def default_generator(device: torch.device) -> Generator:

@@ -17,7 +17,7 @@ from dure.cli.settings import setting_names, spell_out_truths
 from dure.cli.task_options import take_task_options
 from dure.errors import EnvironmentLacks, Interrupted, Misuse, SpecInvalid
 from dure.measure.records import Metric, RunSummary
-from dure.spec import RunSpec, flag_name, resolve
+from dure.spec import RunSpec, flag_name, kinds, resolve
 from dure.strategies import STRATEGIES
 
 TASK_FILE = """
@@ -120,7 +120,7 @@ def test_export_when_called_then_takes_the_last_and_says_what_was_written(api: S
 
 @pytest.mark.parametrize("name", setting_names())
 def test_setting_when_it_exists_then_is_a_flag_that_the_library_gets(name: str, api: SimpleNamespace) -> None:
-    is_bool = RunSpec.model_fields[name].annotation is bool
+    is_bool = bool in kinds(RunSpec.model_fields[name])
     assert main(["train", "a.py:T", flag_name(name), *(() if is_bool else ("7",))]) == 0
     assert api.calls[0][2][name] == (True if is_bool else "7")
 
@@ -196,7 +196,7 @@ def test_help_when_a_task_is_named_then_shows_its_options(task_file: str, capsys
         ("train a.py:T --seed 1 --seed 2", "parameter --seed specified multiple times: see `dure train --help`"),
         ("eval", 'command "eval" parameter RUN requires an argument: see `dure eval --help`'),
         ("eval runs/x --which worst", 'Choose from: "best", "last": see `dure eval --help`'),
-        ("strategies dpp", "unknown strategy 'dpp': did you mean dp? known: dp, ddp, balanced_dp, single"),
+        ("strategies dpp", "unknown strategy 'dpp': did you mean dp? known: dp, ddp, "),
         ("runs --runs-dir /no/such", "/no/such is no folder: start a run"),
     ],
 )
@@ -283,6 +283,13 @@ def test_strategies_when_json_then_is_one_document_of_all(capsys: Any) -> None:
     assert main(["strategies", "--json"]) == 0
     names = [info["name"] for info in json.loads(capsys.readouterr().out)["strategies"]]
     assert {"single", "dp", "balanced_dp", "ddp"} <= set(names)
+
+
+def test_strategies_when_markdown_then_is_a_page_of_all(capsys: Any) -> None:
+    assert main(["strategies", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"\n## {name}\n" in page and f"| [`{name}`](#{name}) |" in page for name in STRATEGIES)
+    assert main(["strategies", "--markdown", "--json"]) == 2
 
 
 def test_runs_when_there_are_none_then_is_no_mistake(

@@ -1,4 +1,4 @@
-"""Runs a function on forked gloo ranks."""
+"""Runs a function on forked ranks."""
 
 import os
 import pickle
@@ -16,11 +16,15 @@ from dure.rank import RankInfo, StoreAddress
 from dure.torchcompat import import_late_parts
 
 
-def on_ranks(num_ranks: int, work: Callable[[ProcessGroup], Any], timeout_seconds: float = 20.0) -> list[Any]:
+def on_ranks(
+    num_ranks: int, work: Callable[[ProcessGroup], Any], timeout_seconds: float = 20.0, backend: str = "gloo"
+) -> list[Any]:
     """Return what `work(group)` returned on each rank: an exception as its object, None for one that died."""
     import_late_parts()
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
-        pids = [_fork(rank, num_ranks, work, listener, Path(folder), timeout_seconds) for rank in range(num_ranks)]
+        pids = [
+            _fork(rank, num_ranks, work, listener, Path(folder), timeout_seconds, backend) for rank in range(num_ranks)
+        ]
         for pid in pids:
             os.waitpid(pid, 0)
         files = [Path(folder) / str(rank) for rank in range(num_ranks)]
@@ -29,7 +33,7 @@ def on_ranks(num_ranks: int, work: Callable[[ProcessGroup], Any], timeout_second
 
 def _fork(
     rank: int, num_ranks: int, work: Callable[[ProcessGroup], Any], listener: socket.socket, folder: Path,
-    timeout_seconds: float,
+    timeout_seconds: float, backend: str,
 ) -> int:  # fmt: skip
     pid = os.fork()
     if pid:
@@ -39,7 +43,7 @@ def _fork(
         host, port = listener.getsockname()
         place = RankInfo(rank=rank, local_rank=rank, world_size=num_ranks, local_world_size=num_ranks)
         address = StoreAddress(host=host, port=port, prefix="test", listen_fd=listener.detach() if rank == 0 else None)
-        group = open_group(place, address, device=torch.device("cpu"), backend="gloo", timeout_seconds=timeout_seconds)
+        group = open_group(place, address, device=torch.device("cpu"), backend=backend, timeout_seconds=timeout_seconds)
         try:
             answer = work(group)
             group.close()

@@ -1,11 +1,13 @@
 """How the battery runs a case, and what it reads from a run."""
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -13,14 +15,29 @@ from torch import Tensor
 import dure
 from dure.strategies import STRATEGIES
 
-PLACES = [
+LAYERED: frozenset[str] = frozenset({"model_parallel", "pipeline", "rpc_model"})
+"""Strategies that divide a model and so are given one of several layers and no tied weight."""
+
+PAIRS = [
     (name, num_devices)
     for name, info in STRATEGIES.items()
     for num_devices in ((1, 2, 3) if info.many_devices else (1,))
+    if info.is_exact
 ]
-"""Every strategy of the table on one, two and three devices: a new one is in the battery by being in the table."""
+"""Every exact strategy of the table on one, two and three devices: being in the table is being in the battery."""
 
-MANY = [(name, num_devices) for name, num_devices in PLACES if num_devices > 1]
+ALWAYS = ("single", "dp", "balanced_dp", "ddp")
+"""Strategies that every test of the battery has every time. Of the others one case on three devices is; the rest is
+among the slow tests, for a dozen strategies take their time."""
+
+
+def places(pairs: Iterable[tuple[str, int]], *more: object) -> list[Any]:
+    """Return parameters of a test, the less telling ones marked as slow; each with `more` values behind it."""
+    return [pytest.param(*pair, *more, marks=[] if pair[0] in ALWAYS else pytest.mark.slow) for pair in pairs]
+
+
+PLACES = places(PAIRS)
+MANY = places(pair for pair in PAIRS if pair[1] > 1)
 
 TO_ROUNDING = 1e-10
 """Float64 sums of a few hundred terms in another order differ by about 1e-16 each; 20 steps amplify that little."""
@@ -37,6 +54,11 @@ def train_case(
     summary = dure.train(task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, **settings)
     assert summary.status == "completed"
     return Path(summary.run)
+
+
+def is_layered(strategy: str) -> bool:
+    """Whether a strategy's task is to have the layered model."""
+    return strategy in LAYERED
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
@@ -79,6 +101,13 @@ def samples_by_epoch(run: Path) -> Iterator[list[int]]:
 
 
 def evaluated_digests(folder):
-    """Return the digests of all weights that were evaluated; rank 0's first is of the rehearsal before training."""
-    lines = {file.name: file.read_text().splitlines() for file in folder.iterdir()}
-    return {line for name, found in lines.items() for line in (found[1:] if name == "rank0" else found)}
+    """Return the digests of all weights that were evaluated: those of the tensor that was seen in most states.
+
+    Ranks that hold parts of a model are compared where they hold the same.
+    """
+    seen = defaultdict(set)
+    for file in sorted(folder.iterdir()):
+        for line in file.read_text().splitlines():
+            for name, digest in json.loads(line).items():
+                seen[name].add(digest)
+    return max(seen.values(), key=len)

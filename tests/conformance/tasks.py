@@ -1,6 +1,7 @@
 """Small float64 tasks whose runs the battery compares; each says in its options what is to differ."""
 
 import hashlib
+import json
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -38,6 +39,20 @@ class Model(nn.Module):
         return self.scale * self.outer(hidden)
 
 
+def layered_model(dtype: torch.dtype, dropout: float) -> nn.Sequential:
+    """Build four linear layers, none tied or frozen, that can be cut between any two."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 8, dtype=dtype), nn.Dropout(dropout), nn.Tanh(),
+        nn.Linear(8, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, WIDTH, dtype=dtype),
+    )  # fmt: skip
+
+
+def digests_of(model: nn.Module) -> dict[str, str]:
+    """Return a digest of every tensor of a model, of the whole tensor where ranks hold shards."""
+    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in state.items()}
+
+
 class Regression(dure.Task):
     """Learns a fixed map of random vectors; with `tokens`, rows count by their uneven masks."""
 
@@ -46,8 +61,9 @@ class Regression(dure.Task):
     num_samples: int = 44
     dtype: str = "float64"
     dropout: float = 0.0
+    layered: bool = False
     digests: str = ""
-    """A folder in which every rank leaves a digest of the weights that it evaluates."""
+    """A folder in which every rank leaves digests of the weights that it evaluates, once they are trained."""
 
     def _data(self, num_samples: int, seed: int) -> TensorData:
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +77,10 @@ class Regression(dure.Task):
         return TensorData(x.to(dtype), y.to(dtype), mask)
 
     def build_model(self) -> nn.Module:
-        return Model(getattr(torch, self.dtype), self.dropout)
+        model = (layered_model if self.layered else Model)(getattr(torch, self.dtype), self.dropout)
+        if self.digests:
+            self.untrained = digests_of(model)
+        return model
 
     def train_data(self) -> TensorData:
         return self._data(self.num_samples, 1)
@@ -87,9 +106,10 @@ class Regression(dure.Task):
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, dure.Sum]:
         x, y, mask = batch
         if self.digests:
-            digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
-            with (Path(self.digests) / f"rank{os.environ.get('RANK', 0)}").open("a") as file:
-                file.write(digest + "\n")
+            digests = digests_of(model)
+            if digests.items() - self.untrained.items():
+                with (Path(self.digests) / f"rank{os.environ.get('RANK', 0)}").open("a") as file:
+                    file.write(json.dumps(digests) + "\n")
         error = (model(x) - y).abs().mean(2)
         return {"absolute_error": dure.Sum((error * mask).sum(), mask.sum())}
 

@@ -5,10 +5,10 @@ import pytest
 import dure
 from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
-from tests.conformance.cases import PLACES, TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.cases import PAIRS, TO_ROUNDING, largest_difference, places, train_case, weights_of
 from tests.conformance.tasks import Normalised
 
-SYNCHRONISING = [place for place in PLACES if "sync_batchnorm" in STRATEGIES[place[0]].settings]
+SYNCHRONISING = places(pair for pair in PAIRS if "sync_batchnorm" in STRATEGIES[pair[0]].settings)
 
 # 45 samples by 7: the short last batch has three, one for each of three ranks
 STEPS = {"global_batch_size": 7, "epochs": 2, "seed": 4}

@@ -4,7 +4,7 @@ import pytest
 
 import dure
 from examples.digits import Digits
-from tests.conformance.cases import MANY, train_case
+from tests.conformance.cases import MANY, is_layered, train_case
 from tests.conformance.tasks import Regression
 
 EXACT = 1e-12
@@ -41,8 +41,10 @@ def test_evaluation_with_more_ranks_than_batches_is_the_same(tmp_path):
 
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_evaluation_during_training_equals_one_process(strategy, num_devices, tmp_path):
+    layered = is_layered(strategy)
+
     def metrics_of(strategy: str, num_devices: int):
-        task = Regression(kind="tokens")
+        task = Regression(kind="tokens", layered=layered)
         name = f"evaluated-{strategy}"
         return dure.train(
             task, strategy=strategy, nproc=num_devices, runs_dir=tmp_path, name=name, quiet=True, start="fork",

@@ -16,7 +16,16 @@ import dure
 from dure.data import TensorData
 from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
-from tests.conformance.cases import MANY, PLACES, TO_ROUNDING, largest_difference, records_of, train_case, weights_of
+from tests.conformance.cases import (
+    MANY,
+    PLACES,
+    TO_ROUNDING,
+    is_layered,
+    largest_difference,
+    records_of,
+    train_case,
+    weights_of,
+)
 from tests.conformance.tasks import Regression
 
 STEPS = {"global_batch_size": 6, "epochs": 1, "seed": 8, "checkpoint_every_samples": 12}
@@ -43,7 +52,8 @@ class Poisoned(Regression):
 def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_and_samples(
     strategy, num_devices, value, tmp_path
 ):
-    healthy = train_case(tmp_path, Regression(), strategy, num_devices, record_samples=True, **STEPS)
+    layered = is_layered(strategy)
+    healthy = train_case(tmp_path, Regression(layered=layered), strategy, num_devices, record_samples=True, **STEPS)
     num_ranks = 1 if STRATEGIES[strategy].one_process else num_devices
     step, rank, samples = next(
         (record["step"], rank, record["samples"])
@@ -54,7 +64,7 @@ def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_an
     shown = ", ".join(map(str, samples))
     match = rf"the loss is {value:g} at step {step} of epoch 1: rank {rank}, samples \[{shown}\]"
     with pytest.raises(WorkerFailed, match=match) as caught:
-        train_case(tmp_path / "poisoned", Poisoned(value=value), strategy, num_devices, **STEPS)
+        train_case(tmp_path / "poisoned", Poisoned(value=value, layered=layered), strategy, num_devices, **STEPS)
     assert caught.value.exit_code == 1
     run = next((tmp_path / "poisoned").iterdir())
     assert {len(records_of(run, rank)) for rank in range(num_ranks)} == {step - 1}
@@ -74,8 +84,9 @@ class Uncounted(Regression):
 
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_a_batch_that_counts_nothing_is_refused_with_its_step(strategy, num_devices, tmp_path):
+    task = Uncounted(kind="tokens", layered=is_layered(strategy))
     with pytest.raises(WorkerFailed, match="the loss of step 3 has a count of 0 over all ranks: there is nothing to"):
-        train_case(tmp_path, Uncounted(kind="tokens"), strategy, num_devices, shuffle=False, **STEPS)
+        train_case(tmp_path, task, strategy, num_devices, shuffle=False, **STEPS)
 
 
 def test_a_rank_whose_share_counts_nothing_is_no_failure(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from dure.strategies import STRATEGIES
 from examples.digits import Digits
-from tests.conformance.cases import MANY, PLACES, losses_of, records_of, samples_by_epoch, train_case
+from tests.conformance.cases import MANY, PLACES, is_layered, losses_of, records_of, samples_by_epoch, train_case
 from tests.conformance.tasks import Regression
 
 FLOAT32_CURVE = 1e-5
@@ -27,18 +27,18 @@ def test_loss_curve_on_digits_equals_one_process(strategy, num_devices, digits_a
 
 @pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
 def test_records_prove_that_every_sample_of_an_epoch_was_used_once(strategy, num_devices, tmp_path):
-    run = train_case(
-        tmp_path, Regression(), strategy, num_devices, epochs=2, global_batch_size=7, microbatch_size=1,
-        record_samples=True,
-    )  # fmt: skip
+    task = Regression(layered=is_layered(strategy))
+    settings = {"epochs": 2, "global_batch_size": 7, "microbatch_size": 1, "record_samples": True}
+    run = train_case(tmp_path, task, strategy, num_devices, **settings)
     assert list(samples_by_epoch(run)) == [list(range(44))] * 2
 
 
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_records_say_the_same_sums_on_every_rank_and_as_one_process(strategy, num_devices, kind, tmp_path):
-    one = records_of(train_case(tmp_path, Regression(kind=kind), epochs=1, global_batch_size=10))
-    run = train_case(tmp_path, Regression(kind=kind), strategy, num_devices, epochs=1, global_batch_size=10)
+    task = Regression(kind=kind, layered=is_layered(strategy))
+    one = records_of(train_case(tmp_path, task, epochs=1, global_batch_size=10))
+    run = train_case(tmp_path, task, strategy, num_devices, epochs=1, global_batch_size=10)
     num_ranks = 1 if STRATEGIES[strategy].one_process else num_devices
     for rank in range(num_ranks):
         ours = records_of(run, rank)

@@ -8,7 +8,15 @@ import torch
 from dure.strategies import STRATEGIES
 from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
-from tests.conformance.cases import MANY, TO_ROUNDING, evaluated_digests, largest_difference, train_case, weights_of
+from tests.conformance.cases import (
+    MANY,
+    TO_ROUNDING,
+    evaluated_digests,
+    is_layered,
+    largest_difference,
+    train_case,
+    weights_of,
+)
 from tests.conformance.tasks import Regression
 
 STEPS = {"global_batch_size": 8, "samples": 160, "seed": 6, "clip_norm": 0.3}
@@ -64,7 +72,7 @@ def test_halves_under_accumulation_equal_a_loop_by_hand(precision, task_class, t
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, precision, tmp_path):
-    task = Regression(dtype="float32")
+    task = Regression(dtype="float32", layered=is_layered(strategy))
     one = weights_of(train_case(tmp_path, task, precision=precision, **STEPS))
     many = train_case(tmp_path, task, strategy, num_devices, precision=precision, microbatch_size=2, **STEPS)
     assert largest_difference(weights_of(many), one) < AS_HALVES[precision]

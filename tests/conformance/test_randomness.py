@@ -7,11 +7,13 @@ import torch
 
 from tests.conformance.cases import (
     MANY,
-    PLACES,
+    PAIRS,
     TO_ROUNDING,
     are_same_bits,
+    is_layered,
     largest_difference,
     losses_of,
+    places,
     train_case,
     weights_of,
 )
@@ -24,8 +26,8 @@ WAYS = ("one by one", "subset", "batched")
 @pytest.fixture(scope="module")
 def augmented_alone(tmp_path_factory):
     @functools.cache
-    def weights(way: str):
-        return weights_of(train_case(tmp_path_factory.mktemp("one"), Augmented(way=way), **STEPS))
+    def weights(way: str, layered: bool = False):
+        return weights_of(train_case(tmp_path_factory.mktemp("one"), Augmented(way=way, layered=layered), **STEPS))
 
     return weights
 
@@ -33,8 +35,10 @@ def augmented_alone(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
 def test_augmentation_is_the_same_on_any_number_of_devices(strategy, num_devices, way, augmented_alone, tmp_path):
-    run = train_case(tmp_path, Augmented(way=way), strategy, num_devices, microbatch_size=2, **STEPS)
-    assert largest_difference(weights_of(run), augmented_alone(way)) < TO_ROUNDING
+    layered = is_layered(strategy)
+    task = Augmented(way=way, layered=layered)
+    run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=2, **STEPS)
+    assert largest_difference(weights_of(run), augmented_alone(way, layered)) < TO_ROUNDING
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -62,9 +66,9 @@ class Still(Augmented):
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize(("strategy", "num_devices", "workers"), [*((*place, 0) for place in PLACES), ("ddp", 2, 2)])
+@pytest.mark.parametrize(("strategy", "num_devices", "workers"), [*places(PAIRS, 0), ("ddp", 2, 2)])
 def test_a_deterministic_run_repeats_bit_by_bit_with_dropout(strategy, num_devices, workers, tmp_path):
-    task = Regression(dtype="float32", dropout=0.3, kind="tokens")
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", layered=is_layered(strategy))
     settings = {"deterministic": True, "num_workers": workers, "microbatch_size": 2, **STEPS}
     first, second = [weights_of(train_case(tmp_path, task, strategy, num_devices, **settings)) for _ in range(2)]
     assert are_same_bits(first, second)

@@ -11,6 +11,7 @@ from tests.conformance.cases import (
     PLACES,
     TO_ROUNDING,
     are_same_bits,
+    is_layered,
     largest_difference,
     losses_of,
     samples_by_epoch,
@@ -46,8 +47,8 @@ def resumed(run: Path, **settings) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     @functools.cache
-    def run(strategy: str, num_devices: int, kind: str, optimizer: str) -> Path:
-        task = Augmented(way="one by one", kind=kind, optimizer=optimizer)
+    def run(strategy: str, num_devices: int, kind: str, optimizer: str, layered: bool) -> Path:
+        task = Augmented(way="one by one", kind=kind, optimizer=optimizer, layered=layered)
         return train_case(tmp_path_factory.mktemp("runs"), task, strategy, num_devices, **SETTINGS)
 
     return run
@@ -58,7 +59,7 @@ def undisturbed(tmp_path_factory):
 def test_resume_under_any_strategy_ends_with_the_same_weights(
     strategy, num_devices, kind, optimizer, samples, undisturbed, tmp_path
 ):
-    whole = undisturbed("ddp", 3, kind, optimizer)
+    whole = undisturbed("ddp", 3, kind, optimizer, is_layered(strategy))
     run = back_to(whole, samples, tmp_path)
     resumed(run, strategy=strategy, nproc=num_devices, microbatch_size=2, device0_share=None)
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
@@ -69,7 +70,7 @@ def test_resume_under_any_strategy_ends_with_the_same_weights(
 @pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
 @pytest.mark.parametrize("samples", [28, 72])
 def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, num_devices, samples, tmp_path):
-    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw")
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=is_layered(strategy))
     whole = train_case(tmp_path, task, strategy, num_devices, deterministic=True, **SETTINGS)
     run = resumed(back_to(whole, samples, tmp_path))
     assert are_same_bits(weights_of(run), weights_of(whole))

@@ -9,9 +9,11 @@ import torch
 from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
 from tests.conformance.cases import (
+    PAIRS,
     PLACES,
     TO_ROUNDING,
     evaluated_digests,
+    is_layered,
     largest_difference,
     records_of,
     train_case,
@@ -29,9 +31,9 @@ def one_process(tmp_path_factory):
     """Return the weights of the one-process run without accumulation, made once for each task."""
 
     @functools.cache
-    def weights(kind: str, optimizer: str):
+    def weights(kind: str, optimizer: str, layered: bool = False):
         folder: Path = tmp_path_factory.mktemp("one")
-        return weights_of(train_case(folder, Regression(kind=kind, optimizer=optimizer), **STEPS))
+        return weights_of(train_case(folder, Regression(kind=kind, optimizer=optimizer, layered=layered), **STEPS))
 
     return weights
 
@@ -45,15 +47,24 @@ def test_weights_after_20_steps_equal_one_process(
 ):
     digests = tmp_path / "digests"
     digests.mkdir()
-    task = Regression(kind=kind, optimizer=optimizer, digests=str(digests))
+    layered = is_layered(strategy)
+    task = Regression(kind=kind, optimizer=optimizer, layered=layered, digests=str(digests))
     run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=microbatch_size, **STEPS)
-    assert largest_difference(weights_of(run), one_process(kind, optimizer)) < TO_ROUNDING
+    assert largest_difference(weights_of(run), one_process(kind, optimizer, layered)) < TO_ROUNDING
     assert len(evaluated_digests(digests)) == 1
+
+
+@pytest.mark.parametrize("strategy", [name for name, num_devices in PAIRS if num_devices == 3])
+def test_weights_of_every_strategy_on_three_devices_equal_one_process(strategy, one_process, tmp_path):
+    """The heart of the battery, every time."""
+    task = Regression(kind="tokens", optimizer="adamw", layered=is_layered(strategy))
+    run = train_case(tmp_path, task, strategy, 3, microbatch_size=2, **STEPS)
+    assert largest_difference(weights_of(run), one_process("tokens", "adamw", is_layered(strategy))) < TO_ROUNDING
 
 
 @pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
 def test_weights_with_a_last_batch_of_one_sample_equal_one_process(strategy, num_devices, tmp_path):
-    task = Regression(kind="tokens", optimizer="adamw", num_samples=41)
+    task = Regression(kind="tokens", optimizer="adamw", num_samples=41, layered=is_layered(strategy))
     steps = {"global_batch_size": 10, "epochs": 4, "seed": 9}
     one = weights_of(train_case(tmp_path, task, **steps))
     run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=3, **steps)

@@ -1,5 +1,6 @@
 """Under torchrun: its ranks, one run folder, its exit codes, its signals."""
 
+import json
 import os
 import signal
 import subprocess
@@ -58,6 +59,18 @@ def test_torchrun_when_it_starts_two_ranks_then_they_are_one_run(tmp_path):
     _, err = command.communicate(timeout=60)
     assert command.returncode == 0, err
     assert run.summary()["samples"] == 4 * 97
+
+
+def test_torchrun_when_ranks_train_then_one_of_them_speaks_for_all(tmp_path):
+    words = [word for word in BASE if word != "--quiet"]
+    command = torchrun(tmp_path, *words)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 0, err
+    assert err.count("run folder") == 1
+    assert (out + err).count("where the time went") <= 1
+    command = torchrun(tmp_path, *words[:-3], "--name", "other", "--json")
+    out, err = command.communicate(timeout=60)
+    assert json.loads(out)["status"] == "completed", err
 
 
 def test_torchrun_when_a_rank_fails_then_the_cause_is_shown_and_torchrun_fails(tmp_path):

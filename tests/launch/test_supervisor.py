@@ -24,7 +24,7 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def launch(folder: Path, start: str, deeds: list, **job: object) -> Outcome:
+def launch(folder: Path, start: str, deeds: list, expendable: tuple[int, ...] = (), **job: object) -> Outcome:
     folder.mkdir(exist_ok=True)
     return run_workers(
         Launch(
@@ -35,6 +35,7 @@ def launch(folder: Path, start: str, deeds: list, **job: object) -> Outcome:
             log_paths=[folder / f"log{rank}" for rank in range(len(deeds))],
             store_prefix="test",
             start=start,
+            expendable=expendable,
         )
     )
 
@@ -58,6 +59,19 @@ def test_ranks_when_one_fails_then_the_others_are_gone_within_two_seconds(tmp_pa
     assert codes(outcome) == [-signal.SIGKILL, 1, -signal.SIGKILL]
     assert [end.was_stopped for end in outcome.ends] == [True, False, True]
     assert "RuntimeError: planned" in (tmp_path / "log1").read_text()
+
+
+def test_rank_that_can_be_missed_when_killed_then_the_others_go_on(tmp_path, start):
+    outcome = launch(tmp_path, start, ["linger", "kill", "linger"], expendable=(1,))
+    assert codes(outcome) == [0, -signal.SIGKILL, 0]
+    assert [end.is_tolerated for end in outcome.ends] == [False, True, False]
+
+
+@pytest.mark.parametrize("deed", ["raise", "report", 3])
+def test_rank_that_can_be_missed_when_it_ends_by_itself_then_the_others_are_ended(deed, tmp_path):
+    outcome = launch(tmp_path, "fork", ["linger", deed], expendable=(1,))
+    assert outcome.ends[0].was_stopped
+    assert not outcome.ends[1].is_tolerated
 
 
 def test_rank_when_it_fails_then_its_report_reaches_the_supervisor(tmp_path, start):

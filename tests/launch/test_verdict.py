@@ -10,7 +10,9 @@ import pytest
 from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
 
 
-def end(rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, **failure: Any) -> WorkerEnd:
+def end(
+    rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, is_tolerated: bool = False, **failure: Any
+) -> WorkerEnd:
     record = None
     if failure:
         record = {
@@ -29,7 +31,9 @@ def end(rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, *
             "user_traceback": None,
             **failure,
         }
-    return WorkerEnd(rank=rank, exit_code=code, time=time, was_stopped=was_stopped, failure=record)
+    return WorkerEnd(
+        rank=rank, exit_code=code, time=time, was_stopped=was_stopped, failure=record, is_tolerated=is_tolerated
+    )
 
 
 LOST = {"is_consequence": True, "message": "Connection closed by peer", "origin": "library"}
@@ -41,6 +45,14 @@ CAUSES = {
     "a kill from outside": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0)], "rank 1 was killed (SIGKILL)"),
     "not our own kill": ([end(0, KILLED, 2.0, was_stopped=True), end(1, 1, 1.0, message="bad")], "rank 1 failed"),
     "a rank that left with 0": ([end(0, 1, 1.0, **LOST), end(1, 0, 0.5)], "rank 1 ended with exit code 0"),
+    "one that can be missed, before the others could": (
+        [end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, is_tolerated=True)],
+        "rank 1 was killed (SIGKILL)",
+    ),
+    "not one that was missed long ago": (
+        [end(0, 1, 9.0, message="bad"), end(1, KILLED, 2.0, is_tolerated=True)],
+        "rank 0 failed",
+    ),
     "a rank that hung": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
 }
 
@@ -53,6 +65,7 @@ def test_verdict_when_ranks_fail_then_the_cause_comes_first(cause, tmp_path):
 
 def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):
     assert judge(tmp_path, [end(0, 0), end(1, 0)]) is None
+    assert judge(tmp_path, [end(0, 0), end(1, KILLED, is_tolerated=True)]) is None
 
 
 def test_verdict_when_a_signal_explains_all_ends_then_there_is_none(tmp_path):

@@ -34,6 +34,11 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     if deed == "report":
         os.pwrite(place.report_fd, b'{"message": "told"}', 0)
         return 1
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if deed == "linger":
+        time.sleep(1.5)  # longer than ranks get after a failure
+        return 0
     if deed == "signal_parent":
         os.kill(os.getppid(), signal.SIGINT)
     if deed == "signal_parent_twice":

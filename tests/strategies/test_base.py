@@ -12,20 +12,20 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Requests, StepFacts, StrategyOptions
+from dure.strategies.base import LossTerm, Requests, StepFacts, StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
 
 CPU = torch.device("cpu")
 
 
-def prepared(loss, *, model=None, name="single", devices=1, **options):
+def prepared(loss, *, model=None, name="single", devices=1, group=None, **options):
     """Return a strategy of one process over a linear model without bias whose weights are 1, 2."""
     if model is None:
         model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
         model.weight.data = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     strategy = load_strategy(name)(
-        STRATEGIES[name], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), StrategyOptions(**options)
+        STRATEGIES[name], group or Solo(), (CPU,) * devices, Precision("fp32", "cpu"), StrategyOptions(**options)
     )
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss)
     return strategy
@@ -121,22 +121,26 @@ def test_gradients_outside_the_optimiser_are_dropped_with_the_others():
     assert all(parameter.grad is None for parameter in strategy.model.parameters())
 
 
+def term(loss=None, count=1):
+    return LossTerm(root=loss, loss=loss, factor=1.0, count=count)
+
+
 def test_facts_tell_a_local_loss_that_is_not_finite_from_a_sum_that_is_not():
     ok, bad = torch.tensor(1.0), torch.tensor(math.nan)
-    assert StepFacts((math.nan, 3.0, 0, 0), is_integral=True, local_losses=[ok, ok]).is_locally_finite()
-    assert not StepFacts((math.nan, 3.0, 0, 0), is_integral=True, local_losses=[ok, bad]).is_locally_finite()
+    assert StepFacts((math.nan, 3.0, 0, 0), [term(ok), term(ok)]).is_locally_finite()
+    assert not StepFacts((math.nan, 3.0, 0, 0), [term(ok), term(bad)]).is_locally_finite()
 
 
 @pytest.mark.parametrize(("stop", "save"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (3.0, 1.0)])
 def test_facts_say_what_any_rank_requested(stop, save):
-    facts = StepFacts(torch.tensor([2.5, 3.0, stop, save]), is_integral=True, local_losses=[])
+    facts = StepFacts(torch.tensor([2.5, 3.0, stop, save]), [])
     assert facts.read() == (2.5, 3, Requests(stop > 0, save > 0))
 
 
 def test_facts_round_a_count_of_whole_items_that_float32_has_worn():
     worn = torch.tensor([1.0, 29.999998, 0.0, 0.0])
-    assert StepFacts(worn, is_integral=True, local_losses=[]).read()[1] == 30
-    assert StepFacts(worn, is_integral=False, local_losses=[]).read()[1] == pytest.approx(29.999998)
+    assert StepFacts(worn, [term(count=10)]).read()[1] == 30
+    assert StepFacts(worn, [term(count=10), term(count=9.5)]).read()[1] == pytest.approx(29.999998)
 
 
 def test_not_preserved_speaks_of_what_the_model_has():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dure
-from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import DataInvalid
 from dure.training.evaluation import evaluate, evaluation_batch_size
@@ -38,11 +37,9 @@ class Measuring(Small):
 
 
 def measured(group=None, *, strategy=None, batch_size=3, task=None, data=COLUMN):
-    strategy = strategy or prepared(lambda model, batch: None)
+    strategy = strategy or prepared(lambda model, batch: None, group=group)
     loader = Loader(SampleFetch(data, None, 0), CPU, 0)
-    return evaluate(
-        task or Measuring(), strategy, group or Solo(), loader, num_samples=len(data), batch_size=batch_size
-    )
+    return evaluate(task or Measuring(), strategy, loader, num_samples=len(data), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 100])

@@ -11,7 +11,7 @@ from rich.text import Text
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import Misuse
 from dure.report.end_table import add_row
-from dure.spec import unknown_name
+from dure.spec import flag_name, unknown_name
 
 if TYPE_CHECKING:
     from dure.strategies import StrategyInfo
@@ -43,6 +43,9 @@ def strategies(
     /,
     *,
     json: JsonFlag = False,
+    markdown: Annotated[
+        bool, Parameter(name="--markdown", negative=(), show_default=False, help="print the table as a Markdown page")
+    ] = False,
 ) -> None:
     """Show the strategies: what each divides, what it preserves of the one-device run, what it needs.
 
@@ -54,11 +57,47 @@ def strategies(
     if name is not None and name not in STRATEGIES:
         raise Misuse(unknown_name("strategy", name, STRATEGIES))
     chosen = [STRATEGIES[name]] if name is not None else list(STRATEGIES.values())
-    if json:
+    if json and markdown:
+        raise Misuse("--json and --markdown are two forms of one answer: choose one")
+    if markdown:
+        print(markdown_page(chosen), end="")
+    elif json:
         print_json({"strategies": [info.to_json() for info in chosen]})
     else:
         show(_StrategyTable(chosen))
         show(Text(_LEGEND, style="dim"))
+
+
+def markdown_page(infos: Sequence["StrategyInfo"]) -> str:
+    """Write the table as a page: an overview to choose from, then what is said of each strategy."""
+    head = [
+        "# Strategies",
+        "",
+        "Made by `dure strategies --markdown` from the table that the tests walk; do not edit it by hand.",
+        "",
+        _LEGEND + ".",
+        "",
+        "| strategy | divides | exact | right when |",
+        "|---|---|---|---|",
+    ]
+    overview = [
+        f"| [`{info.name}`](#{info.name}) | {info.divides} | {'yes' if info.is_exact else 'no'} | {info.right_when} |"
+        for info in infos
+    ]
+    return "\n".join([*head, *overview, *(line for info in infos for line in _markdown_section(info)), ""])
+
+
+def _markdown_section(info: "StrategyInfo") -> list[str]:
+    lines = ["", f"## {info.name}", "", f"{info.summary}.", ""]
+    for field, label in ROWS.items():
+        value = getattr(info, field)
+        texts = value if isinstance(value, tuple) else (value,)
+        lines += [f"- **{label}**: {text}" for text in texts] or [f"- **{label}**: nothing is lost"]
+    if info.settings:
+        lines.append(f"- **settings**: {', '.join(f'`{flag_name(name)}`' for name in info.settings)}")
+    if len(info.mesh_axes) > 1:
+        lines.append(f"- **mesh**: `--mesh {','.join(f'{axis}=…' for axis in info.mesh_axes)}`")
+    return lines
 
 
 class _StrategyTable:

@@ -1,1 +1,5 @@
-"""What ranks say to each other."""
+"""What ranks say to each other. Importing it makes the backend `dure_shm` known to torch.distributed."""
+
+from dure.comm.registration import register_backend
+
+register_backend()

@@ -17,7 +17,8 @@ from dure import torchcompat
 from dure.errors import PeerLost
 from dure.rank import RankInfo, StoreAddress
 
-_MESSAGE_LIMIT_BYTES = 64 * 2**20
+MESSAGE_LIMIT_BYTES = 64 * 2**20
+"""Of one JSON message."""
 
 # How gloo, NCCL and the store word the loss of a peer. Seen on torch 2.11 and 2.13.
 _PEER_LOST_WORDS = (
@@ -34,7 +35,12 @@ _PEER_LOST_WORDS = (
     "wait timeout",
     "connect timeout",
     "processgroup not initialized",
+    "originated at tensorpipe",
+    "peerlost: ",  # ours, after torch's C++ has carried it: by DDP's communication hooks, for one
 )
+
+
+_TRANSPORTS = {"dure_shm": "shared memory", "gloo": "sockets (gloo)", "nccl": "NCCL"}
 
 
 class Group(ABC):
@@ -42,6 +48,8 @@ class Group(ABC):
 
     rank: int
     world_size: int
+    transport: str = ""
+    """How ranks talk, in words; empty for one alone."""
 
     @abstractmethod
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
@@ -98,39 +106,46 @@ class Solo(Group):
 
 
 class ProcessGroup(Group):
-    """The default torch process group, with messages and reductions on the backend's own device."""
+    """A torch process group, with messages and reductions on the backend's own device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
+        """Take the default group, or another one, that is there already."""
+        self.process_group = process_group
+        """None for the default group."""
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        backend = dist.get_backend(process_group)
+        why_gloo = getattr(process_group or dist.group.WORLD, "why_gloo", "")
+        shared = f"sockets (gloo), not shared memory: {why_gloo}" if why_gloo else ""
+        self.transport = shared or _TRANSPORTS.get(backend.rpartition(":")[2], backend)
         # NCCL moves CUDA tensors only; gloo prefers host memory for small messages.
-        self._message_device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+        self._message_device = device if dist.get_backend(process_group) == "nccl" else torch.device("cpu")
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Add up over all ranks, in place."""
         moved = tensor.to(self._message_device)
-        dist.all_reduce(moved)
+        dist.all_reduce(moved, group=self.process_group)
         if moved is not tensor:
             tensor.copy_(moved)
 
     def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
         """Overwrite with the tensors of one rank."""
         for tensor in tensors:
-            dist.broadcast(tensor, source_rank)
+            dist.broadcast(tensor.detach(), group=self.process_group, group_src=source_rank)
 
     def all_gather_json(self, message: Any) -> list[Any]:
         """Gather one JSON message from each rank."""
         data = json.dumps(message).encode()
-        if len(data) > _MESSAGE_LIMIT_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes is over the limit of {_MESSAGE_LIMIT_BYTES}")
+        if len(data) > MESSAGE_LIMIT_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
         device = self._message_device
         sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device), group=self.process_group)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded)
+        dist.all_gather(gathered, padded, group=self.process_group)
         return [
             json.loads(bytes(tensor[: int(size)].cpu().numpy())) for tensor, size in zip(gathered, sizes, strict=True)
         ]
@@ -144,11 +159,11 @@ class ProcessGroup(Group):
     def close(self) -> None:
         """Wait for all, then destroy."""
         self.barrier()
-        dist.destroy_process_group()
+        dist.destroy_process_group(self.process_group)
 
     def abandon(self) -> None:
         """Destroy at once: an interpreter that ends with a living group may abort."""
-        dist.destroy_process_group()
+        dist.destroy_process_group(self.process_group)
 
 
 def open_group(

@@ -46,8 +46,9 @@ class _StoppedBeforeStart(BaseException):
 def run_workers(launch: Launch) -> Outcome:
     """Start all ranks, wait for all of them, and leave none behind.
 
-    The first rank that fails gives the others a second to end by themselves; then they are killed. The first SIGINT or
-    SIGTERM is passed on to all ranks, which checkpoint and end; a second one kills them.
+    The first rank that fails gives the others a second to end by themselves; then they are killed, unless it is one
+    that they can do without. The first SIGINT or SIGTERM is passed on to all ranks, which checkpoint and end; a second
+    one kills them.
 
     Raises:
         EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
@@ -160,6 +161,7 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
 
 
 def _grace(ends: list[WorkerEnd]) -> float | None:
+    ends = [end for end in ends if not end.is_tolerated]
     if not ends:
         return None
     if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):

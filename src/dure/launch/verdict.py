@@ -36,6 +36,8 @@ class WorkerEnd:
     """Whether the supervisor itself ended it, because another rank had failed."""
     failure: Mapping[str, Any] | None = None
     """The rank's own record of why it failed, if it could leave one."""
+    is_tolerated: bool = False
+    """Whether the others could go on without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
         stopped_by: The signal that asked the run to stop, if any.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
-    failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS]
+    failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
 
     def is_consequence(end: WorkerEnd) -> bool:
         failure = failures[end.rank]
@@ -76,7 +78,7 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
     failed.sort(key=order)
     first = failed[0]
     if is_consequence(first):
-        first = _unsaid_cause(ends, failed) or first
+        first = next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
     failure = failures[first.rank]
     lines = [_silent_end(first, len(ends)) if failure is None else _told(failure, len(ends), run)]
     others = [end for end in failed if end is not first]

@@ -10,14 +10,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dure.errors import EnvironmentLacks
 from dure.launch.child import run_in_child
-from dure.launch.verdict import WorkerEnd
+from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.rank import Place, RankInfo, StoreAddress
 
 _REPORT_LIMIT_BYTES = 2**20
@@ -37,6 +37,8 @@ class Launch:
     store_prefix: str
     start: str
     """`auto`, `fork` or `spawn`."""
+    expendable: Collection[int] = ()
+    """Ranks that the others go on without when a signal kills them."""
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Worker:
     process: "subprocess.Popen[bytes] | None" = None
     """Of a spawned worker; a forked one has none."""
     pidfd: int | None = None
+    is_expendable: bool = False
     end: WorkerEnd | None = None
     was_stopped: bool = False
 
@@ -61,12 +64,16 @@ class Worker:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             code = None if pid == 0 else os.waitstatus_to_exitcode(status)
         if code is not None:
+            failure = _read_report(self.report_fd)
+            # an exception is the task's, and would come again on another rank; what kills a process is the machine's
+            was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             self.end = WorkerEnd(
                 rank=self.rank,
                 exit_code=code,
                 time=time.time(),
                 was_stopped=self.was_stopped,
-                failure=_read_report(self.report_fd),
+                failure=failure,
+                is_tolerated=self.is_expendable and was_killed,
             )
             self._close()
 
@@ -104,15 +111,16 @@ def start_worker(launch: Launch, rank: int, listener: socket.socket, *, by_fork:
     place = _place(launch, rank, listener, report_fd)
     log = launch.log_paths[rank]
     try:
-        if by_fork:
-            return _fork(launch, place, log, listener, report_fd)
-        return _spawn(launch, place, log, listener, report_fd)
+        start = _fork if by_fork else _spawn
+        worker = start(launch, place, log, listener, report_fd)
     except OSError as error:
         os.close(report_fd)
         raise EnvironmentLacks(
             f"rank {rank} of {launch.num_processes} could not be started: {error.strerror}; use a smaller --nproc, or "
             "raise the limit on processes (ulimit -u)"
         ) from error
+    worker.is_expendable = rank in launch.expendable
+    return worker
 
 
 def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int) -> Place:

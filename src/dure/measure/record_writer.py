@@ -54,10 +54,11 @@ class RecordWriter:
 def _line(r: StepRecord) -> str:
     # written out by hand: json.dumps of a dict takes three times as long
     samples = "" if r.samples is None else f', "samples": {json.dumps(r.samples)}'
+    measured = "" if r.measured is None else f', "measured": {json.dumps(r.measured)}'
     return (
         f'{{"time": {r.time:.6f}, "step": {r.step}, "epoch": {r.epoch}, "samples_seen": {r.samples_seen}, '
         f'"loss_sum": {r.loss_sum!r}, "loss_count": {r.loss_count!r}, "data_seconds": {r.data_seconds:.7f}, '
         f'"forward_backward_seconds": {r.forward_backward_seconds:.7f}, "sync_seconds": {r.sync_seconds:.7f}, '
         f'"optimizer_seconds": {r.optimizer_seconds:.7f}, "wall_seconds": {r.wall_seconds:.7f}, '
-        f'"sent_bytes": {r.sent_bytes}{samples}}}\n'
+        f'"sent_bytes": {r.sent_bytes}{samples}{measured}}}\n'
     )

@@ -14,7 +14,7 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
     """Read a run's step records and events into its summary."""
     seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
-    for record in run.records(0):
+    for record in run.records(_speaker(run)):
         step_seconds += record["wall_seconds"]
         for span in _SPANS:
             seconds[span] += record[f"{span}_seconds"]
@@ -44,9 +44,32 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
         samples_per_second=samples / step_seconds if step_seconds else 0.0,
         seconds=seconds,
         rows=rows,
-        not_preserved=start.get("not_preserved", []),
+        not_preserved=[*start.get("not_preserved", []), *_lost(run.events())],
         message=message,
     )
+
+
+def _speaker(run: RunDir) -> int:
+    """Return the rank whose records tell the run: the first, unless it was lost and another got further."""
+    lost = {event["rank"] for event in run.events() if event["event"] == "rank_lost"}
+    if 0 not in lost:
+        return 0
+    steps = {rank: max((record["step"] for record in run.records(rank)), default=0) for rank in range(max(lost) + 2)}
+    return max(steps, key=lambda rank: (steps[rank], -rank))
+
+
+def _lost(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Say how many samples nobody used because their rank died; a resumed run uses those after its checkpoint."""
+    shares: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "training":
+            shares = [share for share in shares if share["samples_seen"] <= event["samples_seen"]]
+        elif event["event"] == "rank_lost":
+            shares += event["shares"]
+    counts = {share["rank"]: 0 for share in shares}
+    for share in shares:
+        counts[share["rank"]] += len(share["samples"])
+    return [f"rank {rank} was lost: {n} samples of its shares were not used" for rank, n in counts.items() if n]
 
 
 def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str, Any]]:

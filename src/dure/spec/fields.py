@@ -39,9 +39,15 @@ class RunSpec(BaseModel):
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
     nproc: int = Field(1, gt=0, description="devices to spread over: processes, or one process's devices for dp")
     microbatch_size: int | None = Field(None, gt=0, description="most samples per backward on one device")
+    mesh: str | None = Field(None, description="hybrid layout, as data=2,pipeline=2 (the product is nproc)")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes an accelerator if any")
     share_devices: bool = Field(False, description="let several processes use one CUDA device")
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="process group backend")
+    backend: Literal["auto", "gloo", "nccl", "dure_shm"] = Field(
+        "auto", description="process group; auto: NCCL, or shared memory between CPU ranks of one host, or gloo"
+    )
+    comm: Literal["auto", "backend", "shm", "ring", "naive", "star", "halving_doubling", "tree", "hierarchical"] = (
+        Field("auto", description="all-reduce algorithm; auto: shared memory between CPU ranks of one host")
+    )
     start: Literal["auto", "fork", "spawn", "inline"] = Field("auto", description="how worker processes start")
     threads: int | None = Field(None, gt=0, description="CPU threads per process (default: cores / processes)")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer is an error")
@@ -53,6 +59,57 @@ class RunSpec(BaseModel):
     find_unused_parameters: bool = Field(False, description="ddp: allow parameters that take no part in a step")
     device0_share: float | None = Field(
         None, ge=0, le=1, description="balanced_dp: fraction of a batch that device 0 gets (default: by memory)"
+    )
+    compression: Literal["fp16", "bf16", "powersgd", "topk", "int8"] | None = Field(
+        None, description="ddp, zero1, ring_ddp: send gradients smaller than they are (not exact)"
+    )
+    compression_fraction: float = Field(0.01, gt=0, le=1, description="topk: fraction of the elements that is sent")
+    compression_rank: int = Field(1, gt=0, description="powersgd: rank of the approximation")
+    message_size: int = Field(10_000_000, gt=0, description="ring_ddp: gradient elements of a bucket, as in Apex")
+    delay_allreduce: bool = Field(False, description="ring_ddp: send nothing before backward has ended")
+    allreduce_always_fp32: bool = Field(False, description="ring_ddp: halves are sent and added in float32")
+    gradient_average: bool = Field(True, description="ring_ddp: the sum over ranks is divided, not the losses before")
+    gradient_predivide_factor: float = Field(1.0, gt=0, description="ring_ddp: divide by this before adding up")
+    reshard_after_forward: bool | None = Field(
+        None, description="fsdp: free gathered parameters after forward (default: true, ZeRO-3; false: ZeRO-2)"
+    )
+    fsdp_units: str | None = Field(
+        None, description="fsdp: modules gathered on their own, as blocks.* (default: repeated blocks)"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="fsdp: keep no activations inside a unit, compute them again in backward"
+    )
+    cpu_offload: bool = Field(False, description="fsdp: keep shards and optimiser state in host memory")
+    tp_plan: str | None = Field(
+        None, description="tensor_parallel: what to divide, as blocks.*.up=column,blocks.*.down=row (default: found)"
+    )
+    average_every: int | None = Field(
+        None, gt=0, description="averaging, diloco: steps from one averaging to the next (default 16)"
+    )
+    warmup_steps: int = Field(0, ge=0, description="averaging, diloco: synchronous steps at the start of the run")
+    outer_lr: float | None = Field(None, gt=0, description="diloco: learning rate of the outer step (default 0.7)")
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="diloco: Nesterov momentum of the outer step (default 0.9)"
+    )
+    cuts: str | None = Field(
+        None,
+        description="model_parallel, pipeline: modules that begin a section, as layers.4,layers.8 (default: found)",
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = Field(
+        None, description="pipeline: order of forward and backward over the microbatches (default 1f1b)"
+    )
+    stages_per_rank: int | None = Field(
+        None, gt=0, description="pipeline: sections of each rank with --schedule interleaved (default 2)"
+    )
+    servers: int | None = Field(
+        None, gt=0, description="parameter_server: processes that keep the parameters (default: as many as nproc)"
+    )
+    transport: Literal["c10d", "rpc"] = Field(
+        "c10d", description="parameter_server: how messages travel; rpc unpickles what peers send"
+    )
+    sync: bool = Field(True, description="parameter_server: all take each step together; --no-sync: at their own pace")
+    staleness: int | None = Field(
+        None, ge=0, description="parameter_server --no-sync: most steps ahead of the slowest worker (default: any)"
     )
     num_workers: int = Field(0, ge=0, description="loader processes per rank")
 
@@ -83,9 +140,34 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "clip_norm",
     ),
     "How it is executed": (
-        *("strategy", "nproc", "microbatch_size", "precision", "device", "share_devices", "backend", "start"),
+        *(
+            "strategy",
+            "nproc",
+            "mesh",
+            "microbatch_size",
+            "precision",
+            "device",
+            "share_devices",
+            "backend",
+            "comm",
+            "start",
+        ),
         *("threads", "timeout_seconds", "deterministic", "compile", "sync_batchnorm", "bucket_bytes"),
-        *("gradient_as_bucket_view", "find_unused_parameters", "device0_share", "num_workers"),
+        *(
+            "gradient_as_bucket_view",
+            "find_unused_parameters",
+            "device0_share",
+            "compression",
+            "compression_fraction",
+            "compression_rank",
+            "message_size",
+            "delay_allreduce",
+        ),
+        *("allreduce_always_fp32", "gradient_average", "gradient_predivide_factor", "num_workers"),
+        *("reshard_after_forward", "fsdp_units", "activation_checkpointing", "cpu_offload", "tp_plan"),
+        *("cuts", "schedule", "stages_per_rank"),
+        *("average_every", "warmup_steps", "outer_lr", "outer_momentum"),
+        *("servers", "transport", "sync", "staleness"),
     ),
     "Evaluation and checkpoints": (
         *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
@@ -123,6 +205,10 @@ class StrategyTraits(Protocol):
     @property
     def settings(self) -> tuple[str, ...]:
         """Settings that not every strategy can honour, and this one does."""
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The axes that `mesh` may name."""
 
 
 def flag_name(setting: str) -> str:

@@ -21,6 +21,7 @@ from dure.spec.fields import (
     requirement,
     same_task,
 )
+from dure.spec.mesh import parse_mesh
 from dure.spec.names import unknown_name
 
 ENVIRONMENT_PREFIX = "DURE_"
@@ -230,6 +231,8 @@ def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], ba
     for setting in {name for row in strategies.values() for name in row.settings}:
         if traits and setting not in traits.settings and setting not in draft.chosen:
             draft.drop(setting)
+    if "mesh" in draft.values and "mesh" not in draft.chosen and {"strategy", "nproc"} & draft.chosen:
+        draft.drop("mesh")  # it was made for the ranks, or the axes, of another place
     if not any(name in draft.values for name in LENGTH_FIELDS):
         draft.values["epochs"] = 1.0
 
@@ -271,9 +274,15 @@ def _strategy_faults(
             f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
             f" choose {many}, or leave nproc at 1"
         )
+    if spec.mesh is not None and not bad & {"mesh", "nproc"}:
+        try:
+            parse_mesh(spec.mesh, traits.mesh_axes, spec.nproc)
+        except ValueError as error:
+            faults.append(f"{_say(draft, 'mesh')}: {error}")
     for setting in sorted({name for row in strategies.values() for name in row.settings}):
         value = getattr(spec, setting)
-        if value in (None, False) or setting in traits.settings or setting in bad:
+        is_default = value == RunSpec.model_fields[setting].get_default(call_default_factory=True)
+        if is_default or setting in traits.settings or setting in bad:
             continue
         able = " or ".join(name for name, row in strategies.items() if setting in row.settings)
         faults.append(

@@ -106,7 +106,7 @@ def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
         return 1.0
     is_all_counted = strategy.options.deterministic
     if strategy.device.type == "cuda":
-        free = [float(torch.cuda.mem_get_info(device)[is_all_counted]) for device in devices]
+        free = [float(torch.accelerator.get_memory_info(device)[is_all_counted]) for device in devices]
     else:
         free = [(total_memory_bytes() if is_all_counted else available_memory_bytes()) / len(devices)] * len(devices)
     gradient_bytes = sum(p.numel() * p.element_size() for p in strategy.trainable)

@@ -25,16 +25,47 @@ LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The settings that strategies read; each takes what concerns it."""
+    """The settings that strategies read, under the names they have in `RunSpec`; each takes what concerns it."""
 
     clip_norm: float | None = None
     deterministic: bool = False
     sync_batchnorm: bool = False
     compile: bool = False
+    mesh: str | None = None
+    comm: str = "auto"
     bucket_bytes: int = 25 * 2**20
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
     device0_share: float | None = None
+    device: str = "auto"
+    precision: str = "fp32"
+    global_batch_size: int = 64
+    microbatch_size: int | None = None
+    cuts: str | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    reshard_after_forward: bool | None = None
+    fsdp_units: str | None = None
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    tp_plan: str | None = None
+    average_every: int | None = None
+    warmup_steps: int = 0
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    servers: int | None = None
+    transport: str = "c10d"
+    sync: bool = True
+    staleness: int | None = None
+    timeout_seconds: float = 600.0
+    compression: str | None = None
+    compression_fraction: float = 0.01
+    compression_rank: int = 1
+    message_size: int = 10_000_000
+    delay_allreduce: bool = False
+    allreduce_always_fp32: bool = False
+    gradient_average: bool = True
+    gradient_predivide_factor: float = 1.0
 
 
 class Requests(NamedTuple):
@@ -49,6 +80,18 @@ class Requests(NamedTuple):
 NO_REQUESTS = Requests()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostShare:
+    """A share of a batch that nobody computed, because its rank died and the others went on."""
+
+    rank: int
+    step: int
+    data_rank: int
+    data_world_size: int
+    is_partly_used: bool
+    """Whether some of the parameters were stepped with it."""
+
+
 class StepFacts:
     """What a step found out, over all ranks: loss sum, loss count and what was requested.
 
@@ -56,10 +99,14 @@ class StepFacts:
     them one step late there, so that the device never runs dry.
     """
 
-    def __init__(self, facts: Tensor | Sequence[float], *, is_integral: bool, local_losses: Sequence[Tensor]) -> None:
-        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own losses."""
-        self._is_integral = is_integral
-        self._local_losses = local_losses
+    def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
+        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
+
+        Args:
+            is_local: The facts are this rank's alone: nobody else knows them, and nobody waits to speak of them.
+        """
+        self.is_local = is_local
+        self._terms = terms
         self._event: torch.Event | None = None
         if isinstance(facts, Tensor) and facts.device.type != "cpu":
             host = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=facts.device.type == "cuda")
@@ -71,7 +118,7 @@ class StepFacts:
 
     def is_locally_finite(self) -> bool:
         """Whether this rank's own losses of the step were finite."""
-        return all(bool(loss.isfinite()) for loss in self._local_losses)
+        return all(bool(term.value.isfinite()) for term in self._terms)
 
     def read(self) -> tuple[float, float, Requests]:
         """Return loss sum, loss count and the requests."""
@@ -79,9 +126,12 @@ class StepFacts:
             self._event.synchronize()
         values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
         loss_sum, count, stop, save = values
-        # a count of whole items went through float32 arithmetic on its way
-        count = round(count) if self._is_integral and math.isfinite(count) else count
+        if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
+            count = round(count)  # it went through float32 arithmetic on its way
         return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
+
+    def _counts_whole(self) -> bool:
+        return bool(self._terms) and all(term.is_counted_whole for term in self._terms)
 
 
 @dataclass(slots=True)
@@ -90,10 +140,15 @@ class LossTerm:
 
     root: Tensor
     """Differentiable: the loss weighted for this step, not yet scaled for fp16."""
-    value: Tensor
-    """Detached; `value * factor` is the loss summed over the items."""
+    loss: Tensor
+    """As the task returned it; `loss * factor` is the loss summed over the items."""
     factor: float
     count: "Tensor | int | float"
+
+    @property
+    def value(self) -> Tensor:
+        """The loss without its graph."""
+        return self.loss.detach()
 
     @property
     def total(self) -> Tensor:
@@ -113,15 +168,33 @@ class StrategyState:
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    """The answer of `optimizer_to_names`."""
+    """The answer of `optimizer_to_names`; beside it under `own` what this strategy alone needs to go on."""
+    is_spread: bool = False
+    """Whether other ranks have tensors, or state, that rank 0 has not."""
+
+
+class SavedPosition(Protocol):
+    """Where in the run a checkpoint stands."""
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
 
 
 class StateSource(Protocol):
     """A checkpoint as a strategy sees it."""
 
-    def load_model(self, model: nn.Module) -> None: ...
+    def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
-    def load_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None: ...
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, *, is_part: bool = False) -> None: ...
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]:
+        """The saved `StrategyState.optimizer`, its tensors whole and on the CPU."""
+
+    @property
+    def position(self) -> "SavedPosition":
+        """Where in the run it was saved."""
 
 
 class Strategy(ABC):
@@ -137,7 +210,7 @@ class Strategy(ABC):
     so that it never changes a bit of the result.
     """
 
-    gradient_divisor: int = 1
+    gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 
     def __init__(
@@ -150,6 +223,22 @@ class Strategy(ABC):
         self.device = self.devices[0]
         self.precision = precision
         self.options = options
+        self.data_rank = group.rank
+        """Which share of every batch is this rank's, from 0. Ranks of one share work on the same samples."""
+        self.data_world_size = group.world_size
+        """Into how many shares a batch is divided over the ranks."""
+        self.takes_samples = True
+        """Whether this rank computes on batches at all; one that only keeps parameters does not."""
+        self.leads_share = True
+        """Whether this rank is the one of its share that counts: its losses enter the sums, its samples the records."""
+        self.random_stream = group.rank
+        """Ranks with the same number draw the same (dropout)."""
+        self.evaluates_together = False
+        """Whether every forward pass needs all ranks, so that all make the same number of them."""
+        self.waits_for_facts = False
+        """Whether the host knows a step's facts at its end even on an accelerator, as where other ranks have none."""
+        self.example: Callable[[int], Any] | None = None
+        """Gives the first samples of the training data as a batch, for those who try the model before they cut it."""
         self.last_gradient_time: float | None = None
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
         self.expectation: float | None = None
@@ -193,13 +282,21 @@ class Strategy(ABC):
     def optimizer_step(self) -> None:
         """Correct the count, clip by the true global gradient's norm, and step."""
         self._correct_count()
-        self.precision.unscale(self.optimizer)
+        self.unscale_gradients()
         if self.options.clip_norm is not None:
             # of what is stepped: other gradients are not unscaled either
             stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(stepped, self.options.clip_norm)
+            self.clip_gradients(stepped, self.options.clip_norm)
         self.precision.step(self.optimizer)
         self.zero_gradients()
+
+    def unscale_gradients(self) -> None:
+        """Bring fp16's gradients back to their true size, and note whether one overflowed."""
+        self.precision.unscale(self.optimizer)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Scale the gradients down to a norm of `most`, the norm being that of the whole model's gradient."""
+        nn.utils.clip_grad_norm_(parameters, most)
 
     def zero_gradients(self) -> None:
         """Drop all gradients, those outside the optimiser too: a stale one would enter the norm."""
@@ -210,9 +307,57 @@ class Strategy(ABC):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes that this rank sends to other ranks or devices in one step."""
 
+    def describe(self) -> list[str]:
+        """Return lines for the start of a run: how this strategy has divided what it was given."""
+        return []
+
+    def share_at(self, step: int) -> tuple[int, int]:
+        """Return which share of a step's batch is this rank's, and of how many.
+
+        Asked once for every step, in order: ahead of the step as far as loader processes fetch ahead.
+        """
+        return self.data_rank, self.data_world_size
+
+    def lost_shares(self) -> list[LostShare]:
+        """Return the shares that were lost with their rank, each once; known whenever weights have been read."""
+        return []
+
+    def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
+        """Return what this strategy alone has to tell of the step that was just done, for its record.
+
+        A function is called when the step's facts are read: on an accelerator one step later.
+        """
+        return None
+
     def process_microbatch_size(self, microbatch_size: int) -> int:
         """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""
         return microbatch_size
+
+    def default_microbatch_size(self) -> int | None:
+        """Return the samples of one microbatch of this process when the user set no bound; None for a whole share."""
+        return None
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Return why this strategy cannot take a model, a sentence each: the module's name and what to use instead.
+
+        Asked before any process starts, of strategies whose row says `checks_model`.
+
+        Args:
+            model: As the task builds it, on the meta device where that works: shapes are there, values are not.
+            num_devices: To be spread over.
+            options: The settings.
+        """
+        return []
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Return why this strategy cannot take the task's optimiser, a sentence each; asked when `check_model` is.
+
+        Args:
+            optimizer: As the task builds it, over a model that may be on the meta device. It is left as it is.
+        """
+        return []
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return one up-to-date model per device of this process, to evaluate on all of them."""
@@ -226,6 +371,13 @@ class Strategy(ABC):
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer)
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return what this rank alone must keep to go on as if never interrupted, beside weights and optimiser."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take it over; only a run resumed on as many ranks has one."""
 
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""
@@ -241,6 +393,7 @@ class Strategy(ABC):
             if is_many
             and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
             and (not text.startswith("dropout") or has_dropout)
+            and (not text.startswith("--compression") or self.options.compression is not None)
         ]
 
     def close(self) -> None:
@@ -255,14 +408,14 @@ class Strategy(ABC):
         if isinstance(result, Sum):
             total = _checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
-            term = LossTerm(total * weight, total.detach(), 1.0, _checked_count(result.count))
+            term = LossTerm(total * weight, total, 1.0, _checked_count(result.count))
         else:
             result = _checked_loss(result)
             num_samples = microbatch.num_samples
             weight = num_samples * self.gradient_divisor / global_samples
-            term = LossTerm(result if weight == 1 else result * weight, result.detach(), num_samples, num_samples)
+            term = LossTerm(result if weight == 1 else result * weight, result, num_samples, num_samples)
         if microbatch.is_stand_in:
-            return LossTerm(term.root * 0.0, torch.zeros_like(term.value), 1.0, 0)
+            return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
 
     def expected_items(self, global_samples: int) -> float:

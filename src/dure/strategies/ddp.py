@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dure.errors import UnusedParameters
 from dure.strategies.base import NO_REQUESTS, LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
+from dure.strategies.compression import Compression, check_compression
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward, wrap_ddp
 
@@ -75,6 +76,7 @@ class DDP(Strategy):
         if not (self.options.find_unused_parameters or has_sparse_gradients):
             # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
             self._rehearse()
+        self.compression = self._hook_compression()
         self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
         self._is_first_step = True
         self._arrivals: list[nn.Parameter] = []
@@ -83,6 +85,17 @@ class DDP(Strategy):
             [p.register_post_accumulate_grad_hook(self._arrivals.append) for p in self.trainable]
             if self.device.type == "cpu"
             else []
+        )
+
+    def _hook_compression(self) -> "Compression | None":
+        options = self.options
+        check_compression(options.compression, self.model, self.precision.scaler is not None)
+        if options.compression is None or self.group.world_size == 1:
+            return None
+        from dure.strategies.compression_hooks import hook_compression  # half a second of imports
+
+        return hook_compression(
+            self.engine, options.compression, fraction=options.compression_fraction, rank=options.compression_rank
         )
 
     def _rehearse(self) -> None:
@@ -102,6 +115,9 @@ class DDP(Strategy):
         """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
         self.terms = []
         self.last_gradient_time = None
+        if self.compression is not None:
+            self.compression.begin_step()
+            self._own_facts = torch.zeros_like(self._carrier)
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
         while microbatch is not None:
@@ -116,7 +132,12 @@ class DDP(Strategy):
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
         try:
             root, carried = self.engine(microbatch, global_samples)
-            run_backward(root, (carried, self._facts(self.terms[-1], requests)))
+            facts = self._facts(self.terms[-1], requests)
+            if self.compression is not None:
+                # what is compressed is no place for exact numbers
+                self._own_facts += facts
+                facts = torch.zeros_like(facts)
+            run_backward(root, (carried, facts))
         except RuntimeError as error:
             if "Expected to have finished reduction in the prior iteration" in str(error):
                 raise UnusedParameters(
@@ -165,15 +186,16 @@ class DDP(Strategy):
         """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
         facts = self._carrier.grad
         assert facts is not None
-        is_integral = all(term.is_counted_whole for term in self.terms)
-        losses = [term.value for term in self.terms]
+        if self.compression is not None:
+            self.group.all_reduce_sum(self._own_facts)
+            facts = self._own_facts / self.gradient_divisor
         if self.device.type == "cpu":
             known = [fact * self.gradient_divisor for fact in facts.tolist()]
             self._count: Tensor | float = known[1]
-            return StepFacts(known, is_integral=is_integral, local_losses=losses)
+            return StepFacts(known, self.terms)
         summed = facts * self.gradient_divisor
         self._count = summed[1]
-        return StepFacts(summed, is_integral=is_integral, local_losses=losses)
+        return StepFacts(summed, self.terms)
 
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""
@@ -189,9 +211,24 @@ class DDP(Strategy):
         self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends."""
+        """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends; less if compressed."""
+        if self.compression is not None:
+            return self.compression.step.sent_bytes
         world_size = self.group.world_size
         return 2 * (world_size - 1) * self._reduced_bytes // world_size
+
+    def measured(self) -> dict[str, float] | None:
+        """Return what compression saved, and its error."""
+        return None if self.compression is None else self.compression.step.measured()
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return the errors that compression carries over."""
+        return {} if self.compression is None else self.compression.rank_state()
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take them over."""
+        if self.compression is not None:
+            self.compression.load_rank_state(state)
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""

@@ -45,13 +45,16 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}
 
 
-def optimizer_from_names(model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any]) -> None:
+def optimizer_from_names(
+    model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], *, is_part: bool = False
+) -> None:
     """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
 
     Args:
         model: The model itself, not wrapped.
         optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
         data: The saved state; its tensors may be on any device and are copied.
+        is_part: The optimiser has a part of the saved one's parameters, in as many groups: what it lacks is left out.
 
     Raises:
         CheckpointMismatch: The groups are not the saved ones.
@@ -60,12 +63,14 @@ def optimizer_from_names(model: nn.Module, optimizer: Optimizer, data: Mapping[s
     template = optimizer.state_dict()
     names = _names_by_number(model, optimizer, template)
     canonical = _canonical_names(model)
-    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical)
+    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, is_part=is_part)
     numbers = {name: number for number, name in names.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state: dict[Any, Any] = dict(data.get("shared_state", {}))
     for key, value in data["state"].items():
         name = canonical.get(key)
+        if name not in numbers and is_part:
+            continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
         state[numbers[name]] = _placed_like(parameters[name], value)
@@ -100,6 +105,8 @@ def _matching_groups(
     template: list[dict[str, Any]],
     names: Mapping[int, str],
     canonical: Mapping[str, str],
+    *,
+    is_part: bool,
 ) -> list[dict[str, Any]]:
     if len(saved) != len(template):
         raise CheckpointMismatch(f"its optimiser has {len(saved)} parameter groups and this one has {len(template)}")
@@ -107,7 +114,7 @@ def _matching_groups(
     for index, (old, new) in enumerate(zip(saved, template, strict=True)):
         had = {canonical.get(name, name) for name in old["params"]}
         has = {names[number] for number in new["params"]}
-        if had != has:
+        if not has <= had if is_part else had != has:
             few = ", ".join(sorted(had ^ has)[:5])
             raise CheckpointMismatch(
                 f"parameter group {index} of its optimiser has {len(had)} parameters and this one's has {len(has)}; "

@@ -89,7 +89,7 @@ class DeviceThreads:
         def on_device(device: torch.device, call: Callable[[], Any]) -> Any:
             with torch.set_grad_enabled(grad_enabled):
                 if device.type == "cuda":
-                    with torch.cuda.device(device):
+                    with torch.accelerator.device_index(device.index):
                         return call()
                 return call()
 

@@ -30,15 +30,18 @@ class LocalSums(Strategy):
 
     def sync_gradients(self) -> StepFacts:
         """Add up the terms; there is nobody to talk to."""
-        is_integral = all(term.is_counted_whole for term in self._terms)
-        losses = [term.value for term in self._terms]
+        return StepFacts(self.local_facts(), self._terms)
+
+    def local_facts(self) -> Tensor | tuple[float, ...]:
+        """Return this process's `[loss sum, count, stop, save]`: numbers on the CPU, elsewhere a tensor."""
         if self.device.type == "cpu":
-            total = count = 0.0
+            total: float = 0.0
+            count: float = 0
             for term in self._terms:
-                total += term.value.item() * term.factor
+                total += term.loss.item() * term.factor
                 count += term.count.item() if isinstance(term.count, Tensor) else term.count
             self._count = count
-            return StepFacts((total, count, *self._requests), is_integral=is_integral, local_losses=losses)
+            return (total, count, *self._requests)
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         totals = torch.stack([term.total.to(self.device, dtype) for term in self._terms]).sum()
         counts = [
@@ -49,8 +52,7 @@ class LocalSums(Strategy):
         ]
         self._count = torch.stack(counts).sum()
         requests = [torch.full_like(totals, request) for request in self._requests]
-        facts = torch.stack([totals, self._count, *requests])
-        return StepFacts(facts, is_integral=is_integral, local_losses=losses)
+        return torch.stack([totals, self._count, *requests])
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count."""

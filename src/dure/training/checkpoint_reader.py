@@ -131,20 +131,22 @@ class Checkpoint:
             for piece in entry.pieces
         ]
 
-    def load_model(self, model: nn.Module) -> None:
+    def load_model(self, model: nn.Module, *, is_part: bool = False) -> None:
         """Copy the weights into a model, whatever its device or sharding; all of them or none.
 
         Args:
             model: The model itself, not wrapped.
+            is_part: The model is a part of the saved one, with the names that it has there (a pipeline's stage).
 
         Raises:
             CheckpointMismatch: The checkpoint is of another model; the message says which tensors differ.
         """
         wanted = model.state_dict()
-        self._check_fits(wanted)
+        self._check_fits(wanted, is_part=is_part)
         names = self.manifest.aliases
         entries = self.manifest.model
-        state: dict[str, Any] = {name: decode(value) for name, value in self._state["model_extra"].items()}
+        extra = self._state["model_extra"]
+        state: dict[str, Any] = {name: decode(value) for name, value in extra.items() if name in wanted}
         for name, target in wanted.items():
             if isinstance(target, Tensor):
                 own = names.get(name, name)
@@ -153,11 +155,14 @@ class Checkpoint:
         self._check_ties(wanted, state)
         model.load_state_dict(state, strict=True)
 
-    def _check_fits(self, wanted: Mapping[str, Any]) -> None:
+    def _check_fits(self, wanted: Mapping[str, Any], *, is_part: bool) -> None:
         aliases, entries = self.manifest.aliases, self.manifest.model
         had = {name: entries[aliases.get(name, name)] for name in [*entries, *aliases]}
         has = {name: value for name, value in wanted.items() if isinstance(value, Tensor)}
-        others = self._state["model_extra"].keys() ^ (wanted.keys() - has.keys())
+        if is_part:
+            had = {name: entry for name, entry in had.items() if name in has}
+        extra = {name for name in self._state["model_extra"] if name in wanted or not is_part}
+        others = extra ^ (wanted.keys() - has.keys())
         shapes = [
             f"{name} ({_describe(had[name].dtype, had[name].shape)} in the checkpoint,"
             f" {_describe(DTYPE_NAMES.get(value.dtype, str(value.dtype)), tuple(value.shape))} in the model)"
@@ -190,14 +195,19 @@ class Checkpoint:
                     " and two different ones in the checkpoint"
                 )
 
-    def load_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, *, is_part: bool = False) -> None:
         """Give an optimiser over the model's parameters the saved state, bit for bit.
+
+        Args:
+            model: The model itself, not wrapped.
+            optimizer: Built as the saved one was.
+            is_part: The optimiser has a part of the saved one's parameters, in as many groups.
 
         Raises:
             CheckpointMismatch: The optimiser's parameter groups are not the saved ones.
         """
         try:
-            optimizer_from_names(model, optimizer, self.optimizer)
+            optimizer_from_names(model, optimizer, self.optimizer, is_part=is_part)
         except CheckpointMismatch as error:
             raise _named(error, self.path) from error
 

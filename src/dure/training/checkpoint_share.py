@@ -1,7 +1,7 @@
 """What one rank writes of a checkpoint: which tensors in which file, and how many bytes that takes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.strategies.pieces import Piece, as_piece
+from dure.strategies.pieces import Piece, as_piece, whole
 from dure.training.durable_files import write_new_file
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
 from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
@@ -151,6 +151,7 @@ def share_of(snapshot: Snapshot, rank: int) -> Share:
     """
     try:
         model, aliases, model_extra = _model_parts(snapshot.model)
+        is_writer = rank == 0 or snapshot.is_spread
         optimizer: dict[str, Any] = {}
         state = {
             "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
@@ -158,10 +159,14 @@ def share_of(snapshot: Snapshot, rank: int) -> Share:
             "extra": encode(snapshot.extra, "extra"),
         }
         parts = {"model": model, "optimizer": {name: as_piece(value) for name, value in optimizer.items()}}
-        if rank:
+        if snapshot.is_spread:
+            parts = {
+                part: {name: _as_its_own_piece(v) for name, v in tensors.items()} for part, tensors in parts.items()
+            }
+        elif rank:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
         share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases)
-        share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if rank == 0 else b""
+        share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
         share.num_bytes()  # refuses dtypes before anything is written
     except TypeError as error:
         raise TaskInvalid(
@@ -169,6 +174,28 @@ def share_of(snapshot: Snapshot, rank: int) -> Share:
             " hold tensors, numbers, strings, lists, tuples and dictionaries"
         ) from error
     return share
+
+
+def _as_its_own_piece(value: Tensor | Piece) -> Piece:
+    return value if isinstance(value, Piece) else whole(value)
+
+
+def merged_state(states: Sequence[bytes]) -> bytes:
+    """Bring together what several ranks have of the state that is no tensor; where several have the same, the first.
+
+    Args:
+        states: The `Share.state` of every rank.
+    """
+    merged, *others = [json.loads(state) for state in states]
+    for other in others:
+        merged["model_extra"] = {**other["model_extra"], **merged["model_extra"]}
+        ours, theirs = merged["optimizer"], other["optimizer"]
+        ours["state"] = {**theirs["state"], **ours["state"]}
+        if len(ours["groups"]) != len(theirs["groups"]):
+            raise TypeError(f"ranks have {len(ours['groups'])} and {len(theirs['groups'])} parameter groups")
+        for group, more in zip(ours["groups"], theirs["groups"], strict=True):
+            group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
+    return json.dumps(merged, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _only_pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:

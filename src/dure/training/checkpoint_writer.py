@@ -15,7 +15,7 @@ import torch
 
 from dure.comm.groups import Group
 from dure.errors import DiskFull, PeerLost
-from dure.training.checkpoint_share import PARTS, PieceTable, Share, share_of, without_copies
+from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import raise_if_full, sync_directory, write_new_file
 from dure.training.manifest import MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
 from dure.training.snapshot import Position, Snapshot
@@ -98,12 +98,17 @@ class CheckpointWriter:
         self._share = share_of(self._snapshot, self._group.rank)
         tensors = sum(len(part) for part in self._share.parts.values())
         needed = self._share.num_bytes() + tensors * MANIFEST_BYTES_PER_TENSOR
-        return {"pieces": self._share.pieces(), "num_bytes": needed}
+        described = {"pieces": self._share.pieces(), "num_bytes": needed, "aliases": self._share.aliases}
+        return {**described, "state": self._share.state.decode()} if self._snapshot.is_spread else described
 
     def _adopt(self, shares: list[Any]) -> None:
         assert self._share is not None
         self._pieces = without_copies([share["pieces"] for share in shares])
         self._share.keep_only(self._pieces[self._group.rank])
+        if self._snapshot.is_spread and self._group.rank == 0:
+            self._share.state = merged_state([share["state"].encode() for share in shares])
+            for share in shares:
+                self._share.aliases = {**share["aliases"], **self._share.aliases}
         self._needed = sum(share["num_bytes"] for share in shares) + MARGIN_BYTES
 
     def _begin(self) -> str | None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure.comm.groups import Group
 from dure.errors import DataInvalid, TaskInvalid
 from dure.measure.records import Metric
 from dure.measure.sums import Sum
@@ -33,9 +32,7 @@ def evaluation_batch_size(num_samples: int, asked: int | None) -> int:
     return max(1, min(_MOST_SAMPLES_PER_BATCH, math.ceil(num_samples / _LEAST_BATCHES)))
 
 
-def evaluate(
-    task: Task, strategy: Strategy, group: Group, loader: Loader, *, num_samples: int, batch_size: int
-) -> dict[str, Metric]:
+def evaluate(task: Task, strategy: Strategy, loader: Loader, *, num_samples: int, batch_size: int) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
 
     Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `math.fsum`, whose
@@ -49,7 +46,7 @@ def evaluate(
     strategy.before_reading()
     models = strategy.evaluation_models()
     counts = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
-    mine = range(group.rank, len(counts), group.world_size)
+    mine = _batches_of(strategy, len(counts))
     requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
     were_training = [model.training for model in models]
@@ -60,22 +57,38 @@ def evaluate(
         with torch.no_grad():
             batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
             for together in _grouped(batches, len(models)):
-                calls = [_evaluation_call(task, strategy, m, *b) for m, b in zip(models, together, strict=False)]
+                places = zip(models, strategy.devices, together, strict=False)
+                calls = [_evaluation_call(task, strategy, model, device, *b) for model, device, b in places]
                 sums.extend(threads.run(calls))
     finally:
         threads.close()
         for model, was_training in zip(models, were_training, strict=True):
             model.train(was_training)
-    plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in sums]
-    return _combined([batch for rank in group.all_gather_json(plain) for batch in rank])
+    counted = sums[: _num_own(strategy, len(counts))]
+    plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in counted]
+    return _combined([batch for rank in strategy.group.all_gather_json(plain) for batch in rank])
+
+
+def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
+    """Return the batches that this rank evaluates; where all must take part in each forward, some of them in vain."""
+    if not strategy.takes_samples:
+        return []
+    mine = list(range(strategy.data_rank, num_batches, strategy.data_world_size))
+    most = math.ceil(num_batches / strategy.data_world_size)
+    return mine + [0] * (most - len(mine)) if strategy.evaluates_together else mine
+
+
+def _num_own(strategy: Strategy, num_batches: int) -> int:
+    """Return how many of them count: of ranks that share their samples only the first's do."""
+    return len(range(strategy.data_rank, num_batches, strategy.data_world_size)) if strategy.leads_share else 0
 
 
 def _evaluation_call(
-    task: Task, strategy: Strategy, model: nn.Module, batch: Any, num_samples: int
+    task: Task, strategy: Strategy, model: nn.Module, device: torch.device, batch: Any, num_samples: int
 ) -> Callable[[], dict[str, Sum]]:
     def call() -> dict[str, Sum]:
         with strategy.precision.autocast():
-            there = to_device(batch, next(model.parameters()).device)
+            there = to_device(batch, device)
             loss = task.loss(model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)

@@ -19,6 +19,9 @@ from dure.lifeline import die_with_parent
 from dure.strategies.batches import map_tensors, to_device
 from dure.training.task import Task
 
+NO_BATCH = object()
+"""What a rank that takes no samples gets in the place of a batch."""
+
 _PROBED_FETCHES = 8
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -133,6 +136,10 @@ class Loader:
         self._device = device
         self._num_workers = num_workers
 
+    def without_data(self) -> "Loader":
+        """Return a loader for a rank that takes no samples: its batches are empty hands."""
+        return _EmptyHanded(self._fetch, self._device, 0)
+
     def without_workers(self) -> "Loader":
         """Return a loader of the same data that fetches in this process."""
         return Loader(self._fetch, self._device, 0)
@@ -165,12 +172,17 @@ class Loader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _EmptyHanded(Loader):
+    def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        return (NO_BATCH for _ in requests)
+
+
 def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Copy the next batch in a stream of its own while the device computes on this one."""
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
 
     def begin_copy(batch: Any) -> Any:
-        with torch.cuda.stream(stream):
+        with stream:
             # the caching host allocator keeps pinned memory until its copy is done
             pinned = map_tensors(batch, _pinned)
             return to_device(pinned, device)
@@ -179,9 +191,9 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
     waiting = next(source, _END)
     waiting = waiting if waiting is _END else begin_copy(waiting)
     while waiting is not _END:
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.accelerator.current_stream(device).wait_stream(stream)
         # the copy was allocated in the other stream: its memory must not be reused there while it is used here
-        map_tensors(waiting, lambda tensor: tensor.record_stream(torch.cuda.current_stream(device)))
+        map_tensors(waiting, lambda tensor: tensor.record_stream(torch.accelerator.current_stream(device)))
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready

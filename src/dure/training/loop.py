@@ -70,6 +70,8 @@ class LaunchedStep:
     gradients_ready: float | None
     known: tuple[float, float, Requests] | None = None
     """The facts, once they have been read and found finite."""
+    measured: dict[str, float] | Callable[[], dict[str, float]] | None = None
+    sent_bytes: int = 0
 
 
 class StepOutcome(NamedTuple):
@@ -113,12 +115,14 @@ class TrainingLoop:
         self.group = strategy.group
         self.loader = loader
         self.order = order
-        self.microbatch_size = microbatch_size and strategy.process_microbatch_size(microbatch_size)
+        self.microbatch_size = (
+            strategy.process_microbatch_size(microbatch_size) if microbatch_size else strategy.default_microbatch_size()
+        )
         self.schedule = schedule
         self.requested = requested
         self.record_samples = record_samples
         self.clock = StepClock(strategy.device)
-        self.lag = 0 if strategy.device.type == "cpu" else 1
+        self.lag = 0 if strategy.device.type == "cpu" or strategy.waits_for_facts else 1
         """Steps between launching one and knowing its facts."""
         self._pending: deque[LaunchedStep] = deque()
         self._last_end = self.clock.mark()
@@ -127,7 +131,7 @@ class TrainingLoop:
     def boundaries(self, samples_seen: int, total_samples: int, step: int) -> Iterator[Boundary]:
         """Train from a position, and stop between any two steps for the caller to act."""
         planned: deque[tuple[GlobalBatch, RankShare]] = deque()
-        fetched = self.loader.batches(self._requests(samples_seen, total_samples, planned))
+        fetched = self.loader.batches(self._requests(samples_seen, total_samples, step, planned))
         self.restart_clock()
         while (first := self._next_batch(fetched)) is not _END:
             batch, share = planned.popleft()
@@ -149,10 +153,10 @@ class TrainingLoop:
         self._last_end = self.clock.mark()
 
     def _requests(
-        self, samples_seen: int, total_samples: int, planned: deque[tuple[GlobalBatch, RankShare]]
+        self, samples_seen: int, total_samples: int, step: int, planned: deque[tuple[GlobalBatch, RankShare]]
     ) -> Iterator[FetchRequest]:
-        for batch in self.order.batches(samples_seen, total_samples):
-            share = RankShare.of(batch, self.group.rank, self.group.world_size, self.microbatch_size)
+        for number, batch in enumerate(self.order.batches(samples_seen, total_samples), step + 1):
+            share = RankShare.of(batch, *self.strategy.share_at(number), self.microbatch_size)
             planned.append((batch, share))
             start = 0
             for size in share.microbatches:
@@ -184,10 +188,13 @@ class TrainingLoop:
         marks.append(mark())
         step = LaunchedStep(number, batch, share, facts, marks, self._data_seconds, strategy.last_gradient_time)
         if self.lag == 0:
-            marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
+            if isinstance(marks[1], float):
+                marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
         self._set_learning_rates(batch.samples_seen - len(batch.indices))
         strategy.optimizer_step()
+        step.measured = strategy.measured()
+        step.sent_bytes = strategy.sent_bytes(len(share.microbatches))
         self._data_seconds = 0.0
         self._last_end = mark()
         marks.append(self._last_end)
@@ -232,15 +239,21 @@ class TrainingLoop:
             sync_seconds=sync_seconds,
             optimizer_seconds=optimizer_seconds,
             wall_seconds=sum(spans),
-            sent_bytes=self.strategy.sent_bytes(len(step.share.microbatches)),
-            samples=step.share.indices.tolist() if self.record_samples else None,
+            sent_bytes=step.sent_bytes,
+            samples=self._recorded_samples(step) if self.record_samples else None,
+            measured=step.measured() if callable(step.measured) else step.measured,
         )
         return StepOutcome(record, requests)
+
+    def _recorded_samples(self, step: LaunchedStep) -> list[int]:
+        is_mine = self.strategy.takes_samples and self.strategy.leads_share
+        return step.share.indices.tolist() if is_mine else []
 
     def _check_finite(self, step: LaunchedStep) -> tuple[float, float, Requests]:
         facts = step.facts.read()
         loss_sum, loss_count, _ = facts
-        if math.isfinite(loss_sum) and loss_count > 0:
+        # a rank that speaks for itself alone may have had no samples in this step
+        if math.isfinite(loss_sum) and (loss_count > 0 or step.facts.is_local):
             return facts
         if math.isfinite(loss_sum):
             raise DataInvalid(
@@ -252,7 +265,7 @@ class TrainingLoop:
     def _who_is_not_finite(self, step: LaunchedStep, loss_sum: float) -> tuple[str, list[dict[str, Any]]]:
         samples = step.share.indices.tolist()
         mine = {"rank": self.group.rank, "finite": step.facts.is_locally_finite(), "samples": samples}
-        everyone = self.group.all_gather_json(mine)
+        everyone = [mine] if step.facts.is_local else self.group.all_gather_json(mine)
         # finite on every rank and not in sum: the sum itself overflowed, and every rank had its part in it
         culprits = [one for one in everyone if not one["finite"]] or everyone
         where = f"step {step.number} of epoch {step.batch.epoch + 1}"

@@ -1,15 +1,14 @@
 """Which samples, in which order: the part of a run that no machine may change."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dure.errors import SpecInvalid
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalBatch:
+class GlobalBatch(NamedTuple):
     """The samples of one optimiser step, over all ranks."""
 
     epoch: int

@@ -77,7 +77,7 @@ class Progress:
             f"epoch {record.epoch + 1}",
             f"step {record.step}",
             f"{self._samples_per_second:,.0f} samples/s",
-            f"loss {record.loss_sum / record.loss_count:.4f}",
+            *([f"loss {record.loss_sum / record.loss_count:.4f}"] if record.loss_count else []),
             *([self._metric] if self._metric else []),
             f"ETA {format_seconds(left)}",
             f"data wait {self._data_fraction:.0%}",

@@ -7,12 +7,26 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dure.measure.records import Metric
 from dure.rundir import RunDir
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session
 from dure.training.snapshot import Position, Snapshot
+
+_OWN = "strategy."
+"""Before the names of what a strategy keeps for one rank."""
+
+
+_STREAM = "stream"
+"""Under this name a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
+
+
+def _prefixed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{_OWN}{name}": tensor for name, tensor in state.items()}
 
 
 @dataclass
@@ -38,7 +52,6 @@ class Saver:
         self.run = run
         self.progression = progression
         self.event = event
-        self.is_first = session.group.rank == 0
         self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self._warn)
         minutes = session.spec.checkpoint_every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60
@@ -46,8 +59,13 @@ class Saver:
         self.last_step = -1
         self.last_samples = -1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all; another may after the first was lost."""
+        return self.session.group.rank == 0
+
     def is_due_by_time(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint; only rank 0's is asked, so that clocks need not agree."""
+        """Whether this rank's clock asks for a checkpoint; only the first's is asked, so that clocks need not agree."""
         if self.interval_seconds is None or not self.is_first:
             return False
         return time.monotonic() - self.last_time >= self.interval_seconds
@@ -66,12 +84,17 @@ class Saver:
         snapshot = Snapshot(
             model=state.model,
             optimizer=state.optimizer,
+            is_spread=state.is_spread,
             extra={
                 "precision": strategy.precision.state(),
                 "expectation": strategy.expectation,
                 "progression": asdict(now),
             },
-            per_rank=capture_random_state(),
+            per_rank={
+                **capture_random_state(),
+                _STREAM: torch.tensor([strategy.random_stream]),
+                **_prefixed(strategy.rank_state()),
+            },
         )
         is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
         is_evaluated = metrics is not None and now.evaluated_samples == now.samples_seen
@@ -102,7 +125,7 @@ class Saver:
         found = self.store.newest_valid() if self.is_first else None
         name = group.all_gather_json(None if found is None else found.name)[0]
         if name is None:
-            seed_rank(self.session.spec.seed, group.rank)
+            seed_rank(self.session.spec.seed, self.session.strategy.random_stream)
             if self.is_first and any(self.run.records(0)):
                 self._warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
         else:
@@ -121,11 +144,15 @@ class Saver:
             setattr(now, field, value)
         self.last_samples = now.samples_seen
         state = checkpoint.per_rank(session.group.world_size)
-        if state is None:
-            # another number of ranks: no rank's draws can be continued, so each begins anew from this position
-            seed_rank(session.spec.seed + now.samples_seen, session.group.rank)
+        drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([session.group.rank])))
+        if state is None or not all(session.group.all_gather_json(drew == session.strategy.random_stream)):
+            # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
+            # from this position
+            seed_rank(session.spec.seed + now.samples_seen, session.strategy.random_stream)
         else:
             restore_random_state(state)
+            own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
+            session.strategy.load_rank_state(own)
         self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)
 
     def _warn(self, message: str) -> None:

@@ -3,18 +3,20 @@
 import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dure.comm.groups import Group, Solo, open_group
 from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
-from dure.machine import check_devices, resolve_device
+from dure.machine import check_devices, count_accelerators, resolve_device
 from dure.measure.shares import shares
 from dure.rank import Place
 from dure.spec import RunSpec
@@ -23,7 +25,7 @@ from dure.strategies.base import Strategy, StrategyOptions
 from dure.strategies.precision import Precision
 from dure.torchcompat import import_late_parts
 from dure.training.evaluation import evaluation_batch_size
-from dure.training.fetch import Loader, SampleFetch, check_dataset
+from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.load_task import build_task, load_task_class
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
@@ -54,25 +56,37 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
         EnvironmentLacks: The wanted kind of device is not here.
     """
     info = STRATEGIES[spec.strategy or "single"]
-    kind = resolve_device(spec.device)
-    check_devices(kind, spec.nproc if info.one_process else place.rank.local_world_size, shared=spec.share_devices)
+    # processes beside the nproc (parameter servers) come after them and have no device
+    kind = resolve_device(spec.device) if info.one_process or place.rank.rank < spec.nproc else "cpu"
+    num_here = spec.nproc if info.one_process else min(spec.nproc, place.rank.local_world_size)
+    check_devices(kind, num_here, shared=spec.share_devices)
     devices = _devices(kind, spec, place, one_process=info.one_process)
     if kind == "cuda":
-        torch.cuda.set_device(devices[0])
+        torch.accelerator.set_device_index(devices[0])
         torch.backends.cudnn.benchmark = not spec.deterministic
     if spec.deterministic:
         make_deterministic()
     torch.set_num_threads(place.threads)
     if info.one_process:
         return Solo(), devices
-    backend = (
-        ("nccl" if kind == "cuda" and not spec.share_devices else "gloo") if spec.backend == "auto" else spec.backend
-    )
     import_late_parts()
+    backend = _backend(spec, place)
     group = open_group(
         place.rank, place.store, device=devices[0], backend=backend, timeout_seconds=spec.timeout_seconds
     )
     return group, devices
+
+
+def _backend(spec: RunSpec, place: Place) -> str:
+    """Return torch's word for how ranks talk: through shared memory wherever they have it in common."""
+    rank, kind = place.rank, resolve_device(spec.device)
+    chosen: str = spec.backend
+    if chosen == "auto":
+        is_one_host = rank.local_world_size == rank.world_size > 1
+        shared = "dure_shm" if kind == "cpu" and is_one_host and sys.platform == "linux" else "gloo"
+        is_everyone_on_cuda = kind == "cuda" and not STRATEGIES[spec.strategy or "single"].extra_processes
+        chosen = "nccl" if is_everyone_on_cuda and not spec.share_devices else shared
+    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
 
 
 def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tuple[torch.device, ...]:
@@ -80,8 +94,8 @@ def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tu
         # on the CPU (and MPS, which has one device) the replicas of one process are virtual devices
         return (torch.device(kind),) * (spec.nproc if one_process else 1)
     if one_process:
-        return tuple(torch.device("cuda", index % torch.cuda.device_count()) for index in range(spec.nproc))
-    return (torch.device("cuda", place.rank.local_rank % torch.cuda.device_count()),)
+        return tuple(torch.device(kind, index % count_accelerators(kind)) for index in range(spec.nproc))
+    return (torch.device(kind, place.rank.local_rank % count_accelerators(kind)),)
 
 
 def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch.device, ...]) -> Session:
@@ -117,11 +131,14 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
     model = _built_model(task)
     _check_ranks_agree(group, spec, task, model, order)
     strategy = _build_strategy(spec, group, devices)
+    if faults := strategy.check_model(model, spec.nproc, strategy.options):
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
+    strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.prepare(model, _checked_optimizer(task), task.loss)
     return Session(
         spec=spec,
         task=task,
-        group=group,
+        group=strategy.group,
         strategy=strategy,
         train_loader=loaders[0],
         order=order,
@@ -132,20 +149,19 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
     )
 
 
+def _first_samples(loader: Loader, num_samples: int) -> Any:
+    return next(loader.without_workers().batches([FetchRequest(0, np.arange(num_samples))]))
+
+
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
     name = spec.strategy or "single"
-    options = StrategyOptions(
-        clip_norm=spec.clip_norm,
-        deterministic=spec.deterministic,
-        sync_batchnorm=spec.sync_batchnorm,
-        compile=spec.compile,
-        bucket_bytes=spec.bucket_bytes,
-        gradient_as_bucket_view=spec.gradient_as_bucket_view,
-        find_unused_parameters=spec.find_unused_parameters,
-        device0_share=spec.device0_share,
-    )
     precision = Precision(spec.precision, devices[0].type)
-    return load_strategy(name)(STRATEGIES[name], group, devices, precision, options)
+    return load_strategy(name)(STRATEGIES[name], group, devices, precision, strategy_options(spec))
+
+
+def strategy_options(spec: RunSpec) -> StrategyOptions:
+    """Return what strategies read of a spec."""
+    return StrategyOptions(**{field.name: getattr(spec, field.name) for field in fields(StrategyOptions)})
 
 
 def _built_model(task: Task) -> nn.Module:
@@ -217,7 +233,7 @@ def check_sync_batchnorm(session: Session, samples_seen: int) -> None:
     Raises:
         SpecInvalid: Names the size of the smallest such batch.
     """
-    spec, world_size = session.spec, session.group.world_size
+    spec, world_size = session.spec, session.strategy.data_world_size
     if not spec.sync_batchnorm:
         return
     for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):

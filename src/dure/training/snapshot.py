@@ -33,5 +33,7 @@ class Snapshot:
     """The answer of `optimizer_to_names`."""
     extra: Any = None
     """Plain values of any nesting: gradient scaler, the best so far, sums of an open epoch."""
+    is_spread: bool = False
+    """Whether ranks other than 0 have tensors, or state, that rank 0 has not (a pipeline's stages)."""
     per_rank: Mapping[str, Tensor] = field(default_factory=dict)
     """What belongs to this rank alone: the states of its random generators."""

@@ -1,5 +1,6 @@
 """TensorBoard scalars of a run, under the names people look for."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Scalars:
             return
         self._next_time = record.time + _LEAST_SECONDS
         for tag, value in (
-            ("train/loss", record.loss_sum / record.loss_count),
+            ("train/loss", record.loss_sum / record.loss_count if record.loss_count else math.nan),
             ("train/learning_rate", learning_rate),
             ("train/epoch", record.epoch),
             ("perf/samples_per_second", num_samples / record.wall_seconds),

@@ -4,21 +4,24 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from dure.data.randomness import kept_global_randomness
+from dure.errors import GroupShrank
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
-from dure.strategies.base import Requests
+from dure.strategies.base import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import evaluate
-from dure.training.loop import Boundary, StepOutcome, TrainingLoop, check_schedule
+from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
 from dure.training.progress import Progress
 from dure.training.saving import Progression, Saver
 from dure.training.session import Session, check_sync_batchnorm
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
+
+Answer = TypeVar("Answer")
 
 
 class Conductor:
@@ -29,12 +32,16 @@ class Conductor:
         self.run = run
         self.stop = stop
         self.current_step = current_step
-        self.is_first = session.group.rank == 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all; another may after the first was lost."""
+        return self.session.group.rank == 0
 
     # the run
 
@@ -45,6 +52,7 @@ class Conductor:
             self.saver.resume()
             check_sync_batchnorm(session, self.position.samples_seen)
             position = self.position
+            self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(
                 session.total_samples, position.samples_seen, quiet=spec.quiet or not self.is_first
@@ -61,7 +69,7 @@ class Conductor:
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
-                session.train_loader,
+                session.train_loader if session.strategy.takes_samples else session.train_loader.without_data(),
                 session.order,
                 microbatch_size=spec.microbatch_size,
                 schedule=schedule,
@@ -81,14 +89,14 @@ class Conductor:
             requests = self._note(boundary.outcomes)
             if requests.stop:
                 self._settle()
-                self.saver.save(self.last_metrics)
+                self._save()
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
             self._act(boundary, before, requests)
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
-        self.saver.save(self.last_metrics)
+        self._save()
         return "completed"
 
     def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
@@ -110,7 +118,7 @@ class Conductor:
         if is_evaluation:
             self._evaluate()
         if is_save:
-            self.saver.save(self.last_metrics)
+            self._save()
         self.loop.restart_clock()
 
     def _settle(self) -> None:
@@ -142,9 +150,51 @@ class Conductor:
         return Requests(stop=self.stop.received is not None, save=self.saver.is_due_by_time())
 
     def _agreed_signal(self) -> int:
-        received = max(self.session.group.all_gather_json(self.stop.received or 0))
+        received = max(self._together(lambda: self.session.group.all_gather_json(self.stop.received or 0)))
         self.stop.received = received
         return int(received)
+
+    # what all ranks do together
+
+    def _together(self, action: Callable[[], Answer]) -> Answer:
+        """Do what all ranks do, and do it again without a rank that was lost meanwhile, where the run can go on so."""
+        while True:
+            try:
+                return action()
+            except GroupShrank:
+                continue
+
+    def _save(self) -> None:
+        self._together(lambda: self.saver.save(self.last_metrics))
+        if lost := self.session.strategy.lost_shares():
+            self._say_lost(lost)
+
+    def _say_lost(self, lost: list[LostShare]) -> None:
+        """Write down exactly which samples nobody used because their rank died."""
+        samples_seen, step = self.begun_at
+        last = max(share.step for share in lost)
+        found = []
+        batches = self.session.order.batches(samples_seen, self.session.total_samples)
+        for number, batch in enumerate(batches, step + 1):
+            if number > last:
+                break
+            found += [
+                {
+                    "rank": share.rank,
+                    "step": number,
+                    "epoch": batch.epoch,
+                    "samples_seen": batch.samples_seen,
+                    "samples": RankShare.of(batch, share.data_rank, share.data_world_size, None).indices.tolist(),
+                    "is_partly_used": share.is_partly_used,
+                }
+                for share in lost
+                if share.step == number
+            ]
+        for rank in dict.fromkeys(share.rank for share in lost):
+            shares = [share for share in found if share["rank"] == rank]
+            self._event("rank_lost", rank=rank, samples_seen=self.position.samples_seen, shares=shares)
+            count = sum(len(share["samples"]) for share in shares)
+            self.progress.say(f"rank {rank} was lost, and {count} samples of its shares: rank_lost in events.jsonl")
 
     # evaluation
 
@@ -153,13 +203,15 @@ class Conductor:
         if session.eval_loader is None:
             return
         start = time.perf_counter()
-        metrics = evaluate(
-            session.task,
-            session.strategy,
-            session.group,
-            session.eval_loader,
-            num_samples=session.eval_samples,
-            batch_size=session.eval_batch_size,
+        loader = session.eval_loader
+        metrics = self._together(
+            lambda: evaluate(
+                session.task,
+                session.strategy,
+                loader,
+                num_samples=session.eval_samples,
+                batch_size=session.eval_batch_size,
+            )
         )
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
@@ -184,7 +236,7 @@ class Conductor:
         position.evaluated_samples, self.last_metrics, self.last_evaluation_time = position.samples_seen, metrics, now
         if is_best:
             # the best weights must be on the disk before they are trained on
-            self.saver.save(self.last_metrics)
+            self._save()
 
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
         value, before = self.best.value_of(metrics), self.position.best
@@ -206,7 +258,6 @@ class Conductor:
             metrics = evaluate(
                 session.task,
                 session.strategy,
-                session.group,
                 session.eval_loader.without_workers(),
                 num_samples=few,
                 batch_size=few,
@@ -220,8 +271,9 @@ class Conductor:
         self._event(
             "training",
             world_size=session.group.world_size,
-            num_devices=session.group.world_size * len(strategy.devices),
+            num_devices=spec.nproc,
             device=strategy.device.type,
+            transport=session.group.transport,
             epoch_samples=session.order.epoch_samples,
             total_samples=session.total_samples,
             samples_seen=self.position.samples_seen,
@@ -230,9 +282,9 @@ class Conductor:
         )
         if not self.is_first:
             return
-        num_devices = session.group.world_size * len(strategy.devices)
+        through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(
-            f"{type(session.task).__name__}: {strategy.info.name} on {num_devices} x {strategy.device.type}, "
+            f"{type(session.task).__name__}: {strategy.info.name} on {spec.nproc} x {strategy.device.type}{through}, "
             f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
             f"run folder {self.run.path}"
         )
@@ -240,6 +292,8 @@ class Conductor:
             self.progress.say(f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen")
         if self.position.samples_seen >= session.total_samples:
             self.progress.say("nothing is left to do: the run is as long as it was to be; to go on give more --epochs")
+        for line in strategy.describe():
+            self.progress.say(line)
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)

@@ -59,6 +59,7 @@ class Worker:
         spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
         self.group, devices = open_rank_group(spec, self.place)
         session = open_session(spec, self.place, self.group, devices)
+        self.group = session.group
         is_interrupted = False
         if self.job["kind"] == "train":
             is_interrupted = self._train(session, stop)
@@ -94,7 +95,6 @@ class Worker:
         metrics = evaluate(
             session.task,
             session.strategy,
-            session.group,
             loader,
             num_samples=session.eval_samples,
             batch_size=session.eval_batch_size,
@@ -134,7 +134,8 @@ class Worker:
             os.pwrite(self.place.report_fd, json.dumps(failure).encode(), 0)
         with suppress(DureError):  # a full disk is told through the descriptor
             self.run.write_json(failure_file(rank), failure)
-            if isinstance(error, LossNotFinite) and rank == 0:
+            # one rank says it: the first whose loss it was, for the others may not know
+            if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
                 self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
         if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
             print(failure["traceback"], file=sys.stderr, flush=True)

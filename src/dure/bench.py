@@ -1,0 +1,238 @@
+"""`dure bench` as functions: what collectives cost on this machine, and what an algorithm sends."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, ReduceOp, find_algorithm
+from dure.errors import Interrupted, SpecInvalid, WorkerFailed
+from dure.launch.supervisor import run_workers
+from dure.launch.verdict import judge, stop_signal
+from dure.launch.workers import Launch
+from dure.machine import check_devices, count_cores, resolve_device
+from dure.measure.machine_record import LinkCost, fit_cost, write_costs
+from dure.spec import unknown_name
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
+ALL_ALGORITHMS = tuple(ALGORITHMS)
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
+MOST_RANKS, MOST_ELEMENTS = 16, 64
+"""What a person can still follow, of `explain`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What `dure bench` measures."""
+
+    nproc: int = 2
+    collectives: Sequence[str] = ("all_reduce",)
+    algorithms: Sequence[str] = ("backend", "ring", "shm")
+    min_bytes: int = 8
+    max_bytes: int = 256 * 2**20
+    factor: float = 4.0
+    dtype: str = "float32"
+    op: str = "sum"
+    warm_up: int = 2
+    device: str = "auto"
+    backend: str = "auto"
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """What was measured."""
+
+    rows: list[dict[str, Any]]
+    """`comm.bench.BenchRow` as plain values, with `algorithm_bytes_per_second` and `bus_bytes_per_second`."""
+    costs: list[LinkCost]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON values."""
+        return {"rows": self.rows, "costs": [asdict(cost) for cost in self.costs]}
+
+
+def check(settings: BenchSettings) -> None:
+    """Refuse what cannot be measured.
+
+    Raises:
+        SpecInvalid: Every fault at once.
+    """
+    faults = []
+    for name, words, known in (
+        ("collective", settings.collectives, COLLECTIVES),
+        ("algorithm", settings.algorithms, ALGORITHMS),
+        ("dtype", [settings.dtype], DTYPES),
+        ("op", [settings.op], REDUCE_OPS),
+    ):
+        faults += [unknown_name(name, word, known) for word in words if word not in known]
+    if settings.nproc < 2:
+        faults.append(f"nproc is {settings.nproc} but a link has two ends: give at least 2")
+    if not 0 < settings.min_bytes <= settings.max_bytes:
+        faults.append(f"sizes from {settings.min_bytes} to {settings.max_bytes} bytes: the first must be the smaller")
+    if settings.factor <= 1:
+        faults.append(
+            f"factor is {settings.factor:g} but each size is that many times the one before: give more than 1"
+        )
+    if faults:
+        raise SpecInvalid(faults)
+
+
+def bench(settings: BenchSettings, *, record: Path | None = None) -> BenchResult:
+    """Measure collectives between processes of this host, and write what links cost into the machine's record.
+
+    Args:
+        settings: What to measure.
+        record: The machine's record; None writes none.
+
+    Raises:
+        SpecInvalid: What cannot be measured.
+        WorkerFailed: A rank failed.
+        Interrupted: A signal stopped it; what was measured is not recorded.
+    """
+    check(settings)
+    kind = resolve_device(settings.device)
+    check_devices(kind, settings.nproc, shared=False)
+    with tempfile.TemporaryDirectory(prefix="dure-bench-") as folder:
+        file = Path(folder, "rows.jsonl")
+        file.touch()
+        _run(settings, kind, Path(folder), file)
+        rows = [_with_bandwidths(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    costs = link_costs(rows, settings, kind)
+    if record is not None:
+        write_costs(record, costs)
+    return BenchResult(rows=rows, costs=costs)
+
+
+def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
+    from dure.comm.bench import sizes_between
+
+    job = {
+        "device": kind,
+        "backend": ("nccl" if kind == "cuda" else "gloo") if settings.backend == "auto" else settings.backend,
+        "rows": str(file),
+        "timeout_seconds": settings.timeout_seconds,
+        "plan": {
+            "collectives": list(settings.collectives),
+            "algorithms": list(settings.algorithms),
+            "sizes": list(sizes_between(settings.min_bytes, settings.max_bytes, settings.factor)),
+            "dtype": settings.dtype,
+            "op": settings.op,
+            "warm_up": settings.warm_up,
+        },
+    }
+    outcome = run_workers(
+        Launch(
+            entry="dure.training.bench_worker",
+            job=job,
+            num_processes=settings.nproc,
+            threads=max(1, count_cores() // settings.nproc),
+            log_paths=[None] * settings.nproc,
+            store_prefix=f"bench/{time.time_ns()}",
+            start="auto",
+        )
+    )
+    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
+    verdict = judge(folder, outcome.ends, stopped_by)
+    if verdict is not None:
+        raise WorkerFailed(verdict.text, verdict.exit_code)
+    if stopped_by is not None:
+        raise Interrupted("the measurement was stopped; nothing was recorded", 128 + stopped_by)
+
+
+def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:
+    speed = row["num_bytes"] / row["seconds"]
+    return {**row, "algorithm_bytes_per_second": speed, "bus_bytes_per_second": speed * row["bus_factor"]}
+
+
+def link_costs(rows: Sequence[Mapping[str, Any]], settings: BenchSettings, kind: str) -> list[LinkCost]:
+    """Fit alpha and beta for every collective and algorithm that was measured at two sizes or more."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["collective"], row["algorithm"]), []).append(row)
+    costs = []
+    for (collective, algorithm), measured in groups.items():
+        if len({row["num_bytes"] for row in measured}) < 2:
+            continue
+        alpha, beta, error = fit_cost([r["num_bytes"] for r in measured], [r["seconds"] for r in measured])
+        costs.append(
+            LinkCost(
+                link=_link(settings, kind, algorithm),
+                device=_device_name(kind),
+                collective=collective,
+                algorithm=algorithm,
+                world_size=settings.nproc,
+                alpha_seconds=alpha,
+                beta_seconds_per_byte=beta,
+                relative_error=error,
+                num_sizes=len(measured),
+                measured_at=time.time(),
+            )
+        )
+    return costs
+
+
+def _link(settings: BenchSettings, kind: str, algorithm: str) -> str:
+    if kind == "cuda":
+        return "nccl"
+    is_memory = algorithm == "shm" or (algorithm == "backend" and "dure_shm" in settings.backend)
+    return "shared memory" if is_memory else "loopback"
+
+
+def _device_name(kind: str) -> str:
+    if kind != "cuda":
+        return kind
+    import torch
+
+    return torch.cuda.get_device_name(0)
+
+
+def explain(algorithm: str, *, world_size: int, num_elements: int, op: ReduceOp = "sum") -> Iterator[str]:
+    """Run an algorithm between threads on a small vector and say, message by message, what it sends.
+
+    Args:
+        algorithm: One of `ALGORITHMS` that sends messages.
+        world_size: Ranks.
+        num_elements: Of the vector.
+        op: `sum`, `mean` or `max`.
+
+    Raises:
+        SpecInvalid: An algorithm without messages, or more than a person can follow.
+    """
+    from dure.comm.algorithms.trace import trace
+
+    info = find_algorithm(algorithm)
+    if not (1 <= world_size <= MOST_RANKS and 1 <= num_elements <= MOST_ELEMENTS):
+        raise SpecInvalid(
+            [
+                f"{world_size} ranks and {num_elements} elements are more than can be followed: give --nproc up to "
+                f"{MOST_RANKS} and --elements up to {MOST_ELEMENTS}"
+            ]
+        )
+    # two hosts, so that a hierarchical algorithm has something to show
+    hosts = [rank * 2 // world_size for rank in range(world_size)] if info.uses_hosts else None
+    seen = trace(algorithm, world_size, num_elements, op=op, hosts=hosts)
+    yield f"{algorithm}: {info.summary}"
+    for rank, vector in enumerate(seen.vectors):
+        host = "" if hosts is None else f" (host {hosts[rank]})"
+        yield f"  rank {rank}{host} has {_numbers(vector)}"
+    before: tuple[str, int] | None = None
+    for message in seen.messages:
+        if (message.phase, message.step) != before:
+            before = message.phase, message.step
+            yield f"\n{message.phase}, round {message.step + 1}"
+        more = " …" if message.num_elements > len(message.values) else ""
+        where = f"[{message.start}:{message.end})"
+        yield f"  rank {message.source} -> rank {message.destination}  {where:9} {_numbers(message.values)}{more}"
+    yield f"\nafterwards every rank has {_numbers(seen.result)}"
+    sent = seen.sent_bytes
+    yield f"bytes sent: {', '.join(f'rank {rank} {count}' for rank, count in enumerate(sent))}"
+    yield f"            busiest {max(sent)}: N {num_elements}, P {world_size}, 4 bytes each: {info.sent_busiest}"
+    yield f"            total {sum(sent)}: {info.sent_total}"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)

@@ -1,0 +1,228 @@
+"""Shared memory: ranks of one host reduce through one segment, each its own share, in blocks that stay in the caches.
+
+The vector goes through the segment in rounds. A round has three phases with a barrier between each two:
+
+Phase `write`: each rank copies what the others are to reduce, all but its own share of the round, into its slot.
+
+Phase `reduce`: each rank adds up its own share over all ranks, from rank 0 upwards, and leaves the result in its slot
+where its own share was left out, and in its vector.
+
+Phase `read`: each rank copies the others' results into its vector.
+
+The segment is small and used again and again: it stays in the caches, and main memory sees each vector read and
+written once.
+
+Where ranks are two, or the vector is short, each rank writes the whole of it and, after one barrier, reduces the whole
+for itself, in the same order as everybody. It writes no more than by shares, N elements, and reads (P-1) N instead of
+2 (P-1)/P N: the same for two ranks, and for a short vector less than a second barrier costs.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dure.comm.algorithms import AllReduce, ReduceOp
+from dure.comm.algorithms.over_wire import check_reducible
+from dure.comm.algorithms.segments import finish_mean
+from dure.comm.calls import call_number
+from dure.comm.rounds import in_rounds
+from dure.comm.shared_memory import SharedMemory, open_shared_memory
+from dure.torchcompat import group_timeout_seconds
+
+SHARE_BYTES = 512 * 2**10
+"""A rank's share of a round, and so what it works on at a time; see benchmarks/shm.py."""
+
+WHOLE_BYTES = 512 * 2**10
+"""Up to so many bytes beyond its own every rank reads for one barrier less."""
+
+_SEGMENT_BYTES = 12 * 2**20
+"""With many ranks the shares become smaller, so that the segment does not outgrow the caches."""
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+_LINE_BYTES = 64
+
+
+def slot_bytes_for(world_size: int) -> int:
+    """Return how large a rank's slot of the segment should be."""
+    share = min(SHARE_BYTES, _SEGMENT_BYTES // (3 * world_size * world_size))
+    return world_size * max(4096, share // 4096 * 4096)
+
+
+def all_reduce(memory: SharedMemory, vector: Tensor, op: str) -> None:
+    """Reduce a contiguous vector over all ranks, in place.
+
+    Communication: writes N elements of each rank into the segment; a barrier per round, and one more by shares;
+    blocking.
+
+    Args:
+        memory: Of all ranks.
+        vector: (N,) contiguous, on the CPU, the same N and dtype on every rank.
+        op: `sum`, `mean`, `max`, `min`, `product`, `band`, `bor` or `bxor`.
+
+    Raises:
+        PeerLost: A rank ended, left, or did not come in time.
+        RanksDisagree: A rank is in another call.
+    """
+    if memory.world_size == 1:
+        return
+    num_bytes = vector.numel() * vector.element_size()
+    call = call_number("all_reduce", num_bytes, op=op, dtype=vector.dtype)
+    reduce = _reduce_whole if num_bytes * (memory.world_size - 2) <= WHOLE_BYTES else _reduce_shares
+    reduce(memory, vector, op, call)
+
+
+def reduce_in_order(terms: Sequence[Tensor], out: Tensor, scratch: Tensor, op: str) -> None:
+    """Combine at least two vectors from the first to the last, always in this order.
+
+    Args:
+        terms: (M,) each.
+        out: (M,) the result; may be one of the terms.
+        scratch: (M,) none of the terms; may be `out`.
+        op: See `all_reduce`.
+    """
+    combine = _COMBINE[op]
+    total = terms[0]
+    for term in terms[1:-1]:
+        total = combine(total, term, out=scratch)
+    combine(total, terms[-1], out=out)
+    if op == "mean":
+        finish_mean(out, "mean", len(terms))
+
+
+def _reduce_whole(memory: SharedMemory, vector: Tensor, op: str, call: int) -> None:
+    own_rank, num_ranks, num_elements, dtype = memory.rank, memory.world_size, vector.numel(), vector.dtype
+    size, address = vector.element_size(), vector.data_ptr()
+    length = _round_length(num_elements, memory.slot_bytes // size, _LINE_BYTES // size)
+
+    def write(start: int, window: int) -> None:
+        memory.write(window, 0, address + start * size, min(length, num_elements - start) * size)
+
+    def reduce(start: int, window: int) -> None:
+        num = min(length, num_elements - start)
+        own = vector[start : start + num]
+        terms = [memory.view(rank, window, 0, num, dtype) for rank in range(num_ranks)]
+        if num_ranks == 2:
+            terms[own_rank] = own  # in the nearest cache; the only sum may overwrite it
+        reduce_in_order(terms, own, own, op)
+
+    in_rounds(memory, num_elements, length, (write, reduce), call)
+
+
+def _reduce_shares(memory: SharedMemory, vector: Tensor, op: str, call: int) -> None:
+    own_rank, num_ranks, num_elements, dtype = memory.rank, memory.world_size, vector.numel(), vector.dtype
+    size, address = vector.element_size(), vector.data_ptr()
+    length = _round_length(num_elements, memory.slot_bytes // size, _LINE_BYTES // size * num_ranks)
+    share = length // num_ranks
+
+    def bounds(start: int, rank: int) -> tuple[int, int]:
+        """Return where a rank's share of a round begins and ends."""
+        end = min(start + length, num_elements)
+        return min(start + rank * share, end), min(start + (rank + 1) * share, end)
+
+    def write(start: int, window: int) -> None:
+        own, own_end = bounds(start, own_rank)
+        end = min(start + length, num_elements)
+        memory.write(window, 0, address + start * size, (own - start) * size)
+        memory.write(window, (own_end - start) * size, address + own_end * size, (end - own_end) * size)
+
+    def reduce(start: int, window: int) -> None:
+        own, own_end = bounds(start, own_rank)
+        offset, num = (own - start) * size, own_end - own
+        terms = [memory.view(rank, window, offset, num, dtype) for rank in range(num_ranks)]
+        scratch, terms[own_rank] = terms[own_rank], vector[own:own_end]
+        reduce_in_order(terms, terms[own_rank], scratch, op)
+        memory.write(window, offset, address + own * size, num * size)
+
+    def read(start: int, window: int) -> None:
+        for rank in range(num_ranks):
+            if rank != own_rank:
+                first, last = bounds(start, rank)
+                source = memory.slot(rank, window) + (first - start) * size
+                ctypes.memmove(address + first * size, source, (last - first) * size)
+
+    in_rounds(memory, num_elements, length, (write, reduce, read), call)
+
+
+def _round_length(num_elements: int, longest: int, multiple: int) -> int:
+    """Return the elements of a round: rounds of equal length, since a short last one pays its barrier for little.
+
+    Args:
+        num_elements: Of the vector.
+        longest: Room for this many; a multiple of `multiple`.
+        multiple: Shares shall end where cache lines do.
+    """
+    num_rounds = max(1, -(-num_elements // longest))
+    return max(1, -(-num_elements // (num_rounds * multiple))) * multiple
+
+
+class SharedMemoryAllReduce(AllReduce):
+    """The all-reduce through shared memory, over the CPU ranks of one host."""
+
+    name = "shm"
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int] | None = None) -> None:
+        """Make the segment. Every rank of the group calls it.
+
+        Communication: two all_gather of a few numbers over the group, blocking.
+
+        Args:
+            process_group: Moves CPU tensors; None takes the default group. Used here only.
+            hosts: See `open_all_reduce`; whether all are on one is seen by opening the segment.
+
+        Raises:
+            EnvironmentLacks: Some rank cannot open it: another host, another container, no Linux.
+        """
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+
+        def exchange(numbers: list[int]) -> list[list[int]]:
+            said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(said, torch.tensor(numbers), group=process_group)
+            return [tensor.tolist() for tensor in said]
+
+        self._memory = open_shared_memory(
+            exchange,
+            rank=self.rank,
+            world_size=self.world_size,
+            slot_bytes=slot_bytes_for(self.world_size),
+            timeout_seconds=group_timeout_seconds(process_group),
+            names=dist.get_process_group_ranks(process_group or dist.group.WORLD),
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has written into the segment for others."""
+        return self._memory.written_bytes
+
+    def all_reduce(self, vector: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce a vector over all ranks, in place."""
+        check_reducible(vector, op)
+        if vector.device.type != "cpu":
+            raise ValueError(f"shm reduces CPU tensors only, but the vector is on {vector.device}: take backend")
+        all_reduce(self._memory, vector.detach(), op)
+
+    def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
+        """Return the vector's bytes, or nothing for a rank alone."""
+        return sent_elements(num_elements, self.world_size)[self.rank] * element_bytes
+
+    def close(self) -> None:
+        """Leave the segment; it is gone when all have left."""
+        self._memory.close()
+
+
+def sent_elements(num_elements: int, world_size: int) -> list[int]:
+    """Return how many elements each rank writes for others: all but its own share and then its result, or all."""
+    return [num_elements if world_size > 1 else 0] * world_size

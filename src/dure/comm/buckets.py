@@ -1,0 +1,102 @@
+"""One flat buffer for all gradients, cut into buckets: what a reducer sends instead of a tensor at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """A slice of a flat buffer that is reduced at once."""
+
+    vector: Tensor
+    """1-D view into the buffer."""
+    positions: tuple[int, ...]
+    """Which parameters lie in it, as positions in the list that the buffers were made for."""
+    index: int
+    tail_elements: int = 0
+
+    @property
+    def gradients(self) -> Tensor:
+        """The vector without the tail."""
+        return self.vector[: self.vector.numel() - self.tail_elements]
+
+    @property
+    def tail(self) -> Tensor:
+        """The numbers that travel with the gradients."""
+        return self.vector[self.vector.numel() - self.tail_elements :]
+
+
+class FlatGradients:
+    """Gradients as views into one buffer per dtype: backward adds them up in the place that they are sent from.
+
+    Parameters lie in reverse order, which is about the order in which backward reaches them, so that the first bucket
+    is full first (Li et al. 2020, section 3.2.3). Behind the last parameter is a tail for a few numbers that travel
+    with the last bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_elements: int, tail_elements: int) -> None:
+        """Allocate the buffers, zeroed; the parameters' gradients are not touched yet.
+
+        Args:
+            parameters: Dense, on one device.
+            bucket_elements: A bucket is closed when it has at least so many.
+            tail_elements: Length of the tail, which is kept in float32 or float64.
+        """
+        self.parameters = list(parameters)
+        self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self.buckets: list[Bucket] = []
+        self.buffers: list[Tensor] = []
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for position in reversed(range(len(self.parameters))):
+            by_dtype.setdefault(self.parameters[position].dtype, []).append(position)
+        # the buffer with the tail comes last, so that the tail is in the last bucket; halves are too coarse for it
+        carrier = next((dtype for dtype in by_dtype if dtype in (torch.float32, torch.float64)), torch.float32)
+        for dtype in [*(dtype for dtype in by_dtype if dtype != carrier), carrier]:
+            is_last = dtype == carrier
+            self._lay_out(dtype, by_dtype.get(dtype, []), bucket_elements, tail_elements if is_last else 0)
+        self.tail = self.buffers[-1][self.buffers[-1].numel() - tail_elements :]
+
+    def _lay_out(self, dtype: torch.dtype, positions: Sequence[int], bucket_elements: int, tail_elements: int) -> None:
+        total = sum(self.parameters[position].numel() for position in positions) + tail_elements
+        buffer = torch.zeros(total, dtype=dtype, device=self.parameters[0].device)
+        self.buffers.append(buffer)
+        start = end = 0
+        inside: list[int] = []
+        for position in positions:
+            parameter = self.parameters[position]
+            self.views[position] = _like(parameter, buffer, end)
+            end += parameter.numel()
+            inside.append(position)
+            if end - start >= bucket_elements and position != positions[-1]:
+                self.buckets.append(Bucket(buffer[start:end], tuple(inside), len(self.buckets)))
+                start, inside = end, []
+        self.buckets.append(Bucket(buffer[start:], tuple(inside), len(self.buckets), tail_elements))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, the tail counted."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def attach(self) -> None:
+        """Make every parameter's gradient its view, so that backward accumulates into the buffer."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def zero(self) -> None:
+        """Begin anew."""
+        for buffer in self.buffers:
+            buffer.zero_()
+
+
+def _like(parameter: Tensor, buffer: Tensor, start: int) -> Tensor:
+    """Return the parameter's place in the buffer, with its strides where they leave no gaps (channels_last)."""
+    flat = buffer[start : start + parameter.numel()]
+    is_dense = torch.empty_like(parameter).stride() == parameter.stride()
+    return (
+        flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+        if is_dense
+        else flat.view_as(parameter)
+    )

@@ -1,0 +1,66 @@
+"""torch RPC over the run's own store: the one place where an agent is started and ended.
+
+RPC unpickles what peers send, so whoever reaches an agent's port can run code in its process; the table of strategies
+says so to users. Agents therefore listen on the loopback interface, unless `TP_SOCKET_IFNAME` names another one.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dure import torchcompat
+from dure.comm.choice import host_numbers
+from dure.comm.groups import Group
+from dure.errors import SpecInvalid
+
+INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
+"""TensorPipe's own."""
+_CLOSE_SECONDS = 30.0
+"""For all to come to the end; they have met shortly before."""
+
+
+def agent_name(rank: int) -> str:
+    """Return the name by which a rank's agent is called."""
+    return f"rank{rank}"
+
+
+def open_agent(group: Group, *, timeout_seconds: float) -> None:
+    """Start this rank's agent; every rank of the group does.
+
+    Args:
+        group: All ranks.
+        timeout_seconds: Of every call.
+
+    Communication: a rendezvous through the run's store, and one call from each to all; blocking.
+
+    Raises:
+        SpecInvalid: Ranks are on several hosts, and nobody said which network may be trusted.
+    """
+    if INTERFACE_VARIABLE not in os.environ and len(set(host_numbers(group))) > 1:
+        raise SpecInvalid(
+            [
+                "RPC unpickles what peers send and so stays on the loopback interface, but the ranks are on several "
+                f"hosts: set {INTERFACE_VARIABLE} to the interface of a network that you trust, or do without RPC"
+            ]
+        )
+    with _on_loopback():
+        torchcompat.start_rpc(agent_name(group.rank), group.rank, group.world_size, timeout_seconds)
+
+
+def close_agent() -> None:
+    """End the agent together with all others, every call done; none of them may be dead."""
+    torchcompat.stop_rpc(_CLOSE_SECONDS)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Name the interface for TensorPipe, and for the group of gloo that torch makes beside it, unless it is named."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    added = [name for name in (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME") if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, loopback))
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

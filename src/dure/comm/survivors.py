@@ -1,0 +1,189 @@
+"""A group that goes on without ranks that died: every exchange goes through one rank, so all learn the same of it.
+
+In a collective each rank sees a death by itself, or does not: one may have its result while another has an error. Here
+the leader gathers what every member says and answers all of them, so an exchange succeeds on all members or raises
+`GroupShrank` on all, and they can begin it again together. It is for few and small messages: evaluations' sums and
+checkpoints' tables.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group, is_peer_lost
+from dure.errors import GroupShrank
+
+TAG = 42
+"""Of the messages here, beside those of others between the same ranks."""
+_LOST, _SIZE = -1, 0
+"""A member's entry in the leader's answer: it is gone, or so many bytes."""
+
+
+class SurvivorsGroup(Group):
+    """Those ranks of a group that live.
+
+    `rank` and `world_size` count members only, and change when one is lost; the leader must live.
+    """
+
+    def __init__(self, group: Group, *, leader: int, expendable: Collection[int]) -> None:
+        """Begin with all ranks of a group of processes.
+
+        Args:
+            group: All ranks, none of them dead. It is only left by `close`.
+            leader: The rank that everything goes through.
+            expendable: Ranks that may die.
+        """
+        self.everyone = group
+        self.members = list(range(group.world_size))
+        """The living, by their rank in `everyone`, as all members know them."""
+        self._own = group.rank
+        self._leader = leader
+        self._expendable = frozenset(expendable)
+        self._dead: set[int] = set()
+        """On the leader, those of whose death it knows already."""
+        self._renumber()
+
+    def _renumber(self) -> None:
+        self.rank = self.members.index(self._own)
+        self.world_size = len(self.members)
+
+    def bury(self, rank: int) -> None:
+        """Let the leader know of a death that was seen elsewhere; the members learn it in the next exchange."""
+        self._dead.add(rank)
+
+    def exchange(self, said: bytes) -> list[bytes]:
+        """Return what every member said, in the order of members.
+
+        Communication: two messages from each member to the leader, and two back with all that was said; blocking.
+
+        Raises:
+            GroupShrank: A member is gone, on every other one of them: `members` are the living now. Begin again.
+            RuntimeError: One that the others cannot do without is gone.
+        """
+        heard = self._gather(said) if self._own == self._leader else self._report(said)
+        if len(heard) < len(self.members):
+            self.members = [member for member in self.members if member in heard]
+            self._renumber()
+            raise GroupShrank(f"{len(self.members)} ranks are left")
+        return [heard[member] for member in self.members]
+
+    def _report(self, said: bytes) -> dict[int, bytes]:
+        _send(said, self._leader)
+        sizes = torch.zeros(self.everyone.world_size, dtype=torch.int64)
+        dist.recv(sizes, self._leader, tag=TAG)
+        answer = torch.empty(int(sizes.clamp(min=0).sum()), dtype=torch.uint8)
+        if answer.numel():
+            dist.recv(answer, self._leader, tag=TAG)
+        heard, start, data = dict[int, bytes](), 0, answer.numpy().tobytes()
+        for member, size in enumerate(sizes.tolist()):
+            if size != _LOST:
+                heard[member] = data[start : start + size]
+                start += size
+        return heard
+
+    def _gather(self, said: bytes) -> dict[int, bytes]:
+        heard: dict[int, bytes] = {}
+        for member in self.members:
+            if member == self._own:
+                heard[member] = said
+            elif member not in self._dead:
+                try:
+                    heard[member] = _receive(member)
+                except RuntimeError as error:
+                    self._let_go(member, error)
+        is_whole = len(heard) == len(self.members)
+        sizes = torch.full((self.everyone.world_size,), _LOST, dtype=torch.int64)
+        for member, data in heard.items():
+            sizes[member] = len(data) if is_whole else _SIZE
+        answer = _as_tensor(b"".join(heard.values()) if is_whole else b"")
+        for member in [member for member in heard if member != self._own]:
+            try:
+                dist.send(sizes, member, tag=TAG)
+                if answer.numel():
+                    dist.send(answer, member, tag=TAG)
+            except RuntimeError as error:
+                self._let_go(member, error)  # the others had its word: they learn of its end the next time
+        return heard
+
+    def _let_go(self, member: int, error: RuntimeError) -> None:
+        if member not in self._expendable or not is_peer_lost(error):
+            raise error
+        self._dead.add(member)
+
+    # what a group does
+
+    def agree(self, message: Any) -> list[Any]:
+        """Return what every living member says, as JSON, beginning anew for as long as somebody dies.
+
+        Communication: as `exchange`.
+        """
+        while True:
+            try:
+                return self.all_gather_json(message)
+            except GroupShrank:
+                continue
+
+    def all_gather_json(self, message: Any) -> list[Any]:
+        """Return what every member said. Communication: as `exchange`."""
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_LIMIT_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
+        return [json.loads(said) for said in self.exchange(data)]
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Add up over the members, in their order. Communication: as `exchange`, the tensor from each to each."""
+        total = torch.zeros_like(tensor, device="cpu")
+        for said in self.exchange(_as_bytes(tensor)):
+            total += torch.frombuffer(bytearray(said), dtype=tensor.dtype).view(tensor.shape)
+        tensor.copy_(total)
+
+    def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
+        """Overwrite with the tensors of one member. Communication: one `exchange` with all of them."""
+        is_source = self.rank == source_rank
+        said = self.exchange(b"".join(map(_as_bytes, tensors)) if is_source else b"")[source_rank]
+        start = 0
+        for tensor in tensors:
+            end = start + tensor.numel() * tensor.element_size()
+            if not is_source and end > start:
+                values = torch.frombuffer(bytearray(said[start:end]), dtype=tensor.dtype)
+                tensor.detach().copy_(values.view(tensor.shape))
+            start = end
+
+    def barrier(self) -> None:
+        """Wait for all members."""
+        self.exchange(b"")
+
+    def close(self) -> None:
+        """Wait for the living, then leave the group of all without asking the dead."""
+        self.agree(None)
+        self.everyone.abandon()
+
+    def abandon(self) -> None:
+        """Leave at once."""
+        self.everyone.abandon()
+
+
+def _send(data: bytes, rank: int) -> None:
+    dist.send(torch.tensor([len(data)], dtype=torch.int64), rank, tag=TAG)
+    if data:
+        dist.send(_as_tensor(data), rank, tag=TAG)
+
+
+def _receive(rank: int) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank, tag=TAG)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if data.numel():
+        dist.recv(data, rank, tag=TAG)
+    return data.numpy().tobytes()
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

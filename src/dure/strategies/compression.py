@@ -1,0 +1,215 @@
+"""Gradients made smaller for their way between ranks: halves, int8, the largest few, low rank.
+
+Every one but PowerSGD is a function on one flat vector, so that it serves DDP's buckets (as a communication hook) and
+the buckets of `ring_ddp` alike. What a lossy one leaves out is remembered and added to the next step's gradient (error
+feedback, Seide et al. 2014; Karimireddy et al. 2019), without which the largest-few never catch up.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dure.errors import SpecInvalid
+from dure.torchcompat import all_gather_single
+
+BLOCK_ELEMENTS = 1024
+"""Elements that share one int8 scale."""
+
+NEEDS_STABLE_SCALE = ("topk", "int8", "powersgd")
+"""Those that carry an error over to the next step."""
+
+
+class StepSums:
+    """What a step's compression came to, over its buckets."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.saved_bytes = 0
+        self.squared_error = 0.0
+        self.squared_norm = 0.0
+
+    def measured(self) -> dict[str, float]:
+        """Return saved bytes and the relative error, as a step's record has them."""
+        error = math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
+        return {"saved_bytes": float(self.saved_bytes), "compression_error": error}
+
+
+class Compression(ABC):
+    """Reduces one flat vector to its mean over all ranks, sending less than the vector."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.step = StepSums()
+
+    def begin_step(self) -> None:
+        """Forget what the step before came to."""
+        self.step = StepSums()
+
+    def reduce_mean(self, vector: Tensor, key: int) -> None:
+        """Replace a vector by about its mean over all ranks; the same bits on every rank.
+
+        Args:
+            vector: (N,), this rank's gradients.
+            key: Which bucket, the same on every rank and in every step.
+        """
+        self.note_sent(self._reduce(vector, key), vector)
+
+    def note_sent(self, sent: int, vector: Tensor) -> None:
+        """Count what was sent in the place of a vector."""
+        plain = 2 * (self.world_size - 1) * vector.numel() * vector.element_size() // self.world_size
+        self.step.sent_bytes += sent
+        self.step.saved_bytes += plain - sent
+
+    def note_error(self, wanted: Tensor, error: Tensor) -> None:
+        """Count what was to be sent, and what of it was not."""
+        self.step.squared_norm += float(wanted.square().sum())
+        self.step.squared_error += float(error.square().sum())
+
+    @abstractmethod
+    def _reduce(self, vector: Tensor, key: int) -> int:
+        """Do it, and return the bytes that this rank sent."""
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return what this rank must keep to go on as if never interrupted."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take it over."""
+
+
+class Cast(Compression):
+    """Halves: the values divided by the world size (so that the sum cannot overflow), cast, added, cast back."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+        super().__init__(process_group)
+        self._dtype = dtype
+
+    def _reduce(self, vector: Tensor, key: int) -> int:
+        """Communication: one all_reduce of N halves, 2 (P-1)/P 2N bytes from each rank."""
+        scaled = vector / self.world_size
+        sent = scaled.to(self._dtype)
+        self.note_error(scaled, scaled - sent)
+        dist.all_reduce(sent, group=self.process_group)
+        vector.copy_(sent)
+        return 2 * (self.world_size - 1) * sent.numel() * sent.element_size() // self.world_size
+
+
+class WithFeedback(Compression):
+    """What this rank did not send is kept, and added to the next step's vector."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        super().__init__(process_group)
+        self.residuals: dict[int, Tensor] = {}
+
+    def _wanted(self, vector: Tensor, key: int) -> Tensor:
+        residual = self.residuals.get(key)
+        return vector.clone() if residual is None or residual.shape != vector.shape else vector + residual
+
+    def _keep(self, key: int, wanted: Tensor, residual: Tensor) -> None:
+        self.note_error(wanted, residual)
+        self.residuals[key] = residual
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return the residuals."""
+        return {f"residual.{key}": residual for key, residual in self.residuals.items()}
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take residuals over."""
+        self.residuals = {int(name.removeprefix("residual.")): tensor.clone() for name, tensor in state.items()}
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, `(P, ...)` by rank."""
+        gathered = tensor.new_empty((self.world_size * tensor.numel(),))
+        all_gather_single(gathered, tensor.view(-1), self.process_group)
+        return gathered.view(self.world_size, *tensor.shape)
+
+
+class TopK(WithFeedback):
+    """The elements of the largest magnitude, with their places (Aji and Heafield 2017)."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, fraction: float) -> None:
+        super().__init__(process_group)
+        self._fraction = fraction
+
+    def _reduce(self, vector: Tensor, key: int) -> int:
+        """Communication: two all_gather of k values and k places (int32), (P-1) k (4 + element) bytes from each."""
+        wanted = self._wanted(vector, key)
+        k = max(1, math.ceil(self._fraction * wanted.numel())) if wanted.numel() else 0
+        places = wanted.abs().topk(k, sorted=False).indices.to(torch.int32)
+        values = wanted[places]
+        residual = wanted.clone()
+        residual[places] = 0
+        self._keep(key, wanted, residual)
+        vector.zero_()
+        # one rank after the other: the order of addition is the same everywhere
+        for theirs, where in zip(self._gather(values), self._gather(places), strict=True):
+            vector.index_add_(0, where, theirs)
+        vector.div_(self.world_size)
+        return (self.world_size - 1) * k * (4 + vector.element_size())
+
+
+class Int8(WithFeedback):
+    """Eight bits per element and one scale per block (Dettmers 2016)."""
+
+    def _reduce(self, vector: Tensor, key: int) -> int:
+        """Communication: two all_gather, (P-1) (N + 4 ceil(N/1024)) bytes from each rank."""
+        wanted = self._wanted(vector, key)
+        blocks = _in_blocks(wanted)
+        scales = (blocks.abs().amax(1, keepdim=True) / 127).to(torch.float32)
+        # a block of zeros has no scale
+        scaled = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)
+        codes = scaled.round().clamp(-127, 127).to(torch.int8).view(-1)[: wanted.numel()]
+        self._keep(key, wanted, wanted - self._decoded(codes, scales, wanted))
+        vector.zero_()
+        for theirs, their_scales in zip(self._gather(codes), self._gather(scales), strict=True):
+            vector.add_(self._decoded(theirs, their_scales, vector))
+        vector.div_(self.world_size)
+        return (self.world_size - 1) * (codes.numel() + 4 * scales.numel())
+
+    @staticmethod
+    def _decoded(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+        return (_in_blocks(codes).to(like.dtype) * scales.to(like.dtype)).view(-1)[: like.numel()]
+
+
+def _in_blocks(vector: Tensor) -> Tensor:
+    return nn.functional.pad(vector, (0, -vector.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
+
+
+def open_compression(name: str, process_group: dist.ProcessGroup | None, *, fraction: float) -> Compression:
+    """Make the compression of a name ready.
+
+    Args:
+        name: `fp16`, `bf16`, `topk` or `int8`.
+        process_group: Whose ranks reduce.
+        fraction: Of the elements that `topk` sends.
+    """
+    if name in ("fp16", "bf16"):
+        return Cast(process_group, torch.float16 if name == "fp16" else torch.bfloat16)
+    return TopK(process_group, fraction) if name == "topk" else Int8(process_group)
+
+
+def check_compression(name: str | None, model: nn.Module, scales_loss: bool) -> None:
+    """Refuse what a compression cannot take.
+
+    Raises:
+        SpecInvalid: fp16's loss scale changes between steps; PowerSGD knows no parameter of one number.
+    """
+    if name in NEEDS_STABLE_SCALE and scales_loss:
+        raise SpecInvalid(
+            [
+                f"compression is {name} and precision fp16: the error that is carried to the next step would be of "
+                "another loss scale; use --precision bf16, or --compression fp16"
+            ]
+        )
+    scalars = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 0]
+    if name == "powersgd" and scalars:
+        raise SpecInvalid(
+            [
+                f"compression is powersgd but {scalars[0]} is a parameter of one number, which is no matrix: give it a "
+                "dimension, or use --compression topk"
+            ]
+        )

@@ -1,0 +1,174 @@
+"""Whether an optimiser may be given a part of its parameters and still do to each what it would have done."""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dure.data.randomness import kept_global_randomness
+
+_PER_GROUP = 2
+_MOST_PER_DIMENSION = 4
+_NUM_STEPS = 2
+"""In the first step most optimisers with a sense of the whole only look; in the second they act on it."""
+
+
+def reason_not_to_divide(optimizer: Optimizer) -> str | None:
+    """Return why an optimiser needs all parameters together, or None when parts of it can step on their own.
+
+    It is tried out: small stand-ins for a few parameters of each group are stepped together and in two parts, and
+    must come out the same to the bit. The optimiser is left as it was.
+
+    Args:
+        optimizer: As the task built it; its parameters may be on the meta device.
+    """
+    return _try(optimizer, lambda trial: trial.reason())
+
+
+def reason_not_to_cut(optimizer: Optimizer) -> str | None:
+    """Return why an optimiser needs parameters whole, or None when parts of each can step on their own.
+
+    The stand-ins are stepped whole, and cut in two along their first dimension, the halves apart from each other.
+
+    Args:
+        optimizer: As the task built it; its parameters may be on the meta device.
+    """
+    return _try(optimizer, lambda trial: trial.reason() or trial.reason_of_halves())
+
+
+def _try(optimizer: Optimizer, find_reason: "Callable[[_Trial], str | None]") -> str | None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step asks for a closure that computes the loss of the whole model again"
+    trial = _Trial(optimizer)
+    before = dict(vars(optimizer))
+    try:
+        with kept_global_randomness(), torch.enable_grad():
+            return find_reason(trial)
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+
+
+class _Trial:
+    """Steps an optimiser over stand-ins of some of its parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = list(optimizer.param_groups)
+        chosen = [[p for p in group["params"] if p.requires_grad][:_PER_GROUP] for group in self._groups]
+        self._parameters = [parameter for group in chosen for parameter in group]
+        self._group_of = [index for index, group in enumerate(chosen) for _ in group]
+        self._states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        generator = torch.Generator().manual_seed(0)
+        self._values = [_small_like(p, generator) for p in self._parameters]
+        self._gradients = [[_small_like(p, generator) for p in self._parameters] for _ in range(_NUM_STEPS)]
+
+    def reason(self) -> str | None:
+        everything = range(len(self._parameters))
+        try:
+            together = self._step(everything)
+        except Exception:
+            return None  # it cannot be tried out on stand-ins, which says nothing against it
+        extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
+        if extra or len(self._optimizer.state_dict()) > 2:
+            return "it keeps state of the whole beside that of the parameters"
+        for part in (everything[::2], everything[1::2]):
+            try:
+                alone = self._step(part)
+            except Exception as error:
+                return f"over a part of the parameters it fails with {type(error).__name__}: {error}"
+            if not all(torch.equal(alone[position], together[position]) for position in part):
+                return "what it does to one parameter depends on the others"
+        return None
+
+    def reason_of_halves(self) -> str | None:
+        """Return why the halves of the stand-ins, cut in either of two dimensions, do not step as the wholes do."""
+        everything = range(len(self._parameters))
+        try:
+            together = self._step(everything)
+        except Exception:
+            return None  # as above
+        for half in (_Half(dim, number) for dim in (0, 1) for number in (0, 1)):
+            try:
+                alone = self._step(everything, half)
+            except Exception as error:
+                return f"over a part of a parameter it fails with {type(error).__name__}: {error}"
+            if not all(_nearly_equal(alone[position], half.of(together[position])) for position in everything):
+                return "what it does to one element depends on the others of its tensor"
+        return None
+
+    def _step(self, positions: Iterable[int], half: "_Half | None" = None) -> dict[int, Tensor]:
+        """Return where the stand-ins at these positions, or a half of each, end when no others are there."""
+        cut = (lambda tensor: tensor) if half is None else half.of
+        chosen = {position: cut(self._values[position]).clone().requires_grad_() for position in positions}
+        self._optimizer.param_groups = [
+            {
+                **copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")}),
+                "params": [chosen[position] for position in chosen if self._group_of[position] == index],
+            }
+            for index, group in enumerate(self._groups)
+        ]
+        self._optimizer.state = defaultdict(dict)
+        for position, parameter in chosen.items():
+            if self._states[position]:
+                small = _small_state(self._states[position], self._parameters[position])
+                shape = self._values[position].shape
+                self._optimizer.state[parameter] = {
+                    key: cut(value).clone() if isinstance(value, Tensor) and value.shape == shape else value
+                    for key, value in small.items()
+                }
+        for gradients in self._gradients:
+            for position, parameter in chosen.items():
+                parameter.grad = cut(gradients[position]).clone()
+            self._optimizer.step()
+        return {position: parameter.detach() for position, parameter in chosen.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """One half of a tensor, the first or the second along a dimension; the whole of one that cannot be halved."""
+
+    dim: int
+    number: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return that half."""
+        if self.dim >= tensor.dim() or tensor.size(self.dim) < 2:
+            return tensor
+        return tensor.chunk(2, self.dim)[self.number]
+
+
+def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare to a few roundings: what is left over at the end of a vector instruction's length may round otherwise."""
+    few = 8 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=few, atol=few)
+
+
+def _corner(shape: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(min(size, _MOST_PER_DIMENSION)) for size in shape)
+
+
+def _small_like(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    shape = [min(size, _MOST_PER_DIMENSION) for size in parameter.shape]
+    device = "cpu" if parameter.is_meta else parameter.device
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, parameter.dtype)
+
+
+def _small_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Cut what an optimiser's constructor has already put there (Adagrad) to the size of a stand-in."""
+    small = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value = value[_corner(value.shape)] if value.shape == parameter.shape else value
+            value = torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.clone()
+        else:
+            value = copy.deepcopy(value)
+        small[key] = value
+    return small

@@ -1,0 +1,67 @@
+"""Data parallelism as it is explained on a blackboard: backward, then one all-reduce per gradient, then the step.
+
+The plain twin of `ring_ddp` and `ddp`: nothing is bucketed, nothing overlaps. It is there to be read, and to be what
+the fast ones are held to.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dure.comm.choice import open_chosen
+from dure.strategies.base import Requests, StepFacts
+from dure.strategies.batches import Microbatch
+from dure.strategies.reduced_facts import ReducedFacts
+from dure.strategies.sync_batchnorm import convert_sync_batchnorm
+from dure.torchcompat import run_backward
+
+
+class NaiveDDP(ReducedFacts):
+    """A process per device; every gradient is reduced by itself after backward."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
+        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+
+    def distribute(self) -> None:
+        """Begin with rank 0's weights everywhere."""
+        super().distribute()
+        self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self._all_reduce = open_chosen(self.options.comm, self.device.type, self.group)
+
+    def describe(self) -> list[str]:
+        """Say which algorithm adds the gradients up."""
+        return [f"gradients one by one through {self._all_reduce.name} (--comm {self.options.comm})"]
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of this rank's share."""
+        self.begin_step(requests)
+        for microbatch in microbatches:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""
+        used = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.float32, device=self.device)
+        self.group.all_reduce_sum(used)
+        for parameter, by_how_many in zip(self.trainable, used.tolist(), strict=True):
+            if by_how_many:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                flat = gradient.contiguous().view(-1)
+                self._all_reduce.all_reduce(flat)
+                parameter.grad = flat.view_as(parameter)
+        return self.reduced_facts()
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the algorithm sends for every gradient by itself."""
+        return sum(self._all_reduce.sent_bytes_for(p.numel(), p.element_size()) for p in self.trainable)
+
+    def close(self) -> None:
+        """Let go of the algorithm."""
+        self._all_reduce.close()

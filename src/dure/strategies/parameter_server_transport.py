@@ -1,0 +1,54 @@
+"""How workers and servers talk: one message at a time from one rank to another, any number under way."""
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+TAG = 41
+"""Of every message between a worker and a server, so that none is taken for a message of anybody else."""
+
+
+class UnderWay(Protocol):
+    """A message that was begun."""
+
+    def wait(self, timeout: timedelta = ..., /) -> Any:
+        """Wait until its buffer may be read, or written again. Raises when the other rank went away."""
+
+
+class Transport(ABC):
+    """Point-to-point messages. Between two ranks they arrive in the order in which they were sent."""
+
+    @abstractmethod
+    def send(self, message: Tensor, rank: int) -> UnderWay:
+        """Begin to send a buffer of bytes, which must stay as it is until the message is through."""
+
+    @abstractmethod
+    def receive(self, message: Tensor, rank: int) -> UnderWay:
+        """Begin to receive a message of exactly the buffer's size."""
+
+    def close(self, *, is_whole: bool) -> None:
+        """Let go of it; no message is under way any more.
+
+        Args:
+            is_whole: Whether all ranks live.
+        """
+
+
+class C10dTransport(Transport):
+    """Over the default process group: gloo's pair of sockets between the two ranks."""
+
+    def send(self, message: Tensor, rank: int) -> UnderWay:
+        """Begin `isend`. Communication: the message's bytes to one rank, not blocking."""
+        return _there(dist.isend(message, rank, tag=TAG))
+
+    def receive(self, message: Tensor, rank: int) -> UnderWay:
+        """Begin `irecv`. Communication: waits for one message from one rank, not blocking."""
+        return _there(dist.irecv(message, rank, tag=TAG))
+
+
+def _there(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the default process group"
+    return work

@@ -1,0 +1,125 @@
+"""A rank's part of a model in sections: what it keeps, what it lets go, what a checkpoint sees of it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.strategies.optimizer_state import STEP_KEY
+from dure.strategies.section_plan import SectionPlan
+
+
+class OwnPart(nn.Module):
+    """The tensors of some sections under the whole model's names.
+
+    The model stays what it is, with all its modules and names. Parameters and buffers of blocks that other ranks keep
+    are each one number of NaN seen in their shape: no memory, and nothing that could be used unnoticed. Those outside
+    of the blocks are small; every rank has them, and one rank trains each.
+    """
+
+    def __init__(self, model: nn.Module, plan: SectionPlan, sections: Iterable[int], device: torch.device) -> None:
+        """Let go of what other ranks keep, and move the rest.
+
+        Args:
+            model: Whole.
+            plan: Who keeps what.
+            sections: Of this rank.
+            device: Of this rank.
+        """
+        super().__init__()
+        self._whole = [model]  # in a list: the model is no part of its part
+        mine = set(sections)
+        owners = plan.owners(model)
+        blocks = tuple(dict.fromkeys(plan.calls))
+        self._in_blocks = tuple(f"{block}." for block in blocks)
+        self._in_own_blocks = tuple(f"{block}." for block in blocks if plan.section_of_block(block) in mine)
+        self._keeps_rest = 0 in mine
+        self.loose = {name: owners[name] for name in sorted(owners) if not name.startswith(self._in_blocks)}
+        """What is in no block, and the section that keeps it."""
+        self._own_loose = {name for name, section in self.loose.items() if section in mine}
+        nothing: dict[torch.dtype, Tensor] = {}
+        for name in owners:
+            before = _tensor(model, name)
+            if self.is_here(name):
+                _replace(model, name, before.to(device))
+            else:
+                if before.dtype not in nothing:
+                    value = float("nan") if before.is_floating_point() or before.is_complex() else 0
+                    nothing[before.dtype] = torch.full((), value, dtype=before.dtype, device=device)
+                _replace(model, name, nothing[before.dtype].expand(before.shape))
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank is the one to keep what has a name in the model's state."""
+        if name.startswith(self._in_blocks):
+            return name.startswith(self._in_own_blocks)
+        return name in self._own_loose or (name not in self.loose and self._keeps_rest)
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank has what has a name in the model's state, be it the one to keep it or not."""
+        return name in self.loose or self.is_own(name)
+
+    @property
+    def whole(self) -> nn.Module:
+        """The model."""
+        return self._whole[0]
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return this rank's parameters that are trained."""
+        return [p for name, p in self.whole.named_parameters() if self.is_own(name) and p.requires_grad]
+
+    def own_buffers(self) -> list[Tensor]:
+        """Return this rank's buffers."""
+        return [buffer for name, buffer in self.whole.named_buffers() if self.is_own(name)]
+
+    def tensors(self) -> list[Tensor]:
+        """Return this rank's parameters and buffers, and those outside of the blocks, which every rank has."""
+        named = [*self.whole.named_parameters(), *self.whole.named_buffers()]
+        return [tensor for name, tensor in named if self.is_here(name)]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's tensors, and its blocks' extra state, under the model's names."""
+        state = self.whole.state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if self.is_own(name)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take over this rank's tensors."""
+        return self.whole.load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), leaf)
+    return tensor
+
+
+def _replace(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put another tensor into the place of a parameter's or buffer's; a parameter stays the same object."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    before = getattr(module, leaf)
+    if isinstance(before, nn.Parameter):
+        before.data = value.detach()
+    else:
+        setattr(module, leaf, value)
+
+
+def keep_only(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Let an optimiser forget all parameters but these; its groups stay, so that all ranks have the same ones.
+
+    State that it made when it was built moves to the device of its parameter.
+    """
+    kept = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        flags = [id(parameter) in kept for parameter in group["params"]]
+        if "param_names" in group:
+            group["param_names"] = [n for n, is_kept in zip(group["param_names"], flags, strict=True) if is_kept]
+        # in place: some optimisers hold the list itself
+        group["params"][:] = [p for p, is_kept in zip(group["params"], flags, strict=True) if is_kept]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
+        del optimizer.state[parameter]
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != STEP_KEY:
+                state[key] = value.to(parameter.device)

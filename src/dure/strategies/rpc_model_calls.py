@@ -1,0 +1,74 @@
+"""What goes between the ranks of an rpc_model: a call of the model, and what a section gives for it."""
+
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.errors import FAILED, DureError
+from dure.strategies.batches import map_tensors
+from dure.strategies.pipeline_part import OwnPart
+from dure.strategies.pipeline_values import Description
+from dure.strategies.stand_in import StandIn
+
+HOST = torch.device("cpu")
+"""Where tensors are while they travel."""
+
+
+class Call(NamedTuple):
+    """One call of the model, on its way through the sections."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int
+    """Of what the sections draw."""
+    is_training: bool
+    has_gradient: bool
+
+
+class Result(NamedTuple):
+    """What a section gives: the value for the next one, or the model's output, and what each block so far gave."""
+
+    value: Any
+    known: list[Description]
+
+
+class Failed(NamedTuple):
+    """What a section gives when it raised: an exception that came through RPC would bring its traceback as its text."""
+
+    said: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> "Failed":
+        """Say who failed and where; the traceback goes to this rank's log."""
+        traceback.print_exception(error)
+        if isinstance(error, DureError):
+            return cls(str(error), error.exit_code)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+        return cls(f"rank {rank} failed in its section: {type(error).__name__}: {error}\n  {where}", FAILED)
+
+
+def on_host(result: Any) -> Any:
+    """Return a result as it travels, in host memory; a reference as it is."""
+    return map_tensors(result, _travelling) if isinstance(result, Result) else result
+
+
+def _travelling(tensor: Tensor) -> Tensor:
+    # a leaf arrives as a leaf, with a gradient of its own that nobody would ask for
+    is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+    return (tensor.view_as(tensor) if is_leaf else tensor).to(HOST)
+
+
+class Driven(StandIn):
+    """What an evaluation calls; its state is what this rank has."""
+
+    def __init__(self, model: nn.Module, answer: Any, part: OwnPart) -> None:
+        super().__init__(model, answer)
+        self._part = [part]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's part."""
+        return self._part[0].state_dict(*args, **kwargs)

@@ -1,0 +1,127 @@
+"""The decision where a model is cut: taken from one batch, told to all ranks, and the same on all of them."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dure.data.randomness import kept_global_randomness
+from dure.strategies.base import Strategy
+from dure.strategies.batches import to_device
+from dure.strategies.section_survey import Survey, survey
+from dure.strategies.sections import begins_of, cut_names, faults_of, registered_chain
+from dure.strategies.stand_in import call_of
+
+CURE = "ddp or fsdp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SectionPlan:
+    """Which section computes and keeps what. JSON values only, so that one rank can tell the others."""
+
+    calls: list[str]
+    """The block of every call of a forward pass, in order."""
+    begins: list[int]
+    """The call with which each section begins."""
+    homes: dict[str, int]
+    """Parameters and buffers outside of the blocks, and the section that uses them."""
+    ends_with_last_block: bool = True
+    """Whether the model's output follows from what the last block gives, and the batch."""
+
+    def section_of(self, position: int) -> int:
+        """Return the section that does a call."""
+        return bisect_right(self.begins, position) - 1
+
+    def section_of_block(self, name: str) -> int:
+        """Return the section that keeps a block."""
+        return self.section_of(self.calls.index(name))
+
+    def owners(self, model: nn.Module) -> dict[str, int]:
+        """Return the section that keeps each parameter and buffer, under every name that it has in the model."""
+        modules = dict(model.named_modules())
+        sections: dict[int, int] = {}
+        for call in dict.fromkeys(self.calls):
+            for tensor in [*modules[call].parameters(), *modules[call].buffers()]:
+                sections.setdefault(id(tensor), self.section_of_block(call))
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            sections.setdefault(id(tensor), self.homes.get(name, 0))
+        return {name: sections[id(tensor)] for name, tensor in named}
+
+    def first_blocks(self) -> str:
+        """Return the blocks with which the sections after the first begin, as `--cuts` takes them."""
+        return ",".join(self.calls[begin] for begin in self.begins[1:])
+
+    def bounds(self, section: int) -> tuple[int, int]:
+        """Return a section's first call and the call after its last."""
+        ends = [*self.begins[1:], len(self.calls)]
+        return self.begins[section], ends[section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyed:
+    """What was seen of a model with a batch, for those who count costs or rehearse."""
+
+    seen: Survey
+    num_samples: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def look_at(strategy: Strategy, model: nn.Module, num_samples: int) -> Surveyed | None:
+    """Watch a forward pass of a model on its first samples; None where there is no batch to do it with.
+
+    Args:
+        strategy: With the task's loss and its data.
+        model: Wherever it is; the batch is moved to it. It is left as it was, and so are the generators.
+        num_samples: At most so many.
+    """
+    if strategy.example is None:
+        return None
+    batch = to_device(strategy.example(num_samples), next(model.parameters()).device)
+    with kept_global_randomness(), strategy.precision.autocast():
+        args, kwargs = call_of(strategy.loss, model, batch)
+        return Surveyed(seen=survey(model, args, kwargs), num_samples=num_samples, args=args, kwargs=kwargs)
+
+
+def plan_sections(
+    model: nn.Module, surveyed: Surveyed | None, num_sections: int, cuts: str | None, *,
+    costs: Callable[[Survey], Sequence[float]], keeps_batch_apart: bool = False,
+) -> tuple[SectionPlan | None, list[str]]:  # fmt: skip
+    """Decide where a model is cut.
+
+    Args:
+        model: All of it.
+        surveyed: Of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
+        num_sections: How many sections.
+        cuts: The words of `--cuts`, or None to find the most even ones.
+        costs: Gives the cost of every call.
+        keeps_batch_apart: Whether the batch stays on the first section's device, so that the model's own code cannot
+            use it together with what a later section computes.
+
+    Returns:
+        The plan, or why there is none, a sentence each.
+    """
+    chain, homes = registered_chain(model), dict[str, int]()
+    if surveyed is not None:
+        chain, homes = surveyed.seen.chain, dict(surveyed.seen.homes)
+        if keeps_batch_apart:
+            chain = surveyed.seen.with_batch_on_first_device()
+    names = cut_names(cuts)
+    if faults := faults_of(chain, num_sections, names, CURE):
+        return None, faults
+    if num_sections == 1:
+        return SectionPlan(calls=list(chain.calls), begins=[0], homes=dict.fromkeys(homes, 0)), []
+    prices = costs(surveyed.seen) if surveyed is not None and names is None else _registered_costs(model, chain.calls)
+    begins = begins_of(chain, num_sections, names, prices)
+    sections = {name: bisect_right(begins, position) - 1 for name, position in homes.items()}
+    is_last_enough = chain.why_not(len(chain.calls)) is None
+    plan = SectionPlan(calls=list(chain.calls), begins=begins, homes=sections, ends_with_last_block=is_last_enough)
+    return plan, []
+
+
+def _registered_costs(model: nn.Module, calls: Sequence[str]) -> list[float]:
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
+    return [float(sum(p.numel() * p.element_size() for p in modules[call].parameters())) for call in calls]

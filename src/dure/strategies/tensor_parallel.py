@@ -1,0 +1,293 @@
+"""Tensor parallelism: the layers themselves divided over ranks that work on the same samples.
+
+Shoeybi et al. 2019 (Megatron-LM), section 3, by DTensor and `parallelize_module`. Ranks of a tensor group hold parts of
+the weights and compute parts of each layer's output; what they must know of each other is added up inside forward and
+backward. With `--mesh data=D,tensor=T` there are D such groups, each with its share of the batch, whose gradients are
+added up over the data axis.
+
+What is not divided is a plain tensor that every rank of a group has and changes in the same way: its gradient is the
+same on all of them, since it is computed from the same whole values. The optimiser gets it beside the local parts of
+the divided ones (see `local_shards.py`); turning it into DTensors too would send every operation of the model through
+DTensor's dispatch, for nothing.
+"""
+
+import zlib
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dure.comm.mesh import Mesh
+from dure.errors import RanksDisagree, TaskInvalid
+from dure.spec.mesh import parse_mesh
+from dure.strategies.base import Requests, StepFacts, StrategyOptions
+from dure.strategies.batches import Microbatch
+from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
+from dure.strategies.module_patterns import shortened
+from dure.strategies.tensor_layers import (
+    DividedLayer,
+    Traffic,
+    WholeInput,
+    column_forward,
+    fused_forward,
+    gathered_forward,
+    row_forward,
+    vocab_forward,
+)
+from dure.strategies.tensor_plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
+from dure.strategies.tensor_values import DividedValues, undivided
+from dure.torchcompat import default_generator, run_backward
+from dure.units import format_bytes
+
+AXES = ("data", "tensor")
+
+_DRAW_BITS = 20
+"""Of a fingerprint of the generators; times a few thousand ranks it is still exact in float32."""
+
+_NO_RULE = ("sharding propagation", "sharding strategy", "mixed torch.Tensor and DTensor", "unevenly sharded")
+"""How DTensor words that it cannot do an operation on divided values."""
+
+
+class TensorParallel(ShardedStrategy):
+    """Layers divided over the tensor axis, batches over the data axis."""
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse a model with nothing to divide, and a plan that does not fit it."""
+        axes = parse_mesh(options.mesh, AXES, num_devices)
+        num_ranks = axes["tensor"]
+        plan = _plan(model, num_ranks, options)
+        plan.faults += [
+            f"{name} gives sparse gradients (sparse=True), which are not added up over the data axis: set sparse=False"
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False) and axes["data"] > 1
+        ]
+        if plan.faults or plan.styles:
+            return plan.faults
+        whole = whole_layers(model, plan)
+        shown = shortened(whole[:8]) + (f" and {len(whole) - 8} more" if len(whole) > 8 else "")
+        reasons = "".join(f"; {note}" for note in plan.notes)
+        return [
+            f"there is no layer to divide over {num_ranks} ranks, since the rules know nn.Linear and nn.Embedding and "
+            f"the model's layers are {shown}{reasons}: use fsdp, which divides any parameter"
+        ]
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Divide what the plan names, and begin with rank 0's values everywhere.
+
+        Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
+        """
+        axes = parse_mesh(self.options.mesh, AXES, self.group.world_size)
+        self.mesh = Mesh(axes, self.group, self.device)
+        self.shard_group = self.mesh.group("tensor")
+        self.data_rank = self.random_stream = self.mesh.coordinate("data")
+        self.data_world_size = self.mesh.size("data")
+        self.leads_share = self.mesh.coordinate("tensor") == 0
+        self.plan = _plan(model, self.mesh.size("tensor"), self.options)
+        self.traffic = Traffic(self.mesh.size("tensor"))
+        self._is_dividing = False
+        self._resources = ExitStack()
+        # masks and tables that a model makes are the same on every rank: where they meet divided values, they are whole
+        self._resources.enter_context(implicit_replication())
+        # the fast path of nn.TransformerEncoder takes weights without asking the layers
+        had_fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
+        self._divide(model)
+        self._place_rest(model)
+        model.forward = partial(self._forward, model.forward)
+        return model
+
+    def _divide(self, model: nn.Module) -> None:
+        device_mesh = self.mesh.device_mesh
+        assert device_mesh is not None
+        mesh = device_mesh["tensor"]
+        inputs = {region: WholeInput(mesh, self.traffic) for region in map(self.plan.region_of, self.plan.styles)}
+        divided: dict[int, nn.Parameter] = {}
+        plan: dict[str, Any] = {}
+        for name, style in self.plan.styles.items():
+            whole_input = inputs[self.plan.region_of(name)]
+            forward = {
+                "column": partial(column_forward, whole_input),
+                "fused": partial(fused_forward, mesh, whole_input, self.traffic, lambda: self._is_dividing),
+                "gathered": partial(gathered_forward, whole_input, self.traffic),
+                "row": partial(row_forward, mesh, whole_input, self.traffic),
+                "vocab": partial(vocab_forward, mesh, self.traffic),
+            }[style]
+            plan[name] = DividedLayer(shard_dim(style), forward, self.group, divided)
+        parallelize_module(model, mesh, plan)
+
+    def _place_rest(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+        rest: list[Tensor] = [p.data for p in model.parameters() if not isinstance(p, DTensor)]
+        self.group.broadcast([*rest, *(buffer for buffer in model.buffers() if buffer.numel())])
+
+    def distribute(self) -> None:
+        """Hand this rank's parts to the optimiser, and cut the gradients into messages for the data axis."""
+        super().distribute()
+        self._messages = list(_messages(self.trainable, self.options.bucket_bytes))
+
+    # forward and backward
+
+    def _forward(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward; what leaves it is whole."""
+        with self._dividing():
+            return undivided(forward(*args, **kwargs))
+
+    @contextmanager
+    def _dividing(self) -> Any:
+        if self._is_dividing:
+            yield
+            return
+        self._is_dividing = True
+        try:
+            with DividedValues(has_fused="fused" in self.plan.styles.values()):
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(words in str(error) for words in _NO_RULE):
+                raise
+            raise TaskInvalid(
+                "the model does something with divided values that DTensor has no rule for "
+                f"({str(error).splitlines()[0]:.200}): say with --tp-plan what to divide, leaving out, or making "
+                "gathered, the column layers before that"
+            ) from error
+        finally:
+            self._is_dividing = False
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate gradients of the parts; ranks of a tensor group do the same microbatches together.
+
+        Communication: in each forward and backward what the layers say, over the tensor group.
+        """
+        self.begin_step(requests)
+        self.traffic.sent_bytes = 0
+        for microbatch in microbatches:
+            with self._dividing():
+                term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
+
+    def sync_gradients(self) -> StepFacts:
+        """Add gradients up over the data axis, and the facts over all ranks."""
+        self.shards.take_gradients()
+        flags = [float(parameter.grad is not None) for parameter in self.trainable]
+        beside = torch.tensor([self._draws(), *flags], dtype=self.facts_dtype, device=self.device)
+        facts = self.reduced_facts(beside)
+        if self.mesh.size("data") > 1:
+            self._add_up_over_data()
+        if not all(flags):
+            # a parameter that no rank used has no gradient: a zero would still decay and carry momentum
+            for parameter, by_any in zip(self.trainable, beside[1:].tolist(), strict=True):
+                if not by_any:
+                    parameter.grad = None
+        self._check_draws(beside[0])
+        return facts
+
+    def _add_up_over_data(self) -> None:
+        """Add up. Communication: one blocking all_reduce for each `bucket_bytes` of gradients over the data axis."""
+        group = self.mesh.group("data")
+        for parameters in self._messages:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            message = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            group.all_reduce_sum(message)
+            parts = message.split([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+
+    # ranks of a tensor group must draw the same
+
+    def _draws(self) -> float:
+        """Return a fingerprint of the generators, so weighted that those of a tensor group add up to 0."""
+        states = [torch.default_generator.get_state()]
+        if self.device.type != "cpu":
+            states.append(default_generator(self.device).get_state())
+        found = 0
+        for state in states:
+            found = zlib.crc32(state.numpy().tobytes(), found)
+        found &= (1 << _DRAW_BITS) - 1
+        return float(found if self.mesh.coordinate("tensor") else -found * (self.mesh.size("tensor") - 1))
+
+    def _check_draws(self, total: Tensor) -> None:
+        """Raise on all ranks if those of a tensor group have drawn differently; reading is put off on an accelerator.
+
+        Raises:
+            RanksDisagree: From then on what every rank should have the same would differ.
+        """
+        before = total if self.device.type == "cpu" else getattr(self, "_draws_before", None)
+        self._draws_before = total
+        if before is not None and before.item() != 0:
+            raise RanksDisagree(
+                "ranks of a tensor group did not draw the same random numbers: something in the model draws for "
+                "divided values other than by functional.dropout, or on some ranks alone; draw on all ranks alike, or "
+                "leave the layers before it whole with --tp-plan"
+            )
+
+    # what else differs
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: BatchNorm has statistics of each data rank's own samples."""
+        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+
+    def not_preserved(self) -> list[str]:
+        """Return what this run does not preserve: with one data rank batches and draws are those of one device."""
+        texts = super().not_preserved()
+        return [text for text in texts if self.data_world_size > 1 or text.startswith("dropout inside")]
+
+    def describe(self) -> list[str]:
+        """Say what is divided and how, and what is not."""
+        own, everything = share_bytes(self.model.parameters()), whole_bytes(self.model.parameters())
+        lines = [
+            f"{self.mesh.size('tensor')} ranks of a tensor group hold {format_bytes(own)} each of "
+            f"{format_bytes(everything)} of parameters"
+            + (f", in {self.data_world_size} groups" if self.data_world_size > 1 else "")
+        ]
+        for style, meaning in STYLES.items():
+            if names := [name for name, given in self.plan.styles.items() if given == style]:
+                lines.append(f"{style} ({meaning}): {shortened(names)}")
+        if whole := whole_layers(self.model, self.plan):
+            lines.append(f"whole on every rank: {shortened(whole)}")
+        return lines + self.plan.notes
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the layers have sent in this step, the gradients' sum over the data axis, and the facts."""
+        data, everyone = self.mesh.size("data"), self.group.world_size
+        gradients = sum(p.numel() * p.element_size() for message in self._messages for p in message)
+        facts = (4 + 1 + len(self.trainable)) * self.facts_dtype.itemsize
+        return self.traffic.sent_bytes + 2 * (data - 1) * gradients // data + 2 * (everyone - 1) * facts // everyone
+
+    def close(self) -> None:
+        """Leave torch as it was."""
+        self._resources.close()
+
+
+def _plan(model: nn.Module, num_ranks: int, options: StrategyOptions) -> TensorPlan:
+    if options.tp_plan is None:
+        return find_plan(model, num_ranks)
+    return read_plan(options.tp_plan, model, num_ranks)
+
+
+def _messages(parameters: list[nn.Parameter], most_bytes: int) -> Iterable[list[nn.Parameter]]:
+    """Yield the parameters in lists of one dtype and about so many bytes."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        message: list[nn.Parameter] = []
+        for parameter in same:
+            message.append(parameter)
+            if sum(p.numel() * p.element_size() for p in message) >= most_bytes:
+                yield message
+                message = []
+        if message:
+            yield message

@@ -1,0 +1,99 @@
+"""ZeRO stage 1: gradients as under ddp, the optimiser's state divided over the ranks.
+
+Rajbhandari et al. 2020, section 5.1 (P_os). Every rank has all gradients, steps a part of the parameters, and sends
+these to the others; nobody keeps momentum of what another rank steps. The engine is torch's ZeroRedundancyOptimizer,
+which deals out whole parameters, the largest first, to the rank that has least. What dure adds: the task's own
+optimiser goes on as the one of this rank's part, whatever its class and constructor; frozen parameters are neither
+dealt out nor sent; and checkpoints, into which each rank writes its part.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dure import torchcompat
+from dure.errors import TaskInvalid
+from dure.strategies.base import StateSource, StrategyState
+from dure.strategies.ddp import DDP
+from dure.strategies.divisible import reason_not_to_divide
+from dure.strategies.optimizer_state import optimizer_to_names
+
+
+class ZeRO1(DDP):
+    """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or that has nothing to divide."""
+        name = type(optimizer).__name__
+        if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+            return [f"the optimiser {name} holds no trainable parameter, so there is nothing to divide: use ddp"]
+        reason = reason_not_to_divide(optimizer)
+        if reason is None:
+            return []
+        return [
+            f"the optimiser {name} cannot be divided over ranks, because {reason}: use one that steps each parameter "
+            "by itself, such as AdamW or SGD, or --strategy ddp"
+        ]
+
+    def distribute(self) -> None:
+        """Wrap the model in DDP, and leave this rank its part of the optimiser."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise TaskInvalid("; ".join(faults))
+        super().distribute()
+        self.part = self.optimizer
+        self._group_names = [group["params"] for group in optimizer_to_names(self.model, self.part)["groups"]]
+        self.optimizer = divide(self.part)
+        own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
+        self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+
+    def state_dict(self) -> StrategyState:
+        """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""
+        groups = [
+            {**group, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
+        ]
+        optimizer = {**optimizer_to_names(self.model, self.part), "groups": groups}
+        return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over the weights, and of the optimiser's state what this rank's part needs."""
+        source.load_model(self.model)
+        source.load_optimizer(self.model, self.part, is_part=True)
+        for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the gradients' all-reduce sends, and this rank's part of the parameters to every other rank."""
+        return super().sent_bytes(num_microsteps) + (self.group.world_size - 1) * self._own_bytes
+
+
+def divide(optimizer: Optimizer) -> Optimizer:
+    """Make an optimiser the one of this rank's part of the parameters, and return the one of all ranks over it.
+
+    The object itself goes on, instead of another one from the same constructor: nobody else knows what that was given.
+    """
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [parameter for parameter in group["params"] if parameter.requires_grad],
+        }
+        for group in optimizer.param_groups
+    ]
+
+    def take_part(part: list[dict[str, Any]]) -> Optimizer:
+        kept = {id(parameter) for group in part for parameter in group["params"]}
+        optimizer.param_groups = part
+        # some have state from the start (Adagrad)
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
+            del optimizer.state[parameter]
+        return optimizer
+
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return torchcompat.divide_optimizer(groups, take_part, in_one_message=_fit_one_buffer(parameters))
+
+
+def _fit_one_buffer(parameters: list[nn.Parameter]) -> bool:
+    """Whether parameters can live in one buffer per rank, to be sent at once, and keep their strides there."""
+    return len({parameter.dtype for parameter in parameters}) == 1 and all(p.is_contiguous() for p in parameters)

@@ -1,0 +1,40 @@
+"""From events to a summary: what was lost with a rank, and what a resumed run made good."""
+
+import pytest
+
+from dure.report.summary import summarise
+from dure.rundir import RunDir
+from dure.spec import RunSpec
+
+
+def training(samples_seen):
+    return {"event": "training", "samples_seen": samples_seen, "epoch_samples": 100, "not_preserved": ["dropout"]}
+
+
+def lost(rank, *ends):
+    shares = [{"rank": rank, "samples_seen": end, "samples": [end - 2, end - 1]} for end in ends]
+    return {"event": "rank_lost", "rank": rank, "samples_seen": max(ends), "shares": shares}
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([training(0)], []),
+        (
+            [training(0), lost(2, 10, 20), lost(1, 20)],
+            [
+                "rank 2 was lost: 4 samples of its shares were not used",
+                "rank 1 was lost: 2 samples of its shares were not used",
+            ],
+        ),
+        # taken up at 10 samples, the run used those of 20 after all
+        ([training(0), lost(2, 10, 20), training(10)], ["rank 2 was lost: 2 samples of its shares were not used"]),
+        ([training(0), lost(2, 10, 20), training(0)], []),
+    ],
+)
+def test_summary_when_ranks_were_lost_then_counts_the_samples_that_nobody_used(events, said, tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    for event in events:
+        run.append_event(event["event"], **{key: value for key, value in event.items() if key != "event"})
+    summary = summarise(run, RunSpec(task="task.py:Task"), "completed")
+    assert summary.not_preserved == ["dropout", *said]

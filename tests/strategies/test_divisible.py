@@ -1,0 +1,158 @@
+"""Which optimisers may be given a part of their parameters, found out by trying."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False))
+
+
+class Coupled(optim.SGD):
+    """Scales its steps by the norm of all gradients, as LAMB's first phase does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
+class Estimating(optim.SGD):
+    """Finds its rate in the first step from all parameters, as Prodigy does, and uses it from the second on."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["lr"] = max([float(p.detach().abs().max()) for p in group["params"]], default=0.0)
+
+
+class Counting(optim.SGD):
+    """Counts its steps in its state, where only parameters have a place."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+
+
+class Chained(optim.SGD):
+    """Moves each parameter by the one after it in its group."""
+
+    def step(self, closure=None):
+        super().step()
+        for one, other in pairwise(self.param_groups[0]["params"]):
+            one.data.add_(other.data.sum())
+
+
+TOGETHER = {
+    optim.LBFGS: "its step asks for a closure",
+    Coupled: "what it does to one parameter depends on the others",
+    Estimating: "what it does to one parameter depends on the others",
+    Counting: "it keeps state of the whole beside that of the parameters",
+    Chained: "what it does to one parameter depends on the others",
+}
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_optimiser_when_it_needs_all_parameters_then_the_reason_is_said(kind, device):
+    assert TOGETHER[kind] in reason_not_to_divide(kind(model().to(device).parameters(), lr=0.1))
+
+
+APART = [
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Adagrad,
+    optim.RMSprop, optim.Rprop, optim.ASGD, optim.Adafactor, optim.Muon,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_torchs_optimisers_when_tried_then_each_can_be_divided(kind, device):
+    assert reason_not_to_divide(kind(model().to(device).parameters(), lr=0.1)) is None
+
+
+def test_optimiser_when_tried_then_it_is_left_as_it_was():
+    net = model()
+    groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": [*net[1:].parameters()]}]
+    optimizer = optim.Adagrad(groups, lr=0.1)
+    weights = [p.detach().clone() for p in net.parameters()]
+    groups, state, drawn = optimizer.param_groups, optimizer.state, torch.get_rng_state()
+    assert reason_not_to_divide(optimizer) is None
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    assert {id(p) for p in state} == {id(p) for p in net.parameters()}
+    assert [float(s["sum"].sum()) for s in state.values()] == [0.0] * 3
+    assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Needy(optim.SGD):
+    """Steps only parameters of one shape, so that no stand-in will do."""
+
+    def step(self, closure=None):
+        assert all(p.shape[1] in (7, 5) for group in self.param_groups for p in group["params"])
+
+
+def test_optimiser_when_it_takes_no_stand_ins_then_nothing_is_held_against_it():
+    assert reason_not_to_divide(Needy(nn.Linear(7, 5, bias=False).parameters(), lr=0.1)) is None
+
+
+class Crowded(optim.SGD):
+    """Cannot do without any of its parameters."""
+
+    def step(self, closure: None = None) -> None:
+        assert len(self.param_groups[0]["params"]) >= 2, "where is the other one?"
+
+
+def test_optimiser_when_it_fails_over_a_part_then_its_error_is_the_reason():
+    crowded: Optimizer = Crowded(model().parameters(), lr=0.1)
+    assert "over a part of the parameters it fails with AssertionError: where is" in str(reason_not_to_divide(crowded))
+
+
+class Rowwise(optim.SGD):
+    """Scales each row of a gradient by its norm, as unit-wise clipping does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm(dim=-1, keepdim=True))
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon, Rowwise])
+def test_optimiser_that_looks_at_more_of_a_tensor_than_an_element_may_be_divided_but_not_cut(kind):
+    optimizer = kind(model().parameters(), lr=0.1)
+    assert reason_not_to_divide(optimizer) is None
+    assert reason_not_to_cut(optimizer) == "what it does to one element depends on the others of its tensor"
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_optimiser_that_cannot_be_divided_cannot_be_cut_either(kind):
+    optimizer = kind(model().parameters(), lr=0.1)
+    assert reason_not_to_cut(optimizer) == reason_not_to_divide(optimizer)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
+     optim.RAdam, optim.ASGD, optim.Rprop],
+)  # fmt: skip
+def test_optimiser_that_steps_each_element_by_itself_may_be_cut_and_is_left_as_it_was(kind):
+    with torch.device("meta"):
+        optimizer = kind(model().parameters(), lr=0.1)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    states = {key: dict(value) for key, value in optimizer.state.items()}
+    assert reason_not_to_cut(optimizer) is None
+    assert [[id(p) for p in group] for group in groups] == [
+        [id(p) for p in group["params"]] for group in optimizer.param_groups
+    ]
+    assert {key: dict(value) for key, value in optimizer.state.items()} == states

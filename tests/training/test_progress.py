@@ -1,0 +1,72 @@
+"""What rank 0 shows: live or plain lines, nothing when quiet, and no failure when nobody reads."""
+
+import io
+import os
+
+import pytest
+
+from dure.measure.records import Metric, StepRecord
+from dure.training.progress import Progress
+
+
+def record(step: int, *, time: float = 2e9) -> StepRecord:
+    """Return a step of ten samples, a second long; by default so late that a line is due."""
+    return StepRecord(
+        time=time, step=step, epoch=0, samples_seen=10 * step, loss_sum=5.0, loss_count=10, data_seconds=0.25,
+        forward_backward_seconds=0.5, sync_seconds=0.0, optimizer_seconds=0.25, wall_seconds=1.0, sent_bytes=0,
+    )  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_when_no_terminal_then_writes_plain_lines():
+    stream = io.StringIO()
+    progress = Progress(100, 0, quiet=False, stream=stream)
+    progress.step(record(1, time=0.0))
+    assert stream.getvalue() == ""
+    progress.step(record(2))
+    progress.evaluated({"loss": Metric(value=0.5, count=3)}, 1.0, 0.25)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith(" 20%  epoch 1  step 2  10 samples/s  loss 0.5000  ETA ")
+    assert "data wait 25%" in lines[0]
+    assert lines[1] == "epoch 1  train loss 0.2500  val loss 0.5000"
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("has_color", [True, False])
+def test_progress_when_a_terminal_then_one_line_is_written_over(has_color, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "" if has_color else "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    progress = Progress(100, 0, quiet=False, stream=stream)
+    progress.step(record(1))
+    progress.close()
+    line = stream.getvalue().removeprefix("\r").removesuffix("\x1b[K\r\x1b[K")
+    assert ("\x1b[36m" in line) == has_color
+    assert len(line.replace("\x1b[36m", "").replace("\x1b[0m", "")) < 40
+    assert "\n" not in stream.getvalue()
+
+
+def test_progress_when_quiet_then_says_nothing():
+    stream = io.StringIO()
+    progress = Progress(100, 0, quiet=True, stream=stream)
+    progress.step(record(1))
+    progress.say("anything")
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+def test_progress_when_its_reader_goes_away_then_training_goes_on_in_silence():
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    progress = Progress(100, 0, quiet=False, stream=stream)
+    progress.say("nobody reads this")
+    progress.step(record(1))
+    progress.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        stream.close()

@@ -1,0 +1,49 @@
+"""What a run's folder remembers: options in full, and what happens where its checkpoints are gone."""
+
+import json
+import shutil
+
+import pytest
+
+import dure
+from dure.errors import Misuse, SpecInvalid
+from tests.conformance.cases import train_case
+from tests.conformance.tasks import Regression
+
+
+def test_options_when_left_out_then_are_recorded_in_full_with_their_types(tmp_path):
+    run = train_case(tmp_path, Regression(kind="tokens"), samples=20)
+    spec = json.loads((run / "spec.json").read_text())
+    recorded = (spec.get("spec") or spec)["task_options"]
+    assert (recorded["kind"], recorded["optimizer"], recorded["dropout"]) == ("tokens", "sgd", 0.0)
+    assert recorded["layered"] is False
+    assert isinstance(recorded["num_samples"], int)
+
+
+def test_resume_when_a_task_of_the_same_options_is_given_then_goes_on_and_of_others_is_refused(tmp_path):
+    run = train_case(tmp_path, Regression(), samples=20, global_batch_size=10)
+    again = dure.train(Regression(), resume=run, samples=40, quiet=True, start="fork")
+    assert again.samples == 40
+    with pytest.raises(SpecInvalid, match="task option kind is 'tokens' but the run was begun with 'mean'"):
+        dure.train(Regression(kind="tokens"), resume=run, samples=60, quiet=True, start="fork")
+
+
+def test_resume_when_the_checkpoints_are_gone_then_starts_again_and_says_so(tmp_path, capfd):
+    run = train_case(tmp_path, Regression(), samples=20, global_batch_size=10)
+    shutil.rmtree(run / "checkpoints")
+    summary = dure.train(resume=run, quiet=True, start="fork")
+    assert (
+        "there is no usable checkpoint: the run starts again, its records so far go to undone" in capfd.readouterr().err
+    )
+    assert summary.samples == 20
+    assert len((run / "rank0.jsonl").read_text().splitlines()) == 2
+    assert len((run / "undone.jsonl").read_text().splitlines()) == 2
+
+
+def test_export_when_the_folder_is_missing_then_one_sentence_says_so(tmp_path):
+    run = train_case(tmp_path, Regression(), samples=20)
+    with pytest.raises(
+        Misuse, match=r"model.safetensors cannot be written \(No such file or directory\): give a file in"
+    ):
+        dure.export(run, tmp_path / "nowhere/model.safetensors")
+    assert not (tmp_path / "nowhere").exists()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from dure.launch.fork_safety import reason_fork_would_fail
+
 SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn, at import
@@ -31,6 +33,8 @@ class Snapshot:
     children: frozenset[psutil.Process]
     listening: frozenset[tuple[str, int]]
     threads: frozenset[threading.Thread]
+    unforkable: str | None
+    """Why ranks could not be forked from here: OpenMP's threads, once started, sleep until the process ends."""
 
 
 def take_snapshot() -> Snapshot:
@@ -42,6 +46,7 @@ def take_snapshot() -> Snapshot:
         children=frozenset(child for child in me.children(recursive=True) if _is_a_leak(child)),
         listening=frozenset((address.ip, address.port) for address in listening),
         threads=frozenset(thread for thread in threading.enumerate() if not thread.daemon),
+        unforkable=reason_fork_would_fail(threads=2),
     )
 
 
@@ -73,6 +78,8 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     leaks += [f"process {child.pid} is still running: {_command(child)}" for child in after.children - before.children]
     leaks += [f"{ip}:{port} is still listening" for ip, port in sorted(after.listening - before.listening)]
     leaks += [f"thread {thread.name} is still running" for thread in after.threads - before.threads]
+    if after.unforkable and not before.unforkable:
+        leaks.append(f"{after.unforkable}: later tests cannot fork their ranks")
     if _has_process_group():
         leaks.append("the default process group was not destroyed")
     return leaks

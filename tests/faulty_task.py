@@ -59,6 +59,9 @@ class Faulty(dure.Task):
     """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward` or `none`."""
     rank: int = 0
     step: int = 3
+    """The rank's microstep that goes wrong, counted in each of its processes."""
+    once: str = ""
+    """A file that is written the first time: after that nothing goes wrong any more."""
     num_samples: int = 97
     pause_seconds: float = 0.0
     """Per training batch."""
@@ -72,8 +75,16 @@ class Faulty(dure.Task):
         self.num_losses = 0
 
     def at(self, place: str) -> None:
-        if place == self.place and int(os.environ.get("RANK", "0")) == self.rank:
+        if place == self.place and int(os.environ.get("RANK", "0")) == self.rank and self.is_due():
             fail(self.fault)
+
+    def is_due(self) -> bool:
+        if not self.once:
+            return True
+        if Path(self.once).exists():
+            return False
+        Path(self.once).write_text(str(time.time()))
+        return True
 
     def prepare_data(self) -> None:
         if self.prepare_seconds:

@@ -2,9 +2,10 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from dure.errors import (
     WorkerFailed,
 )
 from dure.launch.child import is_worker
+from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
 from dure.launch.workers import Launch
@@ -314,8 +316,29 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
             store_prefix=f"{run.name}/{time.time_ns()}",
             start=spec.start,
             expendable=_expendable(spec),
+            restarts=_restart_policy(spec, job),
+            on_restart=lambda restart: _note_restart(run, restart, spec),
         )
     )
+
+
+def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
+    """Return how often ranks are started again; an evaluation is simply asked for once more."""
+    most = spec.max_restarts if job["kind"] == "train" else 0
+    return RestartPolicy(most=most, window_seconds=spec.restart_window_seconds)
+
+
+def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
+    run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
+    for stale in run.path.glob("logs/failure-rank*.json"):
+        stale.unlink()
+    if not spec.quiet:
+        with suppress(OSError):
+            print(
+                f"dure: {restart.cause}\n      restart {restart.number} of {spec.max_restarts}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _expendable(spec: RunSpec) -> range:
@@ -357,7 +380,8 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
             verdict = left_early(outcome.ends)
     if verdict is not None:
         status = "failed"
-        error = WorkerFailed(verdict.text, verdict.exit_code)
+        refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
+        error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
     summary = summarise(run, spec, status, None if error is None else str(error))
     if error is None:
         run.write_json(SUMMARY, summary.to_json())

@@ -87,3 +87,9 @@ class Place:
     """Whether a supervisor of ours speaks for all ranks; otherwise each process speaks for itself."""
     report_fd: int | None = None
     """Where a rank that fails tells its supervisor why: a descriptor of an unnamed file."""
+    round: int = 0
+    """How often the ranks of this run were started before, by the same supervisor."""
+    heartbeat_fd: int | None = None
+    """Memory in which ranks tell where they are: `dure.heartbeat`."""
+    snapshot_fds: tuple[int, ...] = ()
+    """Of each rank, memory that outlives it: what is written there is there in the next round."""

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import mmap
 import os
 import platform
 import re
@@ -171,19 +172,17 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            kept: list[dict[str, Any]] = []
-            undone: list[dict[str, Any]] = []
-            for record in _json_lines(path):
-                (kept if record["samples_seen"] <= samples_seen else undone).append(record)
-            if not undone and (path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")):
-                continue
+            begin = _end_of_records_until(path, samples_seen)
+            undone = list(_json_lines(path, begin))
             rank = int(path.stem.removeprefix("rank"))
             with _saying(path, "written"):
-                with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-                temporary.rename(path)
+                if undone:
+                    with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
+                        file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
+                with path.open("r+b") as file:
+                    file.truncate(begin)
+                    file.seek(0, os.SEEK_END)
+                    file.write(_newline_after_torn_line(file.fileno()).encode())
 
     # --- events
 
@@ -342,14 +341,30 @@ def _last_record(path: Path) -> dict[str, Any]:
 # --- small parts
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
+        file.seek(begin)
         for line in file:
             record = _parse(line)
             if record is not None:
                 yield record
+
+
+def _end_of_records_until(path: Path, samples_seen: int) -> int:
+    """Return the bytes of a record file up to a position in the run, read from its end: it may hold millions."""
+    if path.stat().st_size == 0:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = len(data)
+        while end:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            record = _parse(data[begin:end])
+            if record is not None and record["samples_seen"] <= samples_seen:
+                break
+            end = begin
+        return end
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

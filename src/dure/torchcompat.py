@@ -321,6 +321,12 @@ def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
         torch._foreach_mul_(tensors, factor)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, in as few calls as devices and dtypes allow (private in torch)."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def default_generator(device: torch.device) -> Generator:
     """Return the generator that random functions without one use on `device`.
 

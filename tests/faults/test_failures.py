@@ -9,7 +9,7 @@ import pytest
 from tests.commands import Prewarmed, RunFiles, wait_until
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
-BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--epochs", 1, "--name", "run")
+BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--epochs", 1, "--name", "run", "--max-restarts", 0)
 
 LEFT = "before the run was done, and said nothing"
 PLANNED = "ValueError: a planned failure"

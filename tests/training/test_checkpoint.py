@@ -43,7 +43,7 @@ def test_training_when_resumed_from_a_checkpoint_is_bit_equal(tmp_path, name):
     train(model, optimizer, 5, seed=1)
 
     other, again = trained(OPTIMIZERS[name], seed=99)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint.read(path)
     checkpoint.load_model(other)
     checkpoint.load_optimizer(other, again)
     train(other, again, 5, seed=1)
@@ -58,7 +58,7 @@ def test_checkpoint_when_loaded_gives_position_extra_metrics_and_random_state(tm
     extra = {"best": math.inf, "worst": -math.inf, "scaler": {"scale": 65536.0}, "betas": (0.9, 1e-300), "none": None}
     metrics = {"loss": {"value": 0.1 + 0.2, "count": 7}}
     saved = store.save(snapshot_of(model, optimizer, extra=extra), at(24), Solo(), metrics=metrics)
-    checkpoint = Checkpoint(saved.path)
+    checkpoint = Checkpoint.read(saved.path)
     assert (checkpoint.position, checkpoint.extra, checkpoint.metrics) == (at(24), extra, metrics)
     state = checkpoint.per_rank(world_size=1)
     assert state is not None
@@ -75,7 +75,7 @@ def test_checkpoint_when_weights_are_tied_stores_them_once(tmp_path):
     assert "embedding.weight" in names
     assert "head.weight" not in names
     model = TiedNet()
-    Checkpoint(path, weights_only=True).load_model(model)
+    Checkpoint.read(path, weights_only=True).load_model(model)
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, trained(seed=8)[0].head.weight)
 
@@ -108,7 +108,7 @@ def test_tensor_when_of_any_dtype_and_shape_comes_back_bit_equal(tmp_path, dtype
     tensor = (torch.rand(shape) * 8).to(dtype)
     mixed = {"a": tensor, "odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)}
     path = new_store(tmp_path)[0].save(Snapshot(model=mixed), at(0), Solo()).path
-    found = Checkpoint(path).weights()["a"]
+    found = Checkpoint.read(path).weights()["a"]
     assert found.dtype == dtype
     assert found.shape == tensor.shape
     assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
@@ -119,14 +119,14 @@ def test_nan_payloads_and_signed_zeros_when_saved_come_back_bit_equal(tmp_path):
         struct.unpack("<4d", bytes.fromhex("000000000000f8ff01000000000ff07f" + "00" * 7 + "80" + "00" * 8))
     )
     path = new_store(tmp_path)[0].save(Snapshot(model={"odd": odd}), at(0), Solo()).path
-    assert torch.equal(Checkpoint(path).weights()["odd"].view(torch.int64), odd.view(torch.int64))
+    assert torch.equal(Checkpoint.read(path).weights()["odd"].view(torch.int64), odd.view(torch.int64))
 
 
 def test_tensor_when_not_contiguous_or_overlapping_keeps_its_values(tmp_path):
     base = torch.arange(24.0).reshape(2, 3, 4)
     views = {"transposed": base.permute(2, 0, 1), "row": base[1], "all": base, "expanded": torch.ones(1).expand(5)}
     path = new_store(tmp_path)[0].save(Snapshot(model=views), at(0), Solo()).path
-    found = Checkpoint(path).weights()
+    found = Checkpoint.read(path).weights()
     assert all(torch.equal(found[name], view) for name, view in views.items())
 
 
@@ -139,14 +139,14 @@ def test_load_model_when_the_model_is_another_names_the_tensors(tmp_path):
     with pytest.raises(
         CheckpointMismatch, match=r"(?s)lacks: added;.*model lacks: frozen;.*\(F32 \(10, 6\) in the check"
     ):
-        Checkpoint(path).load_model(other)
+        Checkpoint.read(path).load_model(other)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_load_model_when_the_dtype_is_another_refuses_to_round(tmp_path):
     path = save_at(new_store(tmp_path)[0], 8).path
     with pytest.raises(CheckpointMismatch, match=r"F32 .* in the checkpoint, F64 .* in the model"):
-        Checkpoint(path).load_model(TiedNet().double())
+        Checkpoint.read(path).load_model(TiedNet().double())
 
 
 def test_load_model_when_it_ties_what_the_checkpoint_does_not_is_refused(tmp_path):
@@ -154,7 +154,7 @@ def test_load_model_when_it_ties_what_the_checkpoint_does_not_is_refused(tmp_pat
     state = {**model.state_dict(), "head.weight": model.head.weight.detach() + 1}
     path = new_store(tmp_path)[0].save(Snapshot(model=state), at(8), Solo()).path
     with pytest.raises(CheckpointMismatch, match=r"embedding.weight and head.weight are one tensor in the model"):
-        Checkpoint(path).load_model(TiedNet())
+        Checkpoint.read(path).load_model(TiedNet())
 
 
 def test_load_optimizer_when_the_groups_differ_is_refused(tmp_path):
@@ -163,9 +163,11 @@ def test_load_optimizer_when_the_groups_differ_is_refused(tmp_path):
     with pytest.raises(
         CheckpointMismatch, match=r"samples-000000000008 .* parameter group 0 .* not in both: norm\.bias"
     ):
-        Checkpoint(path).load_optimizer(model, AdamW([model.embedding.weight, model.norm.weight]))
+        Checkpoint.read(path).load_optimizer(model, AdamW([model.embedding.weight, model.norm.weight]))
     with pytest.raises(CheckpointMismatch, match="1 parameter groups and this one has 2"):
-        Checkpoint(path).load_optimizer(model, AdamW([{"params": [p]} for p in (model.norm.weight, model.norm.bias)]))
+        Checkpoint.read(path).load_optimizer(
+            model, AdamW([{"params": [p]} for p in (model.norm.weight, model.norm.bias)])
+        )
 
 
 def test_save_when_the_state_needs_pickle_is_refused_by_place(tmp_path):
@@ -195,10 +197,10 @@ def test_save_on_three_ranks_when_done_holds_every_ranks_own_state(tmp_path):
     answers = ThreadGroup(3).run(lambda group: store.save(snapshot_of(model, optimizer, group.rank), at(8), group))
     assert {answer.path for answer in answers} == {tmp_path / "samples-000000000008"}
     for rank in range(3):
-        state = Checkpoint(answers[0].path, rank=rank).per_rank(world_size=3)
+        state = Checkpoint.read(answers[0].path, rank=rank).per_rank(world_size=3)
         assert state is not None
         assert state["torch"][0] == rank
-    assert Checkpoint(answers[0].path, rank=7).per_rank(world_size=8) is None
+    assert Checkpoint.read(answers[0].path, rank=7).per_rank(world_size=8) is None
     assert verify(answers[0].path).world_size == 3
 
 
@@ -238,7 +240,7 @@ def test_pickle_when_put_in_the_place_of_a_file_is_never_loaded(tmp_path):
     (path / "model.safetensors").unlink()
     torch.save({"w": torch.ones(1)}, path / "model.safetensors")
     with pytest.raises(CheckpointDamaged, match=r"samples-000000000008 is damaged: model\.safetensors has .* bytes"):
-        Checkpoint(path)
+        Checkpoint.read(path)
 
 
 def test_extra_state_of_a_module_when_plain_comes_back(tmp_path):
@@ -256,5 +258,5 @@ def test_extra_state_of_a_module_when_plain_comes_back(tmp_path):
     optimizer = SGD(model.parameters())
     snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
     other = Counting(2, 2)
-    Checkpoint(new_store(tmp_path)[0].save(snapshot, at(0), Solo()).path).load_model(other)
+    Checkpoint.read(new_store(tmp_path)[0].save(snapshot, at(0), Solo()).path).load_model(other)
     assert other.seen == 5

@@ -82,7 +82,7 @@ def test_manifest_when_it_names_a_file_outside_or_contradicts_itself_is_refused(
     for files, reason in ((escaped, "is not a manifest"), (orphaned, "not among the files")):
         (path / "manifest.json").write_bytes(seal(manifest.model_copy(update={"files": files})))
         with pytest.raises(CheckpointDamaged, match=rf"manifest\.json (is|contradicts).*{reason}|{reason}"):
-            Checkpoint(path)
+            Checkpoint.read(path)
 
 
 def test_manifest_when_a_newer_dure_wrote_it_says_so_and_is_never_removed(tmp_path):

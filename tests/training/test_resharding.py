@@ -39,7 +39,7 @@ def _save_in_rows(root: Path, world_size: int) -> Path:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_tensor_when_saved_in_pieces_is_put_together(tmp_path, world_size):
-    checkpoint = Checkpoint(_save_in_rows(tmp_path, world_size), rank=0)
+    checkpoint = Checkpoint.read(_save_in_rows(tmp_path, world_size), rank=0)
     assert torch.equal(checkpoint.weights()["w"], WHOLE)
     assert torch.equal(checkpoint.optimizer["state"]["w"]["sum"], WHOLE * 2)
     assert len(checkpoint.manifest.model["w"].pieces) == min(world_size, 5)
@@ -52,7 +52,7 @@ def test_checkpoint_when_a_piece_is_left_out_is_refused(tmp_path):
     entry = manifest.model["w"].model_copy(update={"pieces": manifest.model["w"].pieces[:1]})
     (path / "manifest.json").write_bytes(seal(manifest.model_copy(update={"model": {**manifest.model, "w": entry}})))
     with pytest.raises(CheckpointDamaged, match=r"contradicts itself: w: pieces of 21 items for 35"):
-        Checkpoint(path)
+        Checkpoint.read(path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -94,7 +94,7 @@ def step(seed):
     model(inputs).square().mean().backward()
     optimizer.step()
 if path:
-    checkpoint = Checkpoint(Path(path), rank=rank)
+    checkpoint = Checkpoint.read(Path(path), rank=rank)
     checkpoint.load_model(model)
     checkpoint.load_optimizer(model, optimizer)
 else:
@@ -148,7 +148,7 @@ def test_fsdp_checkpoint_when_loaded_into_the_plain_model_fits(tmp_path):
     model.register_parameter("w", torch.nn.Parameter(torch.zeros(5, 7)))
     model.register_buffer("replicated", torch.zeros(2))
     model.register_buffer("plain", torch.tensor(0))
-    Checkpoint(path).load_model(model)
+    Checkpoint.read(path).load_model(model)
     assert torch.equal(model.w, WHOLE)
     again = new_store(tmp_path / "again")[0].save(Snapshot(model=model.state_dict()), at(8), Solo()).path
     assert verify(again).model["w"].is_whole

@@ -13,7 +13,8 @@ from dure.rank import Place, RankInfo, StoreAddress
 def place_from_json(data: dict[str, Any]) -> Place:
     """Rebuild a place from `dataclasses.asdict`'s answer."""
     store = None if data["store"] is None else StoreAddress(**data["store"])
-    return Place(**{**data, "rank": RankInfo(**data["rank"]), "store": store})
+    fds = tuple(data["snapshot_fds"])
+    return Place(**{**data, "rank": RankInfo(**data["rank"]), "store": store, "snapshot_fds": fds})
 
 
 def main() -> None:

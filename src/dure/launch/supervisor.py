@@ -1,6 +1,7 @@
 """Starts the ranks of one host, watches them, and ends them together."""
 
 import importlib
+import itertools
 import select
 import signal
 import socket
@@ -8,18 +9,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from dure.errors import EnvironmentLacks
 from dure.launch.child import HELD_BACK
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
+from dure.launch.restarts import Restarts
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
-from dure.launch.workers import Launch, Worker, start_worker
+from dure.launch.workers import KeptMemory, Launch, Worker, start_worker
 
 _FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
+_RESTART_GRACE_SECONDS = 0.1
+"""What they get where all are started again anyway and the first to fail has said why."""
 _END_GRACE_SECONDS = 10.0
 """What the other ranks get after one ended in order. They have met in a barrier before, so this is ample."""
 _STOP_GRACE_SECONDS = 2.0
@@ -37,6 +41,8 @@ class Outcome:
     """Empty when a signal came before any rank was started."""
     signal: int | None
     """The first signal that asked the run to stop, if any."""
+    refusal: str | None = None
+    """Why the ranks were not started once more, where the failure alone does not say it."""
 
 
 class _StoppedBeforeStart(BaseException):
@@ -47,7 +53,8 @@ def run_workers(launch: Launch) -> Outcome:
     """Start all ranks, wait for all of them, and leave none behind.
 
     The first rank that fails gives the others a second to end by themselves; then they are killed, unless it is one
-    that they can do without. The first SIGINT or SIGTERM is passed on to all ranks, which checkpoint and end; a second
+    that they can do without. Then all are started again in a new round, as often as `launch.restarts` allows. The
+    first SIGINT or SIGTERM is passed on to all ranks, which checkpoint and end; a second
     one kills them.
 
     Raises:
@@ -55,23 +62,45 @@ def run_workers(launch: Launch) -> Outcome:
     """
     by_fork = _decide_to_fork(launch)
     workers: list[Worker] = []
-    with _listening_socket() as listener, _passing_signals_on(workers) as received:
+    restarts = Restarts(launch.restarts)
+    memory = KeptMemory(launch)
+    with closing(memory), _passing_signals_on(workers) as received:
         try:
             if by_fork:
                 # once, before any rank exists: a second and a half of imports that every rank would pay
                 importlib.import_module(launch.entry).before_fork(launch.job)
-            with _signals_held_back():
-                for rank in range(launch.num_processes):
-                    worker = start_worker(launch, rank, listener, by_fork=by_fork)
-                    workers.append(worker)  # one by one: those started must be known if the next cannot be
-            listener.close()
-            _wait(workers)
+            for round_number in itertools.count():
+                _run_round(launch, workers, memory, round_number, by_fork=by_fork)
+                ends = [worker.end for worker in workers if worker.end is not None]
+                restart = None if received else restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
+                if restart is None:
+                    break
+                workers.clear()
+                if launch.on_restart is not None:
+                    launch.on_restart(restart)
         except _StoppedBeforeStart:
             pass
         finally:
             _kill(workers)
             _end_open_line(workers)
-        return Outcome(ends=[w.end for w in workers if w.end is not None], signal=received[0] if received else None)
+        return Outcome(
+            ends=[w.end for w in workers if w.end is not None],
+            signal=received[0] if received else None,
+            refusal=restarts.refusal,
+        )
+
+
+def _run_round(launch: Launch, workers: list[Worker], memory: KeptMemory, round_number: int, *, by_fork: bool) -> None:
+    """Start all ranks once, and return when all have ended."""
+    memory.heartbeats.forget()
+    with _listening_socket() as listener:
+        with _signals_held_back():
+            for rank in range(launch.num_processes):
+                worker = start_worker(launch, rank, listener, memory, round_number=round_number, by_fork=by_fork)
+                workers.append(worker)  # one by one: those started must be known if the next cannot be
+        listener.close()
+        _wait(workers, is_restartable=launch.restarts.most > 0)
+    _kill(workers)
 
 
 def _end_open_line(workers: list[Worker]) -> None:
@@ -137,14 +166,14 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(workers: list[Worker]) -> None:
+def _wait(workers: list[Worker], *, is_restartable: bool) -> None:
     """Wait until all have ended; after the first end, only as long as its grace lasts."""
     deadline: float | None = None
     while True:
         alive = _still_alive(workers)
         if not alive:
             return
-        grace = _grace([worker.end for worker in workers if worker.end is not None])
+        grace = _grace([worker.end for worker in workers if worker.end is not None], is_restartable)
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
@@ -160,12 +189,16 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.end is None]
 
 
-def _grace(ends: list[WorkerEnd]) -> float | None:
+def _grace(ends: list[WorkerEnd], is_restartable: bool) -> float | None:
     ends = [end for end in ends if not end.is_tolerated]
     if not ends:
         return None
-    if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
-        return _FAILURE_GRACE_SECONDS
+    failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS]
+    if failed:
+        if not is_restartable:
+            return _FAILURE_GRACE_SECONDS
+        was_killed = any(end.failure is None and end.exit_code < 0 for end in failed)
+        return 0.0 if was_killed else _RESTART_GRACE_SECONDS
     return _STOP_GRACE_SECONDS if any(end.exit_code in STOP_ENDS for end in ends) else _END_GRACE_SECONDS
 
 

@@ -62,23 +62,10 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
         stopped_by: The signal that asked the run to stop, if any.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
-    failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
-
-    def is_consequence(end: WorkerEnd) -> bool:
-        failure = failures[end.rank]
-        return end.was_stopped if failure is None else bool(failure["is_consequence"])
-
-    if not failed or (stopped_by is not None and all(is_consequence(end) for end in failed)):
+    failed = _failed(ends)
+    if not failed or (stopped_by is not None and all(_is_consequence(end, failures[end.rank]) for end in failed)):
         return None
-
-    def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
-        failure = failures[end.rank]
-        return is_consequence(end), end.was_stopped, end.time if failure is None else failure["time"], end.rank
-
-    failed.sort(key=order)
-    first = failed[0]
-    if is_consequence(first):
-        first = next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
+    first = _first_cause(ends, failures)
     failure = failures[first.rank]
     lines = [_silent_end(first, len(ends)) if failure is None else _told(failure, len(ends), run)]
     others = [end for end in failed if end is not first]
@@ -88,6 +75,32 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
     return Verdict(text="\n".join(lines), exit_code=1 if failure is None else int(failure["exit_code"]), first=failure)
+
+
+def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
+    """Return the end that the others followed from, or None when no rank failed."""
+    return _first_cause(ends, {end.rank: end.failure for end in ends}) if _failed(ends) else None
+
+
+def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
+    return [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
+
+
+def _is_consequence(end: WorkerEnd, failure: Mapping[str, Any] | None) -> bool:
+    return end.was_stopped if failure is None else bool(failure["is_consequence"])
+
+
+def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]) -> WorkerEnd:
+    def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
+        failure = failures[end.rank]
+        told = end.time if failure is None else failure["time"]
+        return _is_consequence(end, failure), end.was_stopped, told, end.rank
+
+    failed = _failed(ends)
+    first = min(failed, key=order)
+    if not _is_consequence(first, failures[first.rank]):
+        return first
+    return next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
 
 
 def left_early(ends: list[WorkerEnd]) -> Verdict:
@@ -120,7 +133,7 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
 def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     if failure["is_ours"]:
         return str(failure["message"])
-    where = "" if failure["step"] is None else f" after step {failure['step']}"
+    where = "" if not failure["step"] else f" after step {failure['step']}"
     who = f"rank {failure['rank']}" if num_ranks > 1 else "the task"
     text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
     if failure["advice"]:
@@ -136,6 +149,18 @@ def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     if failure["origin"] == "library":
         text += f"\n  in a library that dure called, at no line of the task; the traceback is in {record}"
     return text
+
+
+def in_brief(end: WorkerEnd, num_ranks: int) -> str:
+    """Say in one line who failed, and how."""
+    who = f"rank {end.rank}" if num_ranks > 1 else "the worker"
+    failure = end.failure
+    if failure is None:
+        return _silent_end(end, num_ranks).partition(";")[0]
+    line = failure["user_line"]
+    where = f" ({line['file']}:{line['line']})" if line else ""
+    said = str(failure["message"]).partition("\n")[0]
+    return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int) -> str:

@@ -10,13 +10,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dure.errors import EnvironmentLacks
+from dure.heartbeat import Heartbeats
 from dure.launch.child import run_in_child
+from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.rank import Place, RankInfo, StoreAddress
 
@@ -39,6 +41,9 @@ class Launch:
     """`auto`, `fork` or `spawn`."""
     expendable: Collection[int] = ()
     """Ranks that the others go on without when a signal kills them."""
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    on_restart: Callable[[Restart], None] | None = None
+    """Told of each restart before it happens."""
 
 
 @dataclass
@@ -95,20 +100,48 @@ class Worker:
             self.pidfd = None
 
 
-def start_worker(launch: Launch, rank: int, listener: socket.socket, *, by_fork: bool) -> Worker:
+class KeptMemory:
+    """Memory of a run that outlives its ranks: the supervisor holds it, in no file system."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.heartbeat_fd = unnamed_file("dure-heartbeats")
+        self.heartbeats = Heartbeats(self.heartbeat_fd, launch.num_processes)
+        num_snapshots = launch.num_processes if launch.restarts.most else 0
+        self.snapshot_fds = tuple(unnamed_file(f"dure-snapshot{rank}") for rank in range(num_snapshots))
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What a process must inherit to use it."""
+        return self.heartbeat_fd, *self.snapshot_fds
+
+    def close(self) -> None:
+        """Give it back."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def start_worker(
+    launch: Launch, rank: int, listener: socket.socket, memory: KeptMemory, *, round_number: int, by_fork: bool
+) -> Worker:
     """Start one rank; SIGINT and SIGTERM must be blocked meanwhile, and the new process unblocks them when it is ready.
 
     Args:
         launch: What to start.
         rank: Which one.
         listener: The bound socket on which rank 0 serves the store.
+        memory: What ranks leave to those of the next round.
+        round_number: How often the ranks were started before.
         by_fork: Fork; otherwise start a fresh interpreter.
 
     Raises:
         EnvironmentLacks: The system starts no more processes.
     """
-    report_fd = _unnamed_file(f"dure-rank{rank}")
-    place = _place(launch, rank, listener, report_fd)
+    report_fd = unnamed_file(f"dure-rank{rank}")
+    place = replace(
+        _place(launch, rank, listener, report_fd, round_number),
+        heartbeat_fd=memory.heartbeat_fd,
+        snapshot_fds=memory.snapshot_fds,
+    )
     log = launch.log_paths[rank]
     try:
         start = _fork if by_fork else _spawn
@@ -123,18 +156,22 @@ def start_worker(launch: Launch, rank: int, listener: socket.socket, *, by_fork:
     return worker
 
 
-def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int) -> Place:
+def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, round_number: int) -> Place:
     host, port = listener.getsockname()
     return Place(
         rank=RankInfo(
             rank=rank, local_rank=rank, world_size=launch.num_processes, local_world_size=launch.num_processes
         ),
         store=StoreAddress(
-            host=host, port=port, prefix=launch.store_prefix, listen_fd=listener.fileno() if rank == 0 else None
+            host=host,
+            port=port,
+            prefix=f"{launch.store_prefix}/{round_number}",
+            listen_fd=listener.fileno() if rank == 0 else None,
         ),
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,
+        round=round_number,
     )
 
 
@@ -168,7 +205,8 @@ def _spawn(launch: Launch, place: Place, log: Path | None, listener: socket.sock
         "log": None if log is None else str(log),
         "parent_pid": os.getpid(),
     }
-    fds = [report_fd, *([listener.fileno()] if place.rank.rank == 0 else [])]
+    kept = [fd for fd in (place.heartbeat_fd, *place.snapshot_fds) if fd is not None]
+    fds = [report_fd, *kept, *([listener.fileno()] if place.rank.rank == 0 else [])]
     command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
     process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
     return Worker(place.rank.rank, process.pid, report_fd, process, _pidfd(process.pid))
@@ -181,7 +219,8 @@ def _pidfd(pid: int) -> int | None:
         return None
 
 
-def _unnamed_file(name: str) -> int:
+def unnamed_file(name: str) -> int:
+    """Open a file that has no name in any file system, in memory where there is that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:

@@ -123,6 +123,11 @@ class RunSpec(BaseModel):
     checkpoint_every_samples: int | None = Field(None, gt=0, description="beside the end of each epoch")
     checkpoint_every_minutes: float | None = Field(None, gt=0, description="beside the end of each epoch")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints to keep, beside the best")
+    max_restarts: int = Field(3, ge=0, description="restarts of all ranks after one failed, within the window")
+    restart_window_seconds: float = Field(600.0, gt=0, description="restarts longer ago do not count")
+    snapshot_every: int | None = Field(
+        None, gt=0, description="steps between snapshots in memory, to go on from (default: for 2 % of the time)"
+    )
 
     # where, and what is shown
     runs_dir: Path = Field(Path("runs"), description="folder of the runs")
@@ -173,6 +178,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
         *("checkpoint_every_minutes", "keep_checkpoints"),
     ),
+    "After a failure": ("max_restarts", "restart_window_seconds", "snapshot_every"),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
 }
 """Every field once, as `--help` and `--show-spec` group them."""

@@ -31,6 +31,8 @@ class Averaging(NaiveDDP):
     state of the optimiser stay each rank's own; a checkpoint averages that too.
     """
 
+    is_in_step = False
+
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, at the first step of the run."""
         super().distribute()

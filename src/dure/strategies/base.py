@@ -210,6 +210,9 @@ class Strategy(ABC):
     so that it never changes a bit of the result.
     """
 
+    is_in_step = True
+    """Whether ranks are never more than a step apart and a rank's state at any of them is one to go on from. Otherwise
+    a run goes on from its last checkpoint after a failure."""
     gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 

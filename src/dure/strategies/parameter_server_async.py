@@ -75,6 +75,8 @@ class PullNumbers(NamedTuple):
 class InPace(ParameterServer):
     """What workers and servers have in common."""
 
+    is_in_step = False
+
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
         options: StrategyOptions,

@@ -1,7 +1,7 @@
 """Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.optimizer_state import optimizer_from_names
 from dure.strategies.pieces import Piece, assemble, fill
-from dure.training.checkpoint_share import STATE_NAME, rank_file_name
+from dure.training.checkpoint_share import STATE_NAME, Share, merged_state, rank_file_name, without_copies
 from dure.training.durable_files import check_file, raise_if_full, read_verified, sync_directory, write_new_file
-from dure.training.manifest import Manifest, TensorEntry, read_manifest
+from dure.training.manifest import Manifest, PositionEntry, TensorEntry, read_manifest
 from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out, parse
 from dure.training.snapshot import Position
 from dure.training.state_tree import decode
@@ -35,14 +35,14 @@ def verify(path: Path) -> Manifest:
         for name, entry in manifest.files.items():
             check_file(path / name, entry.num_bytes, entry.sha256)
     except (CheckpointDamaged, CheckpointMismatch) as error:
-        raise _named(error, path) from error
+        raise _named(error, path.name) from error
     return manifest
 
 
-def _named(error: CheckpointDamaged | CheckpointMismatch, path: Path) -> CheckpointDamaged | CheckpointMismatch:
+def _named(error: CheckpointDamaged | CheckpointMismatch, name: str) -> CheckpointDamaged | CheckpointMismatch:
     if isinstance(error, CheckpointDamaged):
-        return CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}")
-    return CheckpointMismatch(f"checkpoint {path.name} does not fit: {error}")
+        return CheckpointDamaged(f"checkpoint {name} is damaged: {error}")
+    return CheckpointMismatch(f"checkpoint {name} does not fit: {error}")
 
 
 class Checkpoint:
@@ -52,7 +52,31 @@ class Checkpoint:
     everything is loaded.
     """
 
-    def __init__(self, path: Path, *, rank: int = 0, weights_only: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        rank: int = 0,
+    ) -> None:
+        """Take what was read.
+
+        Args:
+            name: What errors call it.
+            manifest: What it holds.
+            state: Everything that is no tensor.
+            tensors: Of each file of the manifest's entries that is needed, its tensors by name.
+            rank: The rank whose own state is wanted.
+        """
+        self.name = name
+        self.manifest = manifest
+        self._state = state
+        self._tensors = tensors
+        self._rank = rank
+
+    @classmethod
+    def read(cls, path: Path, *, rank: int = 0, weights_only: bool = False) -> "Checkpoint":
         """Read and check a checkpoint.
 
         Args:
@@ -64,27 +88,20 @@ class Checkpoint:
             CheckpointDamaged: Something that is needed is missing, cut or altered; named.
             CheckpointMismatch: A newer dure wrote it.
         """
-        self.path = path
-        self._rank = rank
         try:
-            self.manifest = read_manifest(path)
-            needed = {STATE_NAME, *_files_of(self.manifest.model)}
+            manifest = read_manifest(path)
+            needed = {STATE_NAME, *_files_of(manifest.model)}
             if not weights_only:
-                needed |= _files_of(self.manifest.optimizer) | ({rank_file_name(rank)} & self.manifest.files.keys())
-            read = {name: self._read(name) for name in sorted(needed)}
-            self._state = _parse_state(bytes(read.pop(STATE_NAME)))
-            self._tensors = {name: parse(data, name) for name, data in read.items()}
-            self._check_entries(self.manifest.model)
+                needed |= _files_of(manifest.optimizer) | ({rank_file_name(rank)} & manifest.files.keys())
+            read = {name: _read(path, manifest, name) for name in sorted(needed)}
+            state = _parse_state(bytes(read.pop(STATE_NAME)))
+            found = cls(path.name, manifest, state, {name: parse(data, name) for name, data in read.items()}, rank)
+            found._check_entries(manifest.model)
             if not weights_only:
-                self._check_entries(self.manifest.optimizer)
+                found._check_entries(manifest.optimizer)
         except (CheckpointDamaged, CheckpointMismatch) as error:
-            raise _named(error, path) from error
-
-    def _read(self, name: str) -> bytearray:
-        if name not in self.manifest.files:
-            raise CheckpointDamaged(f"{name} is not among its files")
-        entry = self.manifest.files[name]
-        return read_verified(self.path / name, entry.num_bytes, entry.sha256)
+            raise _named(error, path.name) from error
+        return found
 
     def _check_entries(self, entries: Mapping[str, TensorEntry]) -> None:
         for name, entry in entries.items():
@@ -178,7 +195,7 @@ class Checkpoint:
         ]
         if faults:
             raise CheckpointMismatch(
-                f"checkpoint {self.path.name} is of another model: {'; '.join(faults)}. Build the model as the run that"
+                f"checkpoint {self.name} is of another model: {'; '.join(faults)}. Build the model as the run that"
                 " saved it did (the same task and task options), or start a new run"
             )
 
@@ -191,7 +208,7 @@ class Checkpoint:
             other = first.setdefault(hash((target.data_ptr(), target.shape, target.stride())), name)
             if other != name and state[other] is not state[name] and not _same_bits(state[other], state[name]):
                 raise CheckpointMismatch(
-                    f"checkpoint {self.path.name} is of another model: {other} and {name} are one tensor in the model"
+                    f"checkpoint {self.name} is of another model: {other} and {name} are one tensor in the model"
                     " and two different ones in the checkpoint"
                 )
 
@@ -209,7 +226,45 @@ class Checkpoint:
         try:
             optimizer_from_names(model, optimizer, self.optimizer, is_part=is_part)
         except CheckpointMismatch as error:
-            raise _named(error, self.path) from error
+            raise _named(error, self.name) from error
+
+
+def checkpoint_of(shares: Sequence[Share], position: Position, rank: int) -> Checkpoint:
+    """Return what ranks would have written as the checkpoint that it would be.
+
+    Args:
+        shares: Of every rank, in the order of ranks.
+        position: Where in the run they are of.
+        rank: The rank whose own state is wanted.
+    """
+    pieces = without_copies([share.pieces() for share in shares])
+    is_spread = len(shares) > 1 and bool(shares[1].state)
+    states = [share.state for share in shares] if is_spread else [shares[0].state]
+    manifest = Manifest(
+        written_at="",
+        written_with={},
+        position=PositionEntry(samples_seen=position.samples_seen, step=position.step, epoch=position.epoch),
+        world_size=len(shares),
+        is_best=False,
+        metrics=None,
+        model=shares[0].entries("model", pieces),
+        aliases={name: of for share in reversed(shares) for name, of in share.aliases.items()},
+        optimizer=shares[0].entries("optimizer", pieces),
+        files={},
+    )
+    tensors = {
+        name: {key: value.tensor if isinstance(value, Piece) else value for key, value in mixed.items()}
+        for share in shares
+        for name, mixed in share.files().items()
+    }
+    return Checkpoint(f"in memory of step {position.step}", manifest, json.loads(merged_state(states)), tensors, rank)
+
+
+def _read(path: Path, manifest: Manifest, name: str) -> bytearray:
+    if name not in manifest.files:
+        raise CheckpointDamaged(f"{name} is not among its files")
+    entry = manifest.files[name]
+    return read_verified(path / name, entry.num_bytes, entry.sha256)
 
 
 def _files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
@@ -254,7 +309,7 @@ def export_weights(path: Path, out: Path) -> int:
         DiskFull: There is no room for the file.
         OSError: The system refuses the file.
     """
-    weights = Checkpoint(path, weights_only=True).weights()
+    weights = Checkpoint.read(path, weights_only=True).weights()
     layout = lay_out(weights)
     new = out.with_name(f".{out.name}.writing")
     new.unlink(missing_ok=True)

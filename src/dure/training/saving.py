@@ -4,44 +4,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import asdict
 
 from dure.measure.records import Metric
 from dure.rundir import RunDir
 from dure.training.checkpoint import Checkpoint, CheckpointStore
-from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
+from dure.training.memory_saver import MemorySaver
+from dure.training.seeds import seed_rank
 from dure.training.session import Session
-from dure.training.snapshot import Position, Snapshot
-
-_OWN = "strategy."
-"""Before the names of what a strategy keeps for one rank."""
-
-
-_STREAM = "stream"
-"""Under this name a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
-
-
-def _prefixed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{_OWN}{name}": tensor for name, tensor in state.items()}
-
-
-@dataclass
-class Progression:
-    """How far the run is, and what it carries from step to step and from attempt to attempt."""
-
-    samples_seen: int = 0
-    step: int = 0
-    best: dict[str, Any] | None = None
-    """The best evaluation so far: `metric`, `value`, `samples_seen`."""
-    evaluated_samples: int = -1
-    """Position of the last evaluation."""
-    loss_sum: float = 0.0
-    """Since the last evaluation, as is the count."""
-    loss_count: float = 0.0
+from dure.training.session_state import Progression, captured, restore
+from dure.training.snapshot import Position
 
 
 class Saver:
@@ -80,22 +52,7 @@ class Saver:
         if now.samples_seen == self.last_samples:
             return
         strategy.before_reading()
-        state = strategy.state_dict()
-        snapshot = Snapshot(
-            model=state.model,
-            optimizer=state.optimizer,
-            is_spread=state.is_spread,
-            extra={
-                "precision": strategy.precision.state(),
-                "expectation": strategy.expectation,
-                "progression": asdict(now),
-            },
-            per_rank={
-                **capture_random_state(),
-                _STREAM: torch.tensor([strategy.random_stream]),
-                **_prefixed(strategy.rank_state()),
-            },
-        )
+        snapshot = captured(self.session, now)
         is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
         is_evaluated = metrics is not None and now.evaluated_samples == now.samples_seen
         epoch = now.samples_seen // self.session.order.epoch_samples
@@ -130,29 +87,30 @@ class Saver:
                 self._warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
         else:
             self._load(name)
+        self._undo_records()
+
+    def go_on(self, memory: MemorySaver) -> None:
+        """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none."""
+        group, found = self.session.group, memory.newest()
+        is_taken = found is not None and (not self.is_first or self.store.newest_samples() <= found.samples_seen)
+        if not group.all_gather_json(is_taken)[0] or found is None:
+            self.resume()
+            return
+        if self.is_first:
+            self.store.remove_leftovers()
+        memory.load(found)
+        self._undo_records()
+
+    def _undo_records(self) -> None:
         if self.is_first:
             self.run.undo_records_after(self.progression.samples_seen)
-        group.barrier()
+        self.session.group.barrier()
 
     def _load(self, name: str) -> None:
         session, now = self.session, self.progression
-        checkpoint = Checkpoint(self.run.checkpoints / name, rank=session.group.rank)
-        session.strategy.load_state_dict(checkpoint)
-        session.strategy.precision.load_state(checkpoint.extra["precision"])
-        session.strategy.expectation = checkpoint.extra["expectation"]
-        for field, value in checkpoint.extra["progression"].items():
-            setattr(now, field, value)
+        checkpoint = Checkpoint.read(self.run.checkpoints / name, rank=session.group.rank)
+        restore(session, now, checkpoint)
         self.last_samples = now.samples_seen
-        state = checkpoint.per_rank(session.group.world_size)
-        drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([session.group.rank])))
-        if state is None or not all(session.group.all_gather_json(drew == session.strategy.random_stream)):
-            # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
-            # from this position
-            seed_rank(session.spec.seed + now.samples_seen, session.strategy.random_stream)
-        else:
-            restore_random_state(state)
-            own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
-            session.strategy.load_rank_state(own)
         self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)
 
     def _warn(self, message: str) -> None:

@@ -10,14 +10,17 @@ from dure.data.randomness import kept_global_randomness
 from dure.errors import GroupShrank
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
+from dure.rank import Place
 from dure.rundir import RunDir
 from dure.strategies.base import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
+from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
-from dure.training.saving import Progression, Saver
+from dure.training.saving import Saver
 from dure.training.session import Session, check_sync_batchnorm
+from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
 
@@ -27,13 +30,22 @@ Answer = TypeVar("Answer")
 class Conductor:
     """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
 
-    def __init__(self, session: Session, run: RunDir, stop: StopSignals, current_step: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run: RunDir,
+        stop: StopSignals,
+        current_step: Callable[[int], None],
+        place: Place,
+    ) -> None:
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
+        self.is_restart = place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
+        self.memory = MemorySaver(session, self.position, place.snapshot_fds, session.spec.snapshot_every)
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
@@ -49,7 +61,8 @@ class Conductor:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
-            self.saver.resume()
+            self.saver.go_on(self.memory)
+            self.current_step(self.position.step)
             check_sync_batchnorm(session, self.position.samples_seen)
             position = self.position
             self.begun_at = (position.samples_seen, position.step)
@@ -65,7 +78,8 @@ class Conductor:
                 session.task.build_schedule(session.strategy.optimizer, session.total_samples),
                 session.strategy.optimizer,
             )
-            self._rehearse_evaluation()
+            if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
+                self._rehearse_evaluation()
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
@@ -93,6 +107,10 @@ class Conductor:
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
             self._act(boundary, before, requests)
+            if self.memory.is_due():
+                # after what is done at this position, so that it is done again if a rank dies during it
+                self._settle()
+                self.memory.take()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
@@ -278,9 +296,13 @@ class Conductor:
             total_samples=session.total_samples,
             samples_seen=self.position.samples_seen,
             step=self.position.step,
+            is_restart=self.is_restart,
             not_preserved=strategy.not_preserved(),
         )
         if not self.is_first:
+            return
+        if self.is_restart:
+            self.progress.say(f"going on after step {self.position.step}")
             return
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(

@@ -15,6 +15,7 @@ from typing import Any
 
 from dure.comm.groups import Group, is_peer_lost
 from dure.errors import DureError, LossNotFinite, Misuse
+from dure.heartbeat import Heartbeats
 from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
@@ -40,6 +41,7 @@ class Worker:
         self.place = place
         self.run = RunDir.open(Path(job["run"]))
         self.step: int | None = None
+        self.heartbeats = _heartbeats(place)
         self.group: Group | None = None
 
     def main(self) -> int:
@@ -74,7 +76,7 @@ class Worker:
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
-        conductor = Conductor(session, self.run, stop, self._note_step)
+        conductor = Conductor(session, self.run, stop, self._note_step, self.place)
         stop.defer()
         status = conductor.train()
         if session.group.rank == 0 and status == "completed":
@@ -90,7 +92,7 @@ class Worker:
         name = session.group.all_gather_json(None if path is None else path.name)[0]
         if name is None:
             raise Misuse(f"{self.run.path} has no usable checkpoint: train it further with `dure train --resume`")
-        checkpoint = Checkpoint(self.run.checkpoints / name, weights_only=True)
+        checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True)
         checkpoint.load_model(session.strategy.model)
         metrics = evaluate(
             session.task,
@@ -112,6 +114,8 @@ class Worker:
 
     def _note_step(self, step: int) -> None:
         self.step = step
+        if self.heartbeats is not None:
+            self.heartbeats.beat(self.place.rank.rank, step + 1)
 
     def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
         # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere
@@ -146,6 +150,10 @@ class Worker:
         if self.group is not None and not self.place.is_supervised:
             gc.collect()
             self.group.abandon()
+
+
+def _heartbeats(place: Place) -> Heartbeats | None:
+    return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
 def failure_file(rank: int) -> str:

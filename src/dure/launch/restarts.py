@@ -1,0 +1,82 @@
+"""Whether a run whose rank failed is worth another start from where it was."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dure.launch.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """How often ranks are started again."""
+
+    most: int = 0
+    """Restarts within the window; 0: none."""
+    window_seconds: float = 600.0
+    """Restarts longer ago do not count: a run of weeks may meet more failures than one of minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A restart that is decided."""
+
+    number: int
+    """From 1."""
+    rank: int
+    """Whose failure was the first cause."""
+    step: int
+    """The step that it was in; -1 before the first."""
+    cause: str
+    """In one line."""
+
+
+class Restarts:
+    """The budget of one run. A failure that comes back at the same step is nobody's bad luck, and ends it."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.policy = policy
+        self.count = 0
+        self.refusal: str | None = None
+        """Why the last failure was not answered with a restart, where there is more to say than the failure."""
+        self._times: deque[float] = deque()
+        self._last: tuple[int, int, str] | None = None
+
+    def after(self, ends: Sequence[WorkerEnd], step_of: Callable[[int], int]) -> Restart | None:
+        """Decide about ranks that ended, the first of them by a failure; None when they are to stay ended.
+
+        Args:
+            ends: How each rank ended.
+            step_of: The step that a rank was in.
+        """
+        self.refusal = None
+        first = first_failure(list(ends))
+        if self.policy.most == 0 or first is None or not _may_help(first, step_of):
+            return None
+        step, cause = step_of(first.rank), in_brief(first, len(ends))
+        same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)
+        if same:
+            self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
+            return None
+        now = time.monotonic()
+        while self._times and now - self._times[0] > self.policy.window_seconds:
+            self._times.popleft()
+        if len(self._times) >= self.policy.most:
+            self.refusal = (
+                f"{len(self._times)} restarts within {self.policy.window_seconds:g} s are used up (--max-restarts)"
+            )
+            return None
+        self._times.append(now)
+        self.count += 1
+        return Restart(number=self.count, rank=first.rank, step=step, cause=cause)
+
+
+def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
+    """Whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
+    failure = end.failure
+    if failure is None:
+        return end.exit_code < 0 and end.exit_code not in STOP_ENDS
+    if failure["is_consequence"]:
+        return True
+    return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1

@@ -1,0 +1,189 @@
+"""Snapshots of a run in memory, step by step: after the death of a rank all go on from the step before it.
+
+What a rank puts there is what it would write of a checkpoint, so that a snapshot is taken up as one. Nothing is
+exchanged for it; only how often it is worth while is agreed on, at a few early steps and then ever more rarely.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.strategies.optimizer_state import EXECUTION_KEYS
+from dure.training.checkpoint import Checkpoint, Position
+from dure.training.checkpoint_reader import checkpoint_of
+from dure.training.checkpoint_share import share_of
+from dure.training.session import Session
+from dure.training.session_state import Progression, captured, plain_state, rank_state, restore
+from dure.training.snapshot_memory import ShareLayout, SnapshotWriter, newest_common, read_share
+from dure.training.state_tree import encode
+
+MOST_FRACTION = 0.02
+"""Of the run's time that snapshots may take when nothing else is asked for."""
+_FIRST_AGREEMENT = 8
+"""Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
+_BUFFER = "buffer."
+"""Before the names of the buffers that a rank has for itself (BatchNorm's statistics between two broadcasts)."""
+
+
+class MemorySaver:
+    """Takes snapshots of a session between steps, and gives back the newest that all ranks have."""
+
+    def __init__(
+        self, session: Session, progression: Progression, descriptors: Sequence[int], every: int | None
+    ) -> None:
+        """Prepare to take snapshots; nothing is written yet.
+
+        Args:
+            session: What to take them of.
+            progression: Where it is.
+            descriptors: Of every rank, the memory that the supervisor keeps; empty: none are taken.
+            every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
+        """
+        self.session = session
+        self.progression = progression
+        self.every = every or 1
+        self._is_given = every is not None
+        self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
+        self._writer: SnapshotWriter | None = None
+        self._went_on_from: Position | None = None
+        self._layout: ShareLayout | None = None
+        self._signature: list[Any] = []
+        self._steps = 0
+        self._next_agreement = _FIRST_AGREEMENT
+        self._seconds: list[float] = []
+        self._begun = 0.0
+
+    def is_due(self) -> bool:
+        """Whether this boundary is one for a snapshot; to be asked once at each.
+
+        Communication: at few steps, one gathered JSON message.
+        """
+        if not self._descriptors:
+            return False
+        self._steps += 1
+        if not self._is_given and self._steps == self._next_agreement:
+            self._agree()
+        return self._steps % self.every == 0
+
+    def _agree(self) -> None:
+        step_seconds = (time.perf_counter() - self._begun - sum(self._seconds)) / max(self._steps - 1, 1)
+        mine = [median(self._seconds), step_seconds] if self._seconds else [0.0, 1.0]
+        said = self.session.group.all_gather_json(mine)
+        cost, step = max(one[0] for one in said), max(min(one[1] for one in said), 1e-6)
+        self.every = max(1, math.ceil(cost / (MOST_FRACTION * step)))
+        self._next_agreement *= 4
+        self._seconds.clear()
+        self._begun, self._steps = time.perf_counter(), 0
+
+    def take(self) -> None:
+        """Take a snapshot of this position; records up to it must be written out already."""
+        begun = time.perf_counter()
+        self._begun = self._begun or begun
+        now, session = self.progression, self.session
+        if self._writer is None:
+            self._writer = SnapshotWriter(self._descriptors[session.group.rank], self._went_on_from)
+        own = rank_state(session)
+        if not self._is_as_laid_out(own):
+            own = self._lay_out(own)
+        assert self._layout is not None
+        for target, tensor in zip(self._own, own.values(), strict=True):
+            target.copy_(tensor)
+        state = {"extra": encode(plain_state(session, now), "extra"), "groups": self._groups()}
+        position = Position(
+            samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
+        )
+        self._writer.write(self._layout, json.dumps(state, allow_nan=False).encode(), position)
+        self._seconds.append(time.perf_counter() - begun)
+
+    # what is the same from step to step
+
+    def _lay_out(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        snapshot = captured(self.session, self.progression)
+        share = share_of(snapshot, self.session.group.rank)
+        # of its own, so that later states can be put into the same place
+        self._own_by_name = {name: tensor.clone() for name, tensor in own.items()}
+        share.per_rank = {**self._own_by_name, **self._own_buffers()}
+        self._own = list(self._own_by_name.values())
+        self._layout = ShareLayout(share)
+        self._signature = self._parts()
+        return own
+
+    def _is_as_laid_out(self, own: dict[str, Tensor]) -> bool:
+        if self._layout is None or own.keys() != self._own_by_name.keys():
+            return False
+        if any(self._own_by_name[name].shape != tensor.shape for name, tensor in own.items()):
+            return False
+        now = self._parts()
+        return len(now) == len(self._signature) and all(map(_is_same, now, self._signature))
+
+    def _parts(self) -> list[Any]:
+        """Return what tells whether the tensors are still those that were laid out."""
+        strategy = self.session.strategy
+        state = [value for values in strategy.optimizer.state.values() for value in values.values()]
+        stepped = [p.data_ptr() for group in strategy.optimizer.param_groups for p in group["params"]]
+        return [*state, *stepped, *strategy.model.buffers()]
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        session = self.session
+        if session.group.rank == 0:
+            return {}
+        kept = session.strategy.model.state_dict().keys()
+        return {f"{_BUFFER}{name}": b for name, b in session.strategy.model.named_buffers() if name in kept}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                key: encode(value, key)
+                for key, value in group.items()
+                if key != "params" and key not in EXECUTION_KEYS and not isinstance(value, Tensor)
+            }
+            for group in self.session.strategy.optimizer.param_groups
+        ]
+
+    # taking one up
+
+    def newest(self) -> Position | None:
+        """Return where the newest snapshot stands that every rank has; the same on every rank."""
+        return newest_common(self._descriptors)
+
+    def load(self, position: Position) -> None:
+        """Put the session back to a snapshot.
+
+        Communication: one gathered JSON message.
+        """
+        checkpoint = self._read(position)
+        restore(self.session, self.progression, checkpoint)
+        self._load_buffers(checkpoint)
+        self._went_on_from = position
+
+    def _read(self, position: Position) -> Checkpoint:
+        saved = [read_share(descriptor, position) for descriptor in self._descriptors]
+        for one in saved:
+            state, newer = json.loads(one.share.state or b"null"), json.loads(one.state)
+            if state is None:
+                continue
+            state["extra"] = newer["extra"]
+            for group, values in zip(state["optimizer"]["groups"], newer["groups"], strict=True):
+                group.update(values)
+            one.share.state = json.dumps(state).encode()
+        return checkpoint_of([one.share for one in saved], position, self.session.group.rank)
+
+    def _load_buffers(self, checkpoint: Checkpoint) -> None:
+        own = checkpoint.per_rank(self.session.group.world_size) or {}
+        with torch.no_grad():
+            for name, buffer in self.session.strategy.model.named_buffers():
+                if (saved := own.get(f"{_BUFFER}{name}")) is not None:
+                    buffer.copy_(saved)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one is other
+    # what holds tensors deeper down (L-BFGS's history) is laid out anew each time
+    return isinstance(one, int | float | str | None) and one == other

@@ -1,0 +1,88 @@
+"""What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.training.checkpoint import Checkpoint
+from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
+from dure.training.session import Session
+from dure.training.snapshot import Snapshot
+
+_OWN = "strategy."
+"""Before the names of what a strategy keeps for one rank."""
+_STREAM = "stream"
+"""Under this name a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
+
+
+@dataclass
+class Progression:
+    """How far the run is, and what it carries from step to step and from attempt to attempt."""
+
+    samples_seen: int = 0
+    step: int = 0
+    best: dict[str, Any] | None = None
+    """The best evaluation so far: `metric`, `value`, `samples_seen`."""
+    evaluated_samples: int = -1
+    """Position of the last evaluation."""
+    loss_sum: float = 0.0
+    """Since the last evaluation, as is the count."""
+    loss_count: float = 0.0
+
+
+def captured(session: Session, progression: Progression) -> Snapshot:
+    """Return a session's state and its progression, for a checkpoint."""
+    strategy = session.strategy
+    state = strategy.state_dict()
+    return Snapshot(
+        model=state.model,
+        optimizer=state.optimizer,
+        is_spread=state.is_spread,
+        extra=plain_state(session, progression),
+        per_rank=rank_state(session),
+    )
+
+
+def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
+    """Return what is the same on all ranks and no tensor."""
+    strategy = session.strategy
+    return {
+        "precision": strategy.precision.state(),
+        "expectation": strategy.expectation,
+        "progression": asdict(progression),
+    }
+
+
+def rank_state(session: Session) -> dict[str, Tensor]:
+    """Return what this rank alone has: its generators, and what its strategy keeps for it."""
+    strategy = session.strategy
+    return {
+        **capture_random_state(),
+        _STREAM: torch.tensor([strategy.random_stream]),
+        **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
+    }
+
+
+def restore(session: Session, progression: Progression, checkpoint: Checkpoint) -> None:
+    """Put a session and its progression back to where they were captured.
+
+    Communication: one gathered JSON message.
+    """
+    strategy, group = session.strategy, session.group
+    strategy.load_state_dict(checkpoint)
+    strategy.precision.load_state(checkpoint.extra["precision"])
+    strategy.expectation = checkpoint.extra["expectation"]
+    for field, value in checkpoint.extra["progression"].items():
+        setattr(progression, field, value)
+    state = checkpoint.per_rank(group.world_size)
+    drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
+    if state is None or not all(group.all_gather_json(drew == strategy.random_stream)):
+        # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
+        # from this position
+        seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
+    else:
+        restore_random_state(state)
+        own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
+        strategy.load_rank_state(own)

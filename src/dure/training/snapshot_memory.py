@@ -1,0 +1,248 @@
+"""A rank's snapshots in memory that outlives it: two places, written by turns, so that one is always whole.
+
+The memory is an unnamed file that the supervisor holds. A rank puts there what it would write of a checkpoint, and
+marks it as whole afterwards; if it is killed in between, the other place still is. Ranks of a synchronous strategy are
+at most one step apart, so that of two places each one is of a step that all have.
+"""
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure import torchcompat
+from dure.strategies.pieces import Piece
+from dure.training.checkpoint_share import PARTS, Share
+from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
+from dure.training.snapshot import Position
+
+_ENTRY = struct.Struct("<10q")
+_NUM_PLACES = 2
+_HEADER_BYTES = 4096
+_ALIGNMENT = 64
+_PER_RANK = "per_rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """Where a snapshot stands in the file, and what it is of."""
+
+    is_whole: int
+    samples_seen: int = 0
+    step: int = 0
+    epoch: int = 0
+    begin: int = 0
+    num_bytes: int = 0
+    """What the place may take, from `begin`."""
+    layout_bytes: int = 0
+    state_begin: int = 0
+    state_bytes: int = 0
+    data_begin: int = 0
+
+    def pack(self) -> bytes:
+        return _ENTRY.pack(*(getattr(self, name) for name in self.__dataclass_fields__))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "_Entry":
+        return cls(**dict(zip(cls.__dataclass_fields__, _ENTRY.unpack(data), strict=True)))
+
+    @property
+    def position(self) -> Position:
+        return Position(samples_seen=self.samples_seen, step=self.step, epoch=self.epoch)
+
+
+class ShareLayout:
+    """What a rank's share consists of and where each tensor stands: the same from step to step."""
+
+    def __init__(self, share: Share) -> None:
+        """Lay out a share; its tensors are copied from wherever they are each time it is written."""
+        self.tensors: list[Tensor] = []
+        self.begins: list[int] = []
+        self.num_bytes = 0
+        parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
+        parts[_PER_RANK] = self._place_all(share.per_rank)
+        layout = {"rank": share.rank, "aliases": share.aliases, "parts": parts, "state": share.state.decode()}
+        self.text = json.dumps(layout, ensure_ascii=False).encode()
+
+    def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
+        return {name: self._place(value) for name, value in tensors.items()}
+
+    def _place(self, value: Tensor | Piece) -> dict[str, Any]:
+        tensor = value.tensor if isinstance(value, Piece) else value
+        begin = _aligned(self.num_bytes)
+        self.tensors.append(tensor.detach())
+        self.begins.append(begin)
+        self.num_bytes = begin + tensor.numel() * tensor.element_size()
+        placed: dict[str, Any] = {"dtype": DTYPE_NAMES[tensor.dtype], "sizes": list(tensor.shape), "begin": begin}
+        if isinstance(value, Piece):
+            placed |= {"offsets": list(value.offsets), "shape": list(value.shape)}
+        return placed
+
+
+class SnapshotWriter:
+    """Writes a rank's snapshots."""
+
+    def __init__(self, descriptor: int, kept: Position | None = None) -> None:
+        """Take over the memory of an earlier round.
+
+        Args:
+            descriptor: Of the memory.
+            kept: The position from which this round goes on: its snapshot is written over last. Any other one is
+                forgotten: another rank may not have it.
+        """
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size < _HEADER_BYTES:
+            os.ftruncate(descriptor, _HEADER_BYTES)
+        self._map()
+        self._entries = [_entry(self._memory, place) for place in range(_NUM_PLACES)]
+        self._next = 0
+        for place, entry in enumerate(self._entries):
+            if entry.is_whole and entry.position == kept:
+                self._next = 1 - place
+            else:
+                self._mark(place, is_whole=0)
+        self._laid_out: list[ShareLayout | None] = [None] * _NUM_PLACES
+        self._targets: list[list[Tensor]] = [[] for _ in range(_NUM_PLACES)]
+
+    def write(self, layout: ShareLayout, state: bytes, position: Position) -> None:
+        """Copy a share's tensors as they are now, over the older of the two snapshots.
+
+        Args:
+            layout: Of the share; passing the same object again is what makes this fast.
+            state: What changes from step to step beside the tensors.
+            position: Where in the run this is.
+        """
+        place, entry = self._next, self._entries[self._next]
+        self._mark(place, is_whole=0)
+        if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
+            self._lay_out(place, layout, 2 * len(state))
+            entry = self._entries[place]
+        torchcompat.copy_all(self._targets[place], layout.tensors)
+        self._memory[entry.state_begin : entry.state_begin + len(state)] = state
+        self._entries[place] = _Entry(
+            is_whole=0,
+            samples_seen=position.samples_seen,
+            step=position.step,
+            epoch=position.epoch,
+            begin=entry.begin,
+            num_bytes=entry.num_bytes,
+            layout_bytes=entry.layout_bytes,
+            state_begin=entry.state_begin,
+            state_bytes=len(state),
+            data_begin=entry.data_begin,
+        )
+        self._put(place)
+        self._mark(place, is_whole=1)
+        self._next = 1 - place
+
+    def _lay_out(self, place: int, layout: ShareLayout, state_bytes: int) -> None:
+        state_begin = _aligned(len(layout.text))
+        data_begin = _aligned(state_begin + state_bytes)
+        needed = data_begin + layout.num_bytes
+        old = self._entries[place]
+        begin, room = old.begin, old.num_bytes
+        if room < needed:
+            # a new place at the end: the other one must stay as it is
+            begin, room = _aligned(os.fstat(self._descriptor).st_size), needed
+            os.ftruncate(self._descriptor, begin + room)
+            self._map()
+        entry = _Entry(
+            is_whole=0,
+            begin=begin,
+            num_bytes=room,
+            layout_bytes=len(layout.text),
+            state_begin=begin + state_begin,
+            data_begin=begin + data_begin,
+        )
+        self._entries[place], self._laid_out[place] = entry, layout
+        self._put(place)
+        self._memory[begin : begin + len(layout.text)] = layout.text
+        self._targets[place] = [
+            _view(self._memory, entry.data_begin + at, tensor.dtype, tensor.shape)
+            for at, tensor in zip(layout.begins, layout.tensors, strict=True)
+        ]
+
+    def _map(self) -> None:
+        # an older map stays where views of it do
+        self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+
+    def _put(self, place: int) -> None:
+        self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = self._entries[place].pack()
+
+    def _mark(self, place: int, *, is_whole: int) -> None:
+        struct.pack_into("<q", self._memory, place * _ENTRY.size, is_whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedShare:
+    """A rank's share of a snapshot, read back."""
+
+    share: Share
+    """Its tensors of the model are views of the memory, valid until the next snapshot; the others are copies."""
+    state: bytes
+    """What the writer passed as `state`."""
+
+
+def positions(descriptor: int) -> list[Position]:
+    """Return where the whole snapshots of a rank stand, at most two."""
+    if os.fstat(descriptor).st_size < _HEADER_BYTES:
+        return []
+    with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
+        entries = [_entry(memory, place) for place in range(_NUM_PLACES)]
+    return [entry.position for entry in entries if entry.is_whole]
+
+
+def newest_common(descriptors: Sequence[int]) -> Position | None:
+    """Return the newest position of which every rank has a whole snapshot."""
+    common = set.intersection(*(set(positions(descriptor)) for descriptor in descriptors)) if descriptors else set()
+    return max(common, key=lambda position: position.samples_seen, default=None)
+
+
+def read_share(descriptor: int, position: Position) -> SavedShare:
+    """Read a rank's share of a snapshot that `positions` has named."""
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    entry = next(e for e in (_entry(memory, place) for place in range(_NUM_PLACES)) if e.position == position)
+    layout = json.loads(memory[entry.begin : entry.begin + entry.layout_bytes])
+
+    def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:
+        tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
+        tensor = tensor.clone() if is_copied else tensor
+        if "offsets" not in placed:
+            return tensor
+        return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
+
+    read = {
+        part: {name: tensor_of(placed, is_copied=part != "model") for name, placed in tensors.items()}
+        for part, tensors in layout["parts"].items()
+    }
+    per_rank = {name: tensor for name, tensor in read[_PER_RANK].items() if isinstance(tensor, Tensor)}
+    share = Share(
+        rank=layout["rank"],
+        parts={part: read[part] for part in PARTS},
+        per_rank=per_rank,
+        aliases=layout["aliases"],
+        state=layout["state"].encode(),
+    )
+    return SavedShare(share=share, state=memory[entry.state_begin : entry.state_begin + entry.state_bytes])
+
+
+def _entry(memory: mmap.mmap, place: int) -> _Entry:
+    return _Entry.unpack(memory[place * _ENTRY.size : (place + 1) * _ENTRY.size])
+
+
+def _view(memory: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    count = prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).reshape(tuple(shape))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,141 @@
+"""A rank is killed or fails, and the run goes on from the step before: the same samples, the same weights, bit by bit."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dure
+from dure.errors import WorkerFailed
+from dure.strategies import STRATEGIES
+from dure.training.order import SampleOrder
+from tests.commands import Prewarmed, RunFiles, wait_until
+from tests.conformance.cases import LAYERED, records_of, weights_of
+from tests.conformance.tasks import Regression
+from tests.faulty_task import Faulty, fail
+
+SAMPLES, BATCH = 200, 7
+FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")
+"""Where no rank but the first calls the loss."""
+
+
+class Mortal(Regression):
+    """Goes wrong at a microstep of a rank's process."""
+
+    fault: str = "kill"
+    place: tuple[int, int] = (0, 0)
+    """Rank and microstep, from 1; 0 for never."""
+    flag: str = ""
+    """A file that is written when it goes wrong; while it is there, nothing does."""
+
+    def loss(self, model, batch):
+        rank, step = self.place
+        if torch.is_grad_enabled() and int(os.environ.get("RANK", "0")) == rank:
+            self.done = getattr(self, "done", 0) + 1
+            if self.done == step and not (self.flag and Path(self.flag).exists()):
+                if self.flag:
+                    Path(self.flag).write_text(str(time.time()))
+                fail(self.fault)
+        return super().loss(model, batch)
+
+
+def train(folder: Path, name: str, strategy: str, nproc: int, task: dure.Task, **settings) -> Path:
+    settings = {"snapshot_every": 1, "record_samples": True, "global_batch_size": BATCH, "samples": SAMPLES} | settings
+    summary = dure.train(
+        task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, start="fork", quiet=True, device="cpu",
+        threads=1, **settings,
+    )  # fmt: skip
+    return Path(summary.run)
+
+
+def restarts_of(run: Path) -> list[dict]:
+    return RunFiles(run).events("restart")
+
+
+def each_step_once(run: Path, num_ranks: int) -> bool:
+    steps = -(-44 // BATCH) * (SAMPLES // 44) + -(-(SAMPLES % 44) // BATCH)
+    used = [[record["step"] for record in records_of(run, rank)] for rank in range(num_ranks)]
+    return all(numbers == list(range(1, steps + 1)) for numbers in used)
+
+
+PLACES = [
+    pytest.param(name, 3 if info.many_devices else 1, marks=[] if name in ("ddp", "single") else pytest.mark.slow)
+    for name, info in STRATEGIES.items()
+    if info.is_exact
+]
+
+
+@pytest.mark.parametrize(("strategy", "nproc"), PLACES)
+def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_the_undisturbed(strategy, nproc, tmp_path):
+    kinds = {"layered": strategy in LAYERED, "dropout": 0.0 if strategy in LAYERED else 0.2, "optimizer": "adamw"}
+    rank = 0 if STRATEGIES[strategy].one_process or strategy in FIRST_RANK_COMPUTES else nproc - 1
+    undisturbed = train(tmp_path, "undisturbed", strategy, nproc, Mortal(**kinds))
+    flag = str(tmp_path / "flag")
+    killed = train(tmp_path, "killed", strategy, nproc, Mortal(place=(rank, 12), flag=flag, **kinds))
+    assert len(restarts_of(killed)) == 1
+    assert each_step_once(killed, 1)
+    one, other = weights_of(undisturbed), weights_of(killed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(4))
+def test_run_when_a_rank_is_killed_at_any_moment_then_no_sample_is_lost(seed, prewarmed: Prewarmed, tmp_path):
+    draw = random.Random(seed)
+    task = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
+    command = prewarmed.start(
+        tmp_path, "train", task, "--nproc", 2, "--global-batch-size", 8, "--epochs", 60, "--record-samples",
+        "--task.pause-seconds", 0.002, "--snapshot-every", 1, "--max-restarts", 20, "--quiet", "--name", "run",
+    )  # fmt: skip
+    records = tmp_path / "runs/run/rank0.jsonl"
+    for _ in range(5):
+        size = records.stat().st_size if records.is_file() else 0
+        wait_until(lambda size=size: records.is_file() and records.stat().st_size != size, "a step")
+        time.sleep(draw.random() * 0.1)
+        if command.code is None:
+            os.kill(draw.choice(command.ranks(2)), signal.SIGKILL)
+    assert command.wait(seconds=60) == 0
+    run = RunFiles(tmp_path / "runs/run")
+    for epoch in range(60):
+        used = [index for rank in range(2) for r in run.records(rank) if r["epoch"] == epoch for index in r["samples"]]
+        assert sorted(used) == list(range(97))
+
+
+def test_run_when_the_same_failure_comes_again_at_its_step_then_it_ends(tmp_path):
+    order = SampleOrder(97, BATCH, seed=0, shuffle=True, drop_last=False)
+    batches = list(order.batches(0, 97))
+    with pytest.raises(WorkerFailed, match=r"a planned failure[\s\S]*the same failure came again at step 10"):
+        train(tmp_path, "run", "ddp", 2, Faulty(fault="raise", place="dataset", step=int(batches[9].indices[-1])))
+    assert len(restarts_of(tmp_path / "run")) == 1
+
+
+def test_run_when_an_exception_comes_only_once_then_it_goes_on(tmp_path):
+    task = Mortal(fault="raise", place=(1, 5), flag=str(tmp_path / "raised"))
+    run = train(tmp_path, "run", "ddp", 2, task)
+    assert each_step_once(run, 2)
+    (restart,) = restarts_of(run)
+    assert (restart["rank"], restart["step"]) == (1, 5)
+    assert "ValueError: a planned failure" in restart["message"]
+
+
+def test_run_when_its_first_step_raises_then_it_is_not_tried_again(tmp_path):
+    with pytest.raises(WorkerFailed, match="a planned failure"):
+        train(tmp_path, "run", "ddp", 2, Mortal(fault="raise", place=(1, 1)))
+    assert not restarts_of(tmp_path / "run")
+
+
+def test_run_when_its_restarts_are_used_up_then_it_says_so(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"2 restarts within 600 s are used up \(--max-restarts\)"):
+        train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 4)), max_restarts=2)
+    assert [restart["step"] for restart in restarts_of(tmp_path / "run")] == [4, 7]
+
+
+def test_run_when_nothing_may_be_restarted_then_the_first_failure_ends_it(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"rank 1 was killed \(SIGKILL\)"):
+        train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 4)), max_restarts=0)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] <= 4

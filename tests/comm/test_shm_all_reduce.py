@@ -24,6 +24,7 @@ def reduce_everything(group):
                 continue  # over the world sizes 1 to 8 all have their turn
             draw = torch.Generator().manual_seed(rank)
             mine = (torch.rand(size, generator=draw) * 2000 - 1000).to(dtype)
+            in_common = algorithm.zeros(size + 3, dtype, mine.device)[3:].copy_(mine)
             expected = mine.to(torch.float64, copy=True)
             dist.all_reduce(expected, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
             if op == "mean":
@@ -37,6 +38,10 @@ def reduce_everything(group):
             error = (mine.double() - expected).abs().max().item() if size else 0.0
             if error > rounding or not sent == formula == algorithm.sent_bytes_for(size, dtype.itemsize):
                 wrong.append((size, dtype, op, error, sent, formula))
+            algorithm.all_reduce(in_common, op)
+            same_bits = torch.equal(in_common.view(torch.uint8), mine.view(torch.uint8))
+            if not same_bits or algorithm.sent_bytes - before != 2 * formula:
+                wrong.append((size, dtype, op, "in common memory", algorithm.sent_bytes - before, formula))
             digest.update(mine.view(torch.uint8).numpy().tobytes())
     algorithm.close()
     return wrong, digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A rank is killed or fails, and the run goes on from the step before: the same samples, the same weights, bit by bit."""
+"""A rank is killed or fails, and the run goes on from the step before: the same samples and weights, bit by bit."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """One flat buffer for all gradients, cut into buckets: what a reducer sends instead of a tensor at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +37,23 @@ class FlatGradients:
     with the last bucket.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_elements: int, tail_elements: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bucket_elements: int,
+        tail_elements: int,
+        zeros: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
+    ) -> None:
         """Allocate the buffers, zeroed; the parameters' gradients are not touched yet.
 
         Args:
             parameters: Dense, on one device.
             bucket_elements: A bucket is closed when it has at least so many.
             tail_elements: Length of the tail, which is kept in float32 or float64.
+            zeros: Allocates a buffer; None takes torch's own memory.
         """
+        self._zeros = zeros or (lambda length, dtype, device: torch.zeros(length, dtype=dtype, device=device))
         self.parameters = list(parameters)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self.buckets: list[Bucket] = []
@@ -61,7 +70,7 @@ class FlatGradients:
 
     def _lay_out(self, dtype: torch.dtype, positions: Sequence[int], bucket_elements: int, tail_elements: int) -> None:
         total = sum(self.parameters[position].numel() for position in positions) + tail_elements
-        buffer = torch.zeros(total, dtype=dtype, device=self.parameters[0].device)
+        buffer = self._zeros(total, dtype, self.parameters[0].device)
         self.buffers.append(buffer)
         start = end = 0
         inside: list[int] = []

@@ -308,23 +308,54 @@ def open_shared_memory(
         EnvironmentLacks: Some rank cannot reach rank 0's memory, because it is on another host or in another
             container. All ranks get it.
     """
-    num_bytes = shared_bytes(world_size, slot_bytes)
-    fd, token = _create(num_bytes) if rank == 0 else (-1, 0)
-    try:
-        told = exchange([os.getpid(), start_time_of(os.getpid()), fd, token, int(slot_bytes)])
-        memory = _map(fd, num_bytes, pid=told[0][0], theirs=told[0][2], token=told[0][3])
-        has_memory = exchange([int(memory is not None and told[0][4] == slot_bytes)])
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    without = [rank for rank, (has,) in enumerate(has_memory) if not has]
-    if without or memory is None:
+    memory, without, told = _open_memory(exchange, rank, shared_bytes(world_size, slot_bytes), slot_bytes)
+    if memory is None:
         raise EnvironmentLacks(
             f"rank{'s' * (len(without) > 1)} {', '.join(map(str, without))} cannot open the memory of rank 0, but shm "
             "needs all ranks in one Linux host and one container: take ring or hierarchical between hosts"
         )
     peers = [Peer(pid, start_time) for pid, start_time, *_ in told]
     return SharedMemory(memory, peers, rank=rank, slot_bytes=slot_bytes, timeout_seconds=timeout_seconds, names=names)
+
+
+def open_common_bytes(exchange: Exchange, *, rank: int, world_size: int, num_bytes: int) -> Tensor | None:
+    """Make memory of which every rank has a row and sees all. Every rank calls it.
+
+    Args:
+        exchange: Reaches all of them.
+        rank: This process.
+        world_size: How many there are.
+        num_bytes: Of a row; the same on all.
+
+    Returns:
+        (world_size, at least num_bytes) zeroes of uint8, each row on pages of its own; None, on all ranks, where some
+        rank cannot have it.
+
+    Communication: two exchanges of a few numbers, blocking.
+    """
+    row = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = _open_memory(exchange, rank, world_size * row, row)[0]
+    return None if memory is None else torch.frombuffer(memory, dtype=torch.uint8).view(world_size, row)
+
+
+def _open_memory(
+    exchange: Exchange, rank: int, num_bytes: int, agreed: int
+) -> tuple[mmap.mmap | None, list[int], list[list[int]]]:
+    """Let rank 0 make memory and all map it.
+
+    Returns:
+        The memory, or None where some rank cannot map it; the ranks that cannot; process id and start time of all.
+    """
+    fd, token = _create(num_bytes) if rank == 0 else (-1, 0)
+    try:
+        told = exchange([os.getpid(), start_time_of(os.getpid()), fd, token, agreed])
+        memory = _map(fd, num_bytes, pid=told[0][0], theirs=told[0][2], token=told[0][3])
+        has_memory = exchange([int(memory is not None and told[0][4] == agreed)])
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    without = [rank for rank, (has,) in enumerate(has_memory) if not has]
+    return None if without else memory, without, told
 
 
 def shared_bytes(world_size: int, slot_bytes: int) -> int:

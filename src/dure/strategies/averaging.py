@@ -15,7 +15,7 @@ from dure.strategies.averaged_state import average_optimizer_state
 from dure.strategies.base import NO_REQUESTS, Requests, StateSource, StepFacts, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.naive_ddp import NaiveDDP
-from dure.torchcompat import BatchNorm, run_backward
+from dure.torchcompat import BatchNorm, copy_all, run_backward
 
 DEFAULT_AVERAGE_EVERY = 16
 
@@ -49,6 +49,10 @@ class Averaging(NaiveDDP):
         self._averaged: dict[torch.dtype, list[Tensor]] = {}
         for tensor in [*self.trainable, *(tensor for tensor in statistics if tensor is not None)]:
             self._averaged.setdefault(tensor.dtype, []).append(tensor)
+        self._flat = {
+            dtype: self._all_reduce.zeros(sum(tensor.numel() for tensor in tensors), dtype, self.device)
+            for dtype, tensors in self._averaged.items()
+        }
 
     def describe(self) -> list[str]:
         """Say when ranks talk, and through what."""
@@ -135,11 +139,14 @@ class Averaging(NaiveDDP):
         Communication: one blocking all_reduce over all ranks for each dtype, W bytes together: 2 (P-1)/P W bytes sent
         by a ring.
         """
-        for tensors in self._averaged.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(self._weight)
+        for dtype, tensors in self._averaged.items():
+            flat = self._flat[dtype]
+            split = flat.split([tensor.numel() for tensor in tensors])
+            places = [place.view(tensor.shape) for place, tensor in zip(split, tensors, strict=True)]
+            for tensor, place in zip(tensors, places, strict=True):
+                torch.mul(tensor, self._weight, out=place)
             self._all_reduce.all_reduce(flat)
-            for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            copy_all(tensors, places)
         self._num_apart, self._items = 0, 0.0
 
     def before_reading(self) -> None:

@@ -56,16 +56,19 @@ class RingDDP(LocalSums):
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
         # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
-        self.gradients = FlatGradients(
-            self.trainable, bucket_elements=options.message_size, tail_elements=NUM_FACTS + len(self.trainable)
-        )
-        self.gradients.attach()
-        self._facts = self.gradients.tail[:NUM_FACTS]
-        self._used = self.gradients.tail[NUM_FACTS:]
         # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
         self._process_group = dist.new_group() if world_size > 1 else None
         check_compression(options.compression, self.model, self.precision.scaler is not None)
         algorithm = open_chosen(options.comm, self.device.type, self.group, self._process_group)
+        self.gradients = FlatGradients(
+            self.trainable,
+            bucket_elements=options.message_size,
+            tail_elements=NUM_FACTS + len(self.trainable),
+            zeros=algorithm.zeros,
+        )
+        self.gradients.attach()
+        self._facts = self.gradients.tail[:NUM_FACTS]
+        self._used = self.gradients.tail[NUM_FACTS:]
         self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression())
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._reached: list[nn.Parameter] = []

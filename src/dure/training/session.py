@@ -37,6 +37,7 @@ class Session:
     """One rank's task, data, model and strategy, ready to go."""
 
     spec: RunSpec
+    place: Place
     task: Task
     group: Group
     strategy: Strategy
@@ -137,6 +138,7 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
     strategy.prepare(model, _checked_optimizer(task), task.loss)
     return Session(
         spec=spec,
+        place=place,
         task=task,
         group=strategy.group,
         strategy=strategy,

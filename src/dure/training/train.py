@@ -10,7 +10,6 @@ from dure.data.randomness import kept_global_randomness
 from dure.errors import GroupShrank
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
-from dure.rank import Place
 from dure.rundir import RunDir
 from dure.strategies.base import LostShare, Requests
 from dure.training.best import Best
@@ -30,22 +29,15 @@ Answer = TypeVar("Answer")
 class Conductor:
     """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
 
-    def __init__(
-        self,
-        session: Session,
-        run: RunDir,
-        stop: StopSignals,
-        current_step: Callable[[int], None],
-        place: Place,
-    ) -> None:
+    def __init__(self, session: Session, run: RunDir, stop: StopSignals, current_step: Callable[[int], None]) -> None:
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
-        self.is_restart = place.round > 0
+        self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
-        self.memory = MemorySaver(session, self.position, place.snapshot_fds, session.spec.snapshot_every)
+        self.memory = MemorySaver(session, self.position, session.place.snapshot_fds, session.spec.snapshot_every)
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()

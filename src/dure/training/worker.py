@@ -76,7 +76,7 @@ class Worker:
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
-        conductor = Conductor(session, self.run, stop, self._note_step, self.place)
+        conductor = Conductor(session, self.run, stop, self._note_step)
         stop.defer()
         status = conductor.train()
         if session.group.rank == 0 and status == "completed":

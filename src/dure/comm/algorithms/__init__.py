@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from dure.errors import SpecInvalid
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -141,7 +142,7 @@ ALGORITHMS: dict[str, AlgorithmInfo] = {
             phases=("write", "reduce", "read"),
             sent_busiest="N, written into the segment: all but its own share, and its share's result",
             sent_total="N P, nothing of it by sockets",
-            steps="a barrier per block and one more; one in all for a short vector",
+            steps="a barrier per block and one more; one in all for a short vector, three where the vector lies in it",
             right_when="all ranks are on one host and reduce on its CPUs",
         ),
     )
@@ -178,6 +179,17 @@ class AllReduce(ABC):
     @abstractmethod
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
         """Return the bytes that this rank sends in one `all_reduce` of so many elements, by the formula."""
+
+    def zeros(self, num_elements: int, dtype: "torch.dtype", device: "torch.device") -> "Tensor":
+        """Return a vector of zeros in the memory in which it is reduced fastest.
+
+        Every rank calls it in the same order with the same numbers.
+
+        Communication: whatever the algorithm needs to share memory; most need nothing.
+        """
+        import torch
+
+        return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def close(self) -> None:
         """Let go of what it holds; the group stays."""

@@ -15,6 +15,10 @@ written once.
 Where ranks are two, or the vector is short, each rank writes the whole of it and, after one barrier, reduces the whole
 for itself, in the same order as everybody. It writes no more than by shares, N elements, and reads (P-1) N instead of
 2 (P-1)/P N: the same for two ranks, and for a short vector less than a second barrier costs.
+
+A vector that lies in shared memory itself (`SharedMemoryAllReduce.zeros`) is neither written nor read: after a barrier
+each rank adds up its own share in place, after a second one it copies the others' shares, and a third one lets nobody
+change what another still copies. Main memory sees half as much.
 """
 
 import ctypes
@@ -29,7 +33,7 @@ from dure.comm.algorithms.over_wire import check_reducible
 from dure.comm.algorithms.segments import finish_mean
 from dure.comm.calls import call_number
 from dure.comm.rounds import in_rounds
-from dure.comm.shared_memory import SharedMemory, open_shared_memory
+from dure.comm.shared_memory import SharedMemory, open_common_bytes, open_shared_memory
 from dure.torchcompat import group_timeout_seconds
 
 SHARE_BYTES = 512 * 2**10
@@ -156,6 +160,44 @@ def _reduce_shares(memory: SharedMemory, vector: Tensor, op: str, call: int) -> 
     in_rounds(memory, num_elements, length, (write, reduce, read), call)
 
 
+def reduce_in_place(memory: SharedMemory, vectors: Sequence[Tensor], op: str, scratch: Tensor) -> None:
+    """Reduce vectors that all ranks have in their reach, each rank its own share.
+
+    Communication: three barriers; N elements of each rank are read by others, blocking.
+
+    Args:
+        memory: Of all ranks; its barrier is used.
+        vectors: (N,) each, contiguous, by rank; this rank's own is where the result is wanted.
+        op: See `all_reduce`.
+        scratch: Bytes for one block of sums on the way.
+
+    Raises:
+        PeerLost: A rank ended, left, or did not come in time.
+        RanksDisagree: A rank is in another call.
+    """
+    own, num_ranks = vectors[memory.rank], memory.world_size
+    num_elements, size = own.numel(), own.element_size()
+    multiple = _LINE_BYTES // size
+    share = -(-num_elements // (num_ranks * multiple)) * multiple
+    bounds = [(min(rank * share, num_elements), min((rank + 1) * share, num_elements)) for rank in range(num_ranks)]
+    call = call_number("all_reduce", num_elements * size, op=op, dtype=own.dtype)
+    memory.meet(call)
+    first, last = bounds[memory.rank]
+    block = scratch.numel() // size
+    for begin in range(first, last, block):
+        end = min(begin + block, last)
+        sums = scratch[: (end - begin) * size].view(own.dtype)
+        reduce_in_order([vector[begin:end] for vector in vectors], own[begin:end], sums, op)
+    memory.meet(call)
+    address = own.data_ptr()
+    for rank, (begin, end) in enumerate(bounds):
+        if rank != memory.rank and begin < end:
+            source = vectors[rank].data_ptr() + begin * size
+            ctypes.memmove(address + begin * size, source, (end - begin) * size)
+    memory.written_bytes += num_elements * size
+    memory.meet(call)
+
+
 def _round_length(num_elements: int, longest: int, multiple: int) -> int:
     """Return the elements of a round: rounds of equal length, since a short last one pays its barrier for little.
 
@@ -193,6 +235,10 @@ class SharedMemoryAllReduce(AllReduce):
             dist.all_gather(said, torch.tensor(numbers), group=process_group)
             return [tensor.tolist() for tensor in said]
 
+        self._exchange = exchange
+        self._common: list[Tensor] = []
+        """Vectors that all ranks have in their reach: (P, N) bytes each."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._memory = open_shared_memory(
             exchange,
             rank=self.rank,
@@ -212,7 +258,37 @@ class SharedMemoryAllReduce(AllReduce):
         check_reducible(vector, op)
         if vector.device.type != "cpu":
             raise ValueError(f"shm reduces CPU tensors only, but the vector is on {vector.device}: take backend")
-        all_reduce(self._memory, vector.detach(), op)
+        # a short one is quicker through the segment, with one barrier instead of three
+        is_long = vector.numel() * vector.element_size() > WHOLE_BYTES
+        vectors = self._everyones(vector) if is_long else None
+        if vectors is None:
+            all_reduce(self._memory, vector.detach(), op)
+        else:
+            reduce_in_place(self._memory, vectors, op, self._scratch)
+
+    def zeros(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros in memory that all ranks have mapped, so that nothing need be copied into the segment.
+
+        Communication: two all_gather of a few numbers over the group, blocking.
+        """
+        num_bytes = num_elements * dtype.itemsize
+        common = None
+        if device.type == "cpu" and self.world_size > 1 and num_bytes:
+            common = open_common_bytes(self._exchange, rank=self.rank, world_size=self.world_size, num_bytes=num_bytes)
+        if common is None:
+            return super().zeros(num_elements, dtype, device)
+        self._common.append(common)
+        self._scratch = torch.empty(SHARE_BYTES, dtype=torch.uint8)
+        return common[self.rank, :num_bytes].view(dtype)
+
+    def _everyones(self, vector: Tensor) -> list[Tensor] | None:
+        """Return the vectors of all ranks in the place of this one, if it lies in memory that all have mapped."""
+        begin, num_bytes = vector.data_ptr(), vector.numel() * vector.element_size()
+        for common in self._common:
+            offset = begin - common[self.rank].data_ptr()
+            if 0 <= offset and offset + num_bytes <= common.shape[1] and num_bytes:
+                return [row[offset : offset + num_bytes].view(vector.dtype) for row in common]
+        return None
 
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
         """Return the vector's bytes, or nothing for a rank alone."""
@@ -221,6 +297,7 @@ class SharedMemoryAllReduce(AllReduce):
     def close(self) -> None:
         """Leave the segment; it is gone when all have left."""
         self._memory.close()
+        self._common.clear()
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:

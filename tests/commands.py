@@ -179,3 +179,4 @@ class RunFiles:
 
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+MORE_SIGNALS = {signal.SIGHUP: 129, signal.SIGUSR1: 75}

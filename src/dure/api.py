@@ -33,6 +33,7 @@ from dure.rank import Place, RankInfo
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import ResolvedSpec, RunSpec, resolve
+from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.training.best import Best
 from dure.training.load_task import (
@@ -124,7 +125,7 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
         stopped_by = _signal_of(outcome)
         verdict = judge(opened.path, outcome.ends, stopped_by)
         if verdict is None and stopped_by is not None:
-            raise Interrupted("the evaluation was stopped", 128 + stopped_by)
+            raise Interrupted("the evaluation was stopped", stop_exit_code(stopped_by))
         if verdict is None and not (opened.path / answer).is_file():
             verdict = left_early(outcome.ends)
         if verdict is not None:
@@ -375,7 +376,7 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
     if verdict is None and not _ended_complete(run):
         if stopped_by is not None:
             status = "interrupted"
-            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", 128 + stopped_by)
+            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
     if verdict is not None:

@@ -16,6 +16,7 @@ from dure.launch.workers import Launch
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.machine_record import LinkCost, fit_cost, write_costs
 from dure.spec import unknown_name
+from dure.stopping import stop_exit_code
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
 ALL_ALGORITHMS = tuple(ALGORITHMS)
@@ -140,7 +141,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
     if stopped_by is not None:
-        raise Interrupted("the measurement was stopped; nothing was recorded", 128 + stopped_by)
+        raise Interrupted("the measurement was stopped; nothing was recorded", stop_exit_code(stopped_by))
 
 
 def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:

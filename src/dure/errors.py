@@ -16,7 +16,7 @@ DureError                     exit code 1
 ├── PeerLost                  1   another rank went away; never the first cause
 │   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
-└── Interrupted               130 or 143
+└── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 
 from collections.abc import Mapping, Sequence

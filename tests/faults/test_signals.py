@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import SIGNALS, Command, Prewarmed, RunFiles
+from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--epochs", 2, "--task.dropout", 0.2, "--record-samples")
@@ -57,7 +57,12 @@ def check_nothing_lost(prewarmed: Prewarmed, folder: Path, run: RunFiles, undist
 
 TARGETS = ("supervisor", "terminal", "rank 0", "rank 1")
 QUICK = [("terminal", signal.SIGINT), ("supervisor", signal.SIGTERM)]
-ALL = [(target, number) for target in TARGETS for number in SIGNALS]
+ALL = [
+    *((target, number) for target in TARGETS for number in SIGNALS),
+    *(("supervisor", number) for number in MORE_SIGNALS),
+    ("rank 1", signal.SIGUSR1),
+    ("terminal", signal.SIGHUP),
+]
 
 
 def interrupt_training(prewarmed: Prewarmed, folder: Path, target: str, number: int, *more: object) -> RunFiles:
@@ -65,7 +70,7 @@ def interrupt_training(prewarmed: Prewarmed, folder: Path, target: str, number: 
     run.wait_for("training", command)
     time.sleep(0.07)
     send(command, target, number)
-    assert command.wait(5) == SIGNALS[number], command.err
+    assert command.wait(5) == (SIGNALS | MORE_SIGNALS)[number], command.err
     (event,) = run.events("interrupted")[:1]
     assert event["signal"] == number
     assert run.summary()["status"] == "interrupted"

@@ -33,17 +33,18 @@ def test_buckets_when_cut_then_hold_the_parameters_from_the_last_to_the_first():
     assert [bucket.tail.numel() for bucket in flat.buckets] == [0, 0, 2]
 
 
-def test_gradients_when_attached_then_backward_adds_up_in_the_buffer():
-    parameters = layers()
+def test_gradients_when_kept_then_backward_begins_over_what_lay_in_the_buffer_and_adds_up_in_it():
+    parameters, reached = layers(), []
     flat = FlatGradients(parameters, bucket_elements=100, tail_elements=1)
-    flat.attach()
+    flat.buffers[0][:-1].fill_(9.0)
+    for position, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(flat.keeper(position, reached))
     for _ in range(2):
         sum((p * p).sum() for p in parameters).backward()
     (buffer,) = flat.buffers
     assert buffer.tolist() == [4.0] * 14 + [0.0]
     assert all(p.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for p in parameters)
-    flat.zero()
-    assert all(not p.grad.any() for p in parameters)
+    assert len(reached) == 2 * len(parameters)
 
 
 def test_gradients_when_of_several_dtypes_then_the_tail_is_in_full_precision_and_last():

@@ -25,6 +25,7 @@ from dure.cli.output import speaks_for_all
 from dure.cli.settings import spell_out_truths
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
 from dure.spec import RunSpec, requirement, unknown_name
+from dure.stopping import heeded_signals, stop_exit_code
 
 VERBS: dict[str, Callable[[], Callable[..., None]]] = {
     "eval": evaluate.command,
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; `sys.argv`'s when None.
 
     Returns:
-        The exit code: 0 done, 1 training failed, 2 misuse, 3 the environment lacks something, 130 and 143 signals.
+        The exit code, one of the README's table.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("dure: stopped", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
+        return stop_exit_code(stop.number if isinstance(stop, _Terminated) else signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,22 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, where nobody waits for it with something better: it ends a command as Ctrl-C does, with its own code."""
+    """Another stop signal, where nobody waits for it with something better: it ends a command as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__()
 
 
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
+        raise _Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread have handlers
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in heeded_signals() if number != signal.SIGINT}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def build_app(train_command: Callable[..., None]) -> App:

@@ -30,7 +30,7 @@ class Bucket:
 
 
 class FlatGradients:
-    """Gradients as views into one buffer per dtype: backward adds them up in the place that they are sent from.
+    """Gradients as views into one buffer per dtype: they are added up in the place that they are sent from.
 
     Parameters lie in reverse order, which is about the order in which backward reaches them, so that the first bucket
     is full first (Li et al. 2020, section 3.2.3). Behind the last parameter is a tail for a few numbers that travel
@@ -45,7 +45,7 @@ class FlatGradients:
         tail_elements: int,
         zeros: Callable[[int, torch.dtype, torch.device], Tensor] | None = None,
     ) -> None:
-        """Allocate the buffers, zeroed; the parameters' gradients are not touched yet.
+        """Allocate the buffers, zeroed; the parameters' gradients are not touched.
 
         Args:
             parameters: Dense, on one device.
@@ -89,15 +89,22 @@ class FlatGradients:
         """Bytes of all buffers, the tail counted."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
-    def attach(self) -> None:
-        """Make every parameter's gradient its view, so that backward accumulates into the buffer."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+    def keeper(self, position: int, reached: list[nn.Parameter]) -> Callable[[nn.Parameter], None]:
+        """Return a post-accumulate hook that makes a parameter's gradient its view, and notes that it was reached.
 
-    def zero(self) -> None:
-        """Begin anew."""
-        for buffer in self.buffers:
-            buffer.zero_()
+        Backward's first gradient is new memory, still in the caches: it is copied over what lies in the buffer, which
+        need not be zeroed then. Later microsteps add to the view.
+        """
+        view = self.views[position]
+
+        def keep(parameter: nn.Parameter) -> None:
+            reached.append(parameter)
+            if parameter.grad is not view:
+                assert parameter.grad is not None
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+        return keep
 
 
 def _like(parameter: Tensor, buffer: Tensor, start: int) -> Tensor:

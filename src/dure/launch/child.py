@@ -12,9 +12,7 @@ from typing import Any, TextIO
 
 from dure.lifeline import die_with_parent
 from dure.rank import Place
-
-HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-"""Signals that a worker is born with blocked, so that none reaches a half-made process."""
+from dure.stopping import STOP_SIGNALS, heeded_signals
 
 _is_worker = False
 
@@ -52,9 +50,9 @@ def run_in_child(entry: Callable[[], int], place: Place, log: Path | None, paren
 def _accept_signals() -> None:
     # a forked copy of the supervisor's handlers would pass signals on to the other ranks, and Python's own for SIGINT
     # unwinds from anywhere: until the entry installs its own, a signal simply ends this process, which did nothing yet
-    for number in HELD_BACK:
+    for number in heeded_signals():
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _leave(code: int) -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from types import FrameType
 
 from dure.errors import EnvironmentLacks
-from dure.launch.child import HELD_BACK
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.restarts import Restarts
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.workers import KeptMemory, Launch, Worker, start_worker
+from dure.stopping import STOP_SIGNALS, heeded_signals
 
 _FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
@@ -54,7 +54,7 @@ def run_workers(launch: Launch) -> Outcome:
 
     The first rank that fails gives the others a second to end by themselves; then they are killed, unless it is one
     that they can do without. Then all are started again in a new round, as often as `launch.restarts` allows. The
-    first SIGINT or SIGTERM is passed on to all ranks, which checkpoint and end; a second
+    first stop signal is passed on to all ranks, which checkpoint and end; a second
     one kills them.
 
     Raises:
@@ -145,7 +145,7 @@ def _passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, pass_on) for number in HELD_BACK}
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     # where children are not waited for (SIG_IGN), nobody would learn how they ended
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -158,8 +158,8 @@ def _passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM only when every worker is known, so that none misses a signal passed on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    """Deliver stop signals only when every worker is known, so that none misses a signal passed on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

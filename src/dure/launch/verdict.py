@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.stopping import STOP_SIGNALS, stop_exit_code
+
 _SAID_BY_SIGNAL = {
     signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
     signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
@@ -16,9 +18,9 @@ _SAID_BY_SIGNAL = {
 
 STOP_ENDS: Mapping[int, int] = {
     number_said: number
-    for number in (signal.SIGINT, signal.SIGTERM)
+    for number in STOP_SIGNALS
     # as an exit code: it stopped in order; as a signal: it had only just been started, or was on its way out
-    for number_said in (128 + number, -number)
+    for number_said in (stop_exit_code(number), -number)
 }
 """The signal that asked for a stop, by the exit code of a rank that followed it."""
 

@@ -123,7 +123,7 @@ class KeptMemory:
 def start_worker(
     launch: Launch, rank: int, listener: socket.socket, memory: KeptMemory, *, round_number: int, by_fork: bool
 ) -> Worker:
-    """Start one rank; SIGINT and SIGTERM must be blocked meanwhile, and the new process unblocks them when it is ready.
+    """Start one rank; stop signals must be blocked meanwhile, and the new process unblocks them when it is ready.
 
     Args:
         launch: What to start.

@@ -99,6 +99,8 @@ class RunSummary:
     """What the strategy, as used here, does not preserve of the one-device run."""
     message: str | None = None
     """Why the run ended early, when it did."""
+    restarts: int = 0
+    """How often all ranks were started again after one failed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""

@@ -132,6 +132,8 @@ def _facts(summary: RunSummary) -> Table:
     if summary.best:
         add_row(facts, "best", _best(summary.best))
     add_row(facts, "speed", f"{summary.samples_per_second:,.0f} samples/s")
+    if summary.restarts:
+        add_row(facts, "restarts", f"{summary.restarts}, after a rank had failed: see events.jsonl")
     add_row(facts, "records", summary.run)
     return facts
 

@@ -46,6 +46,7 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
         rows=rows,
         not_preserved=[*start.get("not_preserved", []), *_lost(run.events())],
         message=message,
+        restarts=sum(event["event"] == "restart" for event in run.events()),
     )
 
 

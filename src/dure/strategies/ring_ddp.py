@@ -66,7 +66,6 @@ class RingDDP(LocalSums):
             tail_elements=NUM_FACTS + len(self.trainable),
             zeros=algorithm.zeros,
         )
-        self.gradients.attach()
         self._facts = self.gradients.tail[:NUM_FACTS]
         self._used = self.gradients.tail[NUM_FACTS:]
         self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression())
@@ -78,8 +77,8 @@ class RingDDP(LocalSums):
         self._is_last = False
         self._is_all_reached = True
         for position, parameter in enumerate(self.trainable):
-            # the plain append is C code: what a hook costs counts once per parameter and step
-            hook = self._arrival_hook(position) if self._is_overlapped else self._reached.append
+            keep = self.gradients.keeper(position, self._reached)
+            hook = self._arrival_hook(position, keep) if self._is_overlapped else keep
             parameter.register_post_accumulate_grad_hook(hook)
 
     def _open_compression(self) -> Compression | None:
@@ -118,12 +117,12 @@ class RingDDP(LocalSums):
             microbatch = following
         self._is_last = False
 
-    def _arrival_hook(self, position: int) -> Callable[[Tensor], None]:
+    def _arrival_hook(self, position: int, keep: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         bucket = next(i for i, bucket in enumerate(self.gradients.buckets) if position in bucket.positions)
         last = len(self.gradients.buckets) - 1
 
         def note(parameter: Tensor) -> None:
-            self._reached.append(parameter)  # type: ignore[arg-type]
+            keep(parameter)
             if not self._is_last or bucket == last:
                 return  # the last bucket carries the facts, which are known after backward
             if bucket < self._launched:
@@ -152,7 +151,7 @@ class RingDDP(LocalSums):
             for bucket in rest:
                 self.reducer.launch(bucket)
             self.reducer.wait()
-        self._drop_unused()
+        self._take_others()
         if self.device.type != "cpu":
             summed = self._facts * self.gradient_divisor
             self._count = summed[1]
@@ -170,19 +169,17 @@ class RingDDP(LocalSums):
             self._used.fill_(1.0)
         else:
             self._used.copy_(torch.tensor([float(id(p) in reached) for p in self.trainable], dtype=self._used.dtype))
+            for parameter, view in zip(self.trainable, self.gradients.views, strict=True):
+                if id(parameter) not in reached:
+                    view.zero_()  # what lies there is of the step before
 
-    def _drop_unused(self) -> None:
-        """Leave a parameter that no rank used without a gradient: a zero would still decay and carry momentum."""
+    def _take_others(self) -> None:
+        """Take gradients that only others had. A parameter that nobody used gets none: a zero would carry momentum."""
         if self._is_all_reached:
             return  # by this rank at least; an accelerator need not be waited for
-        for parameter, by_any in zip(self.trainable, self._used.tolist(), strict=True):
-            if not by_any:
-                parameter.grad = None
-
-    def zero_gradients(self) -> None:
-        """Zero the buffer at once; the gradients stay its views."""
-        self.gradients.zero()
-        self.gradients.attach()
+        used = self._used.tolist()
+        for parameter, view, by_any in zip(self.trainable, self.gradients.views, used, strict=True):
+            parameter.grad = view if by_any else None
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""

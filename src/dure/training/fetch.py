@@ -16,6 +16,7 @@ from dure.data import TensorData
 from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_sample
 from dure.errors import DataInvalid
 from dure.lifeline import die_with_parent
+from dure.stopping import STOP_SIGNALS
 from dure.strategies.batches import map_tensors, to_device
 from dure.training.task import Task
 
@@ -23,7 +24,6 @@ NO_BATCH = object()
 """What a rank that takes no samples gets in the place of a batch."""
 
 _PROBED_FETCHES = 8
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class FetchRequest(NamedTuple):
@@ -165,7 +165,7 @@ class Loader:
             generator=torch.Generator().manual_seed(self._fetch.seed),
         )
         # a signal to the whole group would kill a loader that has just begun: torch gives SIGTERM its default there
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return iter(loader)
         finally:
@@ -224,8 +224,8 @@ def _as_it_is(batch: Any) -> Any:
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:
     # a signal to the whole terminal group is for the rank, which ends its loaders after its checkpoint
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # what arrived meanwhile is discarded by being ignored
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(rank_pid)

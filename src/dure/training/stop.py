@@ -6,7 +6,8 @@ import time
 from types import FrameType
 from typing import Self
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from dure.stopping import heeded_signals
+
 _SECOND_AFTER_SECONDS = 0.5
 """Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
 
@@ -20,7 +21,7 @@ class StoppedAtOnce(BaseException):
 
 
 class StopSignals:
-    """Turns SIGINT and SIGTERM into a wish that the loop sees between two steps.
+    """Turns a stop signal into a wish that the loop sees between two steps.
 
     Before training begins there is nothing to save, and a signal stops this rank where it arrives. After `defer` it is
     never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
@@ -41,7 +42,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere the caller's handlers stay
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+            self._before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         return self
 
     def __exit__(self, *exception: object) -> None:

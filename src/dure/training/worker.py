@@ -19,6 +19,7 @@ from dure.heartbeat import Heartbeats
 from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
+from dure.stopping import stop_exit_code
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
@@ -72,7 +73,7 @@ class Worker:
         # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
         gc.collect()
         self.group.close()
-        return 128 + (stop.received or 0) if is_interrupted else 0
+        return stop_exit_code(stop.received or 0) if is_interrupted else 0
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
@@ -129,9 +130,9 @@ class Worker:
 
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
         if isinstance(error, StoppedAtOnce):
-            return 128 + error.number
+            return stop_exit_code(error.number)
         if stop.received is not None and is_peer_lost(error):
-            return 128 + stop.received  # the other rank followed the same signal, a moment sooner
+            return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
         failure = describe_failure(error, rank, self.step)
         if self.place.report_fd is not None:

@@ -286,7 +286,7 @@ class SharedMemoryAllReduce(AllReduce):
         begin, num_bytes = vector.data_ptr(), vector.numel() * vector.element_size()
         for common in self._common:
             offset = begin - common[self.rank].data_ptr()
-            if 0 <= offset and offset + num_bytes <= common.shape[1] and num_bytes:
+            if offset >= 0 and offset + num_bytes <= common.shape[1] and num_bytes:
                 return [row[offset : offset + num_bytes].view(vector.dtype) for row in common]
         return None
 

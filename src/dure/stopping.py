@@ -1,0 +1,20 @@
+"""Which signals ask a run to stop in order, and with what exit code it says that it did."""
+
+import signal
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SIGHUP is the end of a terminal or of a connection; SIGUSR1 is what clusters send before they take a machine away."""
+
+RESUMABLE = 75
+"""EX_TEMPFAIL of sysexits.h: stopped for somebody else's sake, start it again later."""
+
+
+def stop_exit_code(number: int) -> int:
+    """Return the exit code of what stopped for a signal."""
+    return RESUMABLE if number == signal.SIGUSR1 else 128 + number
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Return the stop signals that this process was not told to ignore: `nohup` ignores SIGHUP."""
+    is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))

@@ -1,0 +1,88 @@
+"""Which failures are answered with a restart, and how often."""
+
+import signal
+
+import pytest
+
+from dure.launch.restarts import RestartPolicy, Restarts
+from dure.launch.verdict import WorkerEnd
+
+
+def killed(rank=1, number=signal.SIGKILL):
+    return WorkerEnd(rank=rank, exit_code=-number, time=1.0, was_stopped=False)
+
+
+def followed(rank=0):
+    return WorkerEnd(rank=rank, exit_code=-signal.SIGKILL, time=2.0, was_stopped=True)
+
+
+def raised(rank=1, *, is_ours=False, is_consequence=False, origin="task", message="a planned failure"):
+    failure = {
+        "rank": rank, "time": 1.0, "type": "ValueError", "message": message, "is_ours": is_ours, "origin": origin,
+        "is_consequence": is_consequence, "user_line": {"file": "train.py", "line": 7},
+    }  # fmt: skip
+    return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
+
+
+def decide(*ends, step=5, most=3):
+    restarts = Restarts(RestartPolicy(most=most))
+    return restarts.after(list(ends), lambda rank: step), restarts
+
+
+def test_rank_when_killed_then_the_first_cause_is_named():
+    restart, _ = decide(followed(), killed())
+    assert restart is not None
+    assert (restart.number, restart.rank, restart.step) == (1, 1, 5)
+    assert restart.cause.startswith("rank 1 was killed (SIGKILL)")
+
+
+def test_exception_then_its_line_is_in_the_cause():
+    restart, _ = decide(raised(), followed())
+    assert restart is not None
+    assert restart.cause == "rank 1 failed: ValueError: a planned failure (train.py:7)"
+
+
+@pytest.mark.parametrize(
+    ("end", "step"),
+    [
+        (raised(), 1),  # nothing has ever gone well
+        (raised(is_ours=True), 5),  # what dure refuses stays refused
+        (raised(origin="dure"), 5),
+        (WorkerEnd(rank=1, exit_code=143, time=1.0, was_stopped=False), 5),  # it was asked to stop
+        (WorkerEnd(rank=1, exit_code=3, time=1.0, was_stopped=False), 5),  # the task's code left
+    ],
+)
+def test_end_when_a_restart_would_not_help_then_there_is_none(end, step):
+    restart, restarts = decide(end, followed(), step=step)
+    assert restart is None
+    assert restarts.refusal is None
+
+
+def test_peer_lost_without_a_cause_then_a_restart_may_help():
+    restart, _ = decide(raised(is_ours=True, is_consequence=True), raised(0, is_ours=True, is_consequence=True))
+    assert restart is not None
+
+
+def test_failure_when_the_same_at_the_same_step_then_it_is_not_tried_again():
+    restarts = Restarts(RestartPolicy(most=9))
+    assert restarts.after([killed()], lambda rank: 5) is not None
+    assert restarts.after([killed()], lambda rank: 5) is None
+    assert restarts.refusal == "the same failure came again at step 5 after a restart, so it was not tried once more"
+
+
+def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("dure.launch.restarts.time.monotonic", lambda: now[0])
+    restarts = Restarts(RestartPolicy(most=2, window_seconds=60.0))
+    for step in (1, 2):
+        assert restarts.after([killed()], lambda rank, step=step: step) is not None
+    assert restarts.after([killed()], lambda rank: 3) is None
+    assert restarts.refusal == "2 restarts within 60 s are used up (--max-restarts)"
+    now[0] += 61.0
+    fourth = restarts.after([killed()], lambda rank: 4)
+    assert fourth is not None
+    assert fourth.number == 3
+
+
+def test_policy_of_none_then_nothing_is_tried_again():
+    assert decide(killed(), most=0)[0] is None

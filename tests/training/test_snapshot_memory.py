@@ -1,0 +1,115 @@
+"""A rank's snapshots in memory: one is whole at any moment, and what is read is what was written."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from dure.strategies.pieces import Piece
+from dure.training.checkpoint_share import Share
+from dure.training.snapshot import Position
+from dure.training.snapshot_memory import ShareLayout, SnapshotWriter, newest_common, positions, read_share
+
+
+@pytest.fixture
+def memory():
+    descriptor = os.memfd_create("snapshots")
+    yield descriptor
+    os.close(descriptor)
+
+
+def at(step):
+    return Position(samples_seen=8 * step, step=step, epoch=0)
+
+
+def share_of(weights, rank=0, **more):
+    return Share(
+        rank=rank,
+        parts={"model": {"w": weights, "empty": torch.empty(0, 3)}, "optimizer": {}},
+        per_rank={"torch": torch.arange(5, dtype=torch.uint8), **more},
+        aliases={"tied": "w"},
+        state=b'{"optimizer": {}}',
+    )
+
+
+def test_snapshot_when_read_then_it_is_what_was_written(memory):
+    weights = torch.randn(3, 4, dtype=torch.float64).t()
+    half = Piece(tensor=torch.randn(2, 2).bfloat16(), offsets=(2, 0), shape=(4, 2))
+    share = share_of(weights)
+    share.parts["optimizer"]["momentum"] = half
+    SnapshotWriter(memory).write(ShareLayout(share), b'{"a": 1}', at(3))
+    assert positions(memory) == [at(3)]
+    read = read_share(memory, at(3))
+    assert read.state == b'{"a": 1}'
+    assert (read.share.rank, read.share.aliases, read.share.state) == (0, {"tied": "w"}, share.state)
+    assert torch.equal(read.share.parts["model"]["w"], weights)
+    assert read.share.parts["model"]["empty"].shape == (0, 3)
+    piece = read.share.parts["optimizer"]["momentum"]
+    assert isinstance(piece, Piece)
+    assert torch.equal(piece.tensor, half.tensor)
+    assert (piece.offsets, piece.shape) == ((2, 0), (4, 2))
+    assert read.share.per_rank["torch"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_snapshots_when_written_again_and_again_then_the_last_two_are_there_with_their_values(memory):
+    weights = torch.zeros(7)
+    writer, layout = SnapshotWriter(memory), ShareLayout(share_of(weights))
+    for step in range(1, 6):
+        weights.fill_(step)
+        writer.write(layout, b"x" * step * 100, at(step))
+    assert sorted(positions(memory), key=lambda position: position.step) == [at(4), at(5)]
+    for step in (4, 5):
+        read = read_share(memory, at(step))
+        assert torch.equal(read.share.parts["model"]["w"], torch.full((7,), float(step)))
+        assert len(read.state) == 100 * step
+
+
+def test_snapshot_when_it_grows_then_the_one_before_stays(memory):
+    writer = SnapshotWriter(memory)
+    writer.write(ShareLayout(share_of(torch.ones(3))), b"{}", at(1))
+    writer.write(ShareLayout(share_of(torch.full((50_000,), 2.0))), b"{}", at(2))
+    assert torch.equal(read_share(memory, at(1)).share.parts["model"]["w"], torch.ones(3))
+    writer.write(ShareLayout(share_of(torch.full((90_000,), 3.0))), b"{}", at(3))
+    assert torch.equal(read_share(memory, at(2)).share.parts["model"]["w"], torch.full((50_000,), 2.0))
+    assert torch.equal(read_share(memory, at(3)).share.parts["model"]["w"], torch.full((90_000,), 3.0))
+
+
+def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(memory):
+    other = os.memfd_create("snapshots")
+    for descriptor, steps in ((memory, (1, 2, 3)), (other, (1, 2))):
+        writer = SnapshotWriter(descriptor)
+        for step in steps:
+            writer.write(ShareLayout(share_of(torch.ones(2))), b"{}", at(step))
+    assert newest_common([memory, other]) == at(2)
+    # the round that goes on from it writes over everything else first, and forgets it at once
+    SnapshotWriter(memory, at(2)).write(ShareLayout(share_of(torch.ones(2))), b"{}", at(3))
+    assert newest_common([memory, other]) == at(2)
+    SnapshotWriter(memory, None)
+    assert newest_common([memory, other]) is None
+    os.close(other)
+    assert newest_common([]) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_writer_when_killed_at_any_moment_then_a_whole_snapshot_is_left(seed, memory):
+    pid = os.fork()
+    if pid == 0:
+        weights = torch.zeros(200_000)
+        writer, layout = SnapshotWriter(memory), ShareLayout(share_of(weights))
+        for step in range(1, 10**9):
+            weights.fill_(step)
+            writer.write(layout, str(step).encode(), at(step))
+    deadline = time.monotonic() + 30
+    while not positions(memory) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01 + 0.0037 * seed)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    found = positions(memory)
+    assert found
+    for position in found:
+        read = read_share(memory, position)
+        assert read.state == str(position.step).encode()
+        assert torch.equal(read.share.parts["model"]["w"], torch.full((200_000,), float(position.step)))

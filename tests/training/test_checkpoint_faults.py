@@ -30,7 +30,7 @@ def test_two_hundred_single_bit_flips_when_tried_are_two_hundred_refusals(tmp_pa
         file = path / FILES[turn % len(FILES)]
         bit = choose.randrange(file.stat().st_size * 8)
         flip_bit(file, bit)
-        for use in (verify, Checkpoint):
+        for use in (verify, Checkpoint.read):
             with pytest.raises(CheckpointDamaged, match=f"samples-000000000008 is damaged: {file.name} "):
                 use(path)
         refused += 1
@@ -69,7 +69,7 @@ def test_checkpoint_when_a_file_is_not_what_was_written_is_refused_by_name(tmp_p
             file.mkdir()
         case "pipe":
             os.mkfifo(file)
-    for use in (verify, Checkpoint):
+    for use in (verify, Checkpoint.read):
         with pytest.raises(CheckpointDamaged, match=f"samples-000000000008 is damaged: {name} "):
             use(path)
 

@@ -52,7 +52,8 @@ class Restarts:
         """
         self.refusal = None
         first = first_failure(list(ends))
-        if self.policy.most == 0 or first is None or not _may_help(first, step_of):
+        was_asked_to_stop = any(end.exit_code in STOP_ENDS for end in ends)
+        if self.policy.most == 0 or first is None or was_asked_to_stop or not _may_help(first, step_of):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)
@@ -76,7 +77,7 @@ def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
     """Whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
     failure = end.failure
     if failure is None:
-        return end.exit_code < 0 and end.exit_code not in STOP_ENDS
+        return end.exit_code < 0
     if failure["is_consequence"]:
         return True
     return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1

@@ -117,11 +117,11 @@ class RingDDP(LocalSums):
             microbatch = following
         self._is_last = False
 
-    def _arrival_hook(self, position: int, keep: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    def _arrival_hook(self, position: int, keep: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
         bucket = next(i for i, bucket in enumerate(self.gradients.buckets) if position in bucket.positions)
         last = len(self.gradients.buckets) - 1
 
-        def note(parameter: Tensor) -> None:
+        def note(parameter: nn.Parameter) -> None:
             keep(parameter)
             if not self._is_last or bucket == last:
                 return  # the last bucket carries the facts, which are known after backward

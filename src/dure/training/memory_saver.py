@@ -7,7 +7,7 @@ exchanged for it; only how often it is worth while is agreed on, at a few early 
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -81,10 +81,15 @@ class MemorySaver:
         self._seconds.clear()
         self._begun, self._steps = time.perf_counter(), 0
 
-    def take(self) -> None:
-        """Take a snapshot of this position; records up to it must be written out already."""
+    def take(self, settle: Callable[[], None]) -> None:
+        """Take a snapshot of this position.
+
+        Args:
+            settle: Writes out the records up to it.
+        """
         begun = time.perf_counter()
         self._begun = self._begun or begun
+        settle()
         now, session = self.progression, self.session
         if self._writer is None:
             self._writer = SnapshotWriter(self._descriptors[session.group.rank], self._went_on_from)

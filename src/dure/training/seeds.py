@@ -1,5 +1,6 @@
 """One seed for everything that draws."""
 
+import functools
 import os
 import random
 from typing import Any
@@ -36,7 +37,7 @@ def capture_random_state() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()
     state = {
-        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python": _as_tensor((version, *words)),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy_keys": torch.from_numpy(numpy_state[1].astype(np.int64)),
         "numpy_rest": torch.tensor([numpy_state[2], numpy_state[3], numpy_state[4]], dtype=torch.float64),
@@ -47,6 +48,12 @@ def capture_random_state() -> dict[str, Tensor]:
     elif torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
+
+
+@functools.lru_cache(maxsize=1)
+def _as_tensor(words: tuple[int, ...]) -> Tensor:
+    """Return 626 numbers as a tensor: kept, for from step to step few runs draw from Python's own generator."""
+    return torch.from_numpy(np.array(words, dtype=np.int64))
 
 
 def restore_random_state(state: dict[str, Tensor]) -> None:

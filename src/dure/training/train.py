@@ -101,8 +101,7 @@ class Conductor:
             self._act(boundary, before, requests)
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
-                self._settle()
-                self.memory.take()
+                self.memory.take(self._settle)
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()

@@ -16,12 +16,13 @@ DureError                     exit code 1
 ├── PeerLost                  1   another rank went away; never the first cause
 │   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
+├── RunsDiffer                4   `dure diff` found where two runs part
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 
 from collections.abc import Mapping, Sequence
 
-DONE, FAILED, MISUSE, ENVIRONMENT = 0, 1, 2, 3
+DONE, FAILED, MISUSE, ENVIRONMENT, FOUND = 0, 1, 2, 3, 4
 
 
 class DureError(Exception):
@@ -104,6 +105,12 @@ class WorkerFailed(DureError):
     def __init__(self, verdict: str, exit_code: int = FAILED) -> None:
         self.exit_code = exit_code
         super().__init__(verdict)
+
+
+class RunsDiffer(DureError):
+    """Two runs that were compared and are not the same."""
+
+    exit_code = FOUND
 
 
 class Interrupted(DureError):

@@ -20,7 +20,7 @@ from cyclopts.exceptions import (
     ValidationError,
 )
 
-from dure.cli import bench, evaluate, export, runs, strategies, train
+from dure.cli import bench, diff, evaluate, export, runs, strategies, train
 from dure.cli.output import speaks_for_all
 from dure.cli.settings import spell_out_truths
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
@@ -32,6 +32,7 @@ VERBS: dict[str, Callable[[], Callable[..., None]]] = {
     "export": export.command,
     "strategies": strategies.command,
     "runs": runs.command,
+    "diff": diff.command,
     "bench": bench.command,
 }
 """Every verb but `train`, whose flags depend on the task."""

@@ -75,6 +75,7 @@ def run_workers(launch: Launch) -> Outcome:
                 restart = None if received else restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
                 if restart is None:
                     break
+                _end_open_line(workers)
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)

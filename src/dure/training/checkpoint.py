@@ -142,9 +142,9 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
         sync_directory(self.root)
 
-    def newest_samples(self) -> int:
-        """Return the position of the newest checkpoint, good or not; -1 when there is none."""
-        return max((_key(path)[0] for path in self._named()), default=-1)
+    def positions(self) -> list[tuple[Path, int]]:
+        """Return every checkpoint, good or not, with the samples seen by then; the newest first."""
+        return [(path, _key(path)[0]) for path in self._named()]
 
     def newest_valid(self) -> Path | None:
         """Return the newest checkpoint of which every byte is what was written, or None when there is none.

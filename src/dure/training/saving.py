@@ -92,7 +92,7 @@ class Saver:
     def go_on(self, memory: MemorySaver) -> None:
         """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none."""
         group, found = self.session.group, memory.newest()
-        is_taken = found is not None and (not self.is_first or self.store.newest_samples() <= found.samples_seen)
+        is_taken = found is not None and (not self.is_first or self._newest_samples() <= found.samples_seen)
         if not group.all_gather_json(is_taken)[0] or found is None:
             self.resume()
             return
@@ -100,6 +100,9 @@ class Saver:
             self.store.remove_leftovers()
         memory.load(found)
         self._undo_records()
+
+    def _newest_samples(self) -> int:
+        return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)
 
     def _undo_records(self) -> None:
         if self.is_first:

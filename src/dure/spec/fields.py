@@ -123,6 +123,9 @@ class RunSpec(BaseModel):
     checkpoint_every_samples: int | None = Field(None, gt=0, description="beside the end of each epoch")
     checkpoint_every_minutes: float | None = Field(None, gt=0, description="beside the end of each epoch")
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints to keep, beside the best")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="a loss that is NaN or infinite: end the run, or skip its step on all ranks"
+    )
     max_restarts: int = Field(3, ge=0, description="restarts of all ranks after one failed, within the window")
     restart_window_seconds: float = Field(600.0, gt=0, description="restarts longer ago do not count")
     snapshot_every: int | None = Field(
@@ -178,7 +181,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
         *("checkpoint_every_minutes", "keep_checkpoints"),
     ),
-    "After a failure": ("max_restarts", "restart_window_seconds", "snapshot_every"),
+    "After a failure": ("on_nonfinite", "max_restarts", "restart_window_seconds", "snapshot_every"),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
 }
 """Every field once, as `--help` and `--show-spec` group them."""

@@ -73,7 +73,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             one_process=True,
             many_devices=False,
             default_for="one",
-            settings=("compile", "sync_batchnorm"),
+            settings=("on_nonfinite", "compile", "sync_batchnorm"),
         ),
         StrategyInfo(
             name="dp",
@@ -91,6 +91,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             memory="device 0: W + G + S + A(b/P) + all outputs and the loss; others: W + G + A(b/P)",
             right_when="to try a second device without a second process; ddp is faster in nearly every case",
             one_process=True,
+            settings=("on_nonfinite",),
         ),
         StrategyInfo(
             name="balanced_dp",
@@ -106,7 +107,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="one process that sees all devices; batches whose tensors have the samples first",
             sent_bytes="device 0: (P-1) W per step; every other device: G per step",
             memory="device 0: W + G + S + A(share of device 0); others: W + G + A(their share)",
-            settings=("device0_share",),
+            settings=(
+                "on_nonfinite",
+                "device0_share",
+            ),
             right_when="dp runs out of memory on device 0 while the others have room",
             one_process=True,
         ),
@@ -122,7 +126,14 @@ STRATEGIES: dict[str, StrategyInfo] = {
             sent_bytes="every rank: 2 (P-1)/P G per step",
             memory="W + G + S + A(microbatch), buckets share G's memory (--gradient-as-bucket-view)",
             default_for="many",
-            settings=("compile", "sync_batchnorm", "compression", "compression_fraction", "compression_rank"),
+            settings=(
+                "on_nonfinite",
+                "compile",
+                "sync_batchnorm",
+                "compression",
+                "compression_fraction",
+                "compression_rank",
+            ),
             right_when="the model fits one device and several should share the work: the first thing to try",
             one_process=False,
         ),
@@ -138,6 +149,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             sent_bytes="by the algorithm: 2 (P-1)/P G from every rank by a ring, (1 + 1/P) G through shared memory",
             memory="W + G + S + A(microbatch)",
             settings=(
+                "on_nonfinite",
                 *("compile", "sync_batchnorm", "comm", "message_size", "delay_allreduce", "allreduce_always_fp32"),
                 *("gradient_average", "gradient_predivide_factor", "compression", "compression_fraction"),
             ),
@@ -156,7 +168,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="a model that fits one device; any parameter may be unused",
             sent_bytes="by the algorithm, as ring_ddp, but in as many messages as there are parameters",
             memory="W + G + S + A(microbatch)",
-            settings=("compile", "sync_batchnorm", "comm"),
+            settings=("on_nonfinite", "compile", "sync_batchnorm", "comm"),
             right_when="to understand data parallelism, or to check another strategy against the simplest one",
             one_process=False,
         ),
@@ -174,7 +186,14 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "all together: 2 (P-1) G + (P-1) W"
             ),
             memory="W + G + S/P + A(microbatch); parts differ by at most the largest parameter's state",
-            settings=("compile", "sync_batchnorm", "compression", "compression_fraction", "compression_rank"),
+            settings=(
+                "on_nonfinite",
+                "compile",
+                "sync_batchnorm",
+                "compression",
+                "compression_fraction",
+                "compression_rank",
+            ),
             right_when="ddp would fit but for the optimiser's state: AdamW's is twice the size of the weights",
             one_process=False,
             checks_model=True,
@@ -201,6 +220,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "with --reshard-after-forward false; A less with --activation-checkpointing"
             ),
             settings=(
+                "on_nonfinite",
                 *("sync_batchnorm", "reshard_after_forward", "fsdp_units", "activation_checkpointing", "cpu_offload"),
             ),
             mesh_axes=("replica", "shard"),
@@ -222,7 +242,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "much back; device k: A_(k+1) forward and A_k back"
             ),
             memory="device k: W + G + S + A(microbatch) of its own section; device 0 also the batch and the output",
-            settings=("cuts",),
+            settings=(
+                "on_nonfinite",
+                "cuts",
+            ),
             right_when="the model does not fit one device and there is one process; pipeline keeps all devices at work",
             one_process=True,
             checks_model=True,
@@ -250,7 +273,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "W + G + S of its own stages, the batch, and A(microbatch) of each microbatch on its way: at most P of "
                 "them with 1f1b, all of them with gpipe"
             ),
-            settings=("cuts", "schedule", "stages_per_rank"),
+            settings=("on_nonfinite", "cuts", "schedule", "stages_per_rank"),
             mesh_axes=("data", "pipeline"),
             right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
             one_process=False,
@@ -387,7 +410,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "together: P times that"
             ),
             memory="(W + G + S)/T of what is divided + W + G + S of the rest + A(microbatch), divided inside regions",
-            settings=("tp_plan",),
+            settings=(
+                "on_nonfinite",
+                "tp_plan",
+            ),
             mesh_axes=("data", "tensor"),
             right_when="one layer is too large for a device, or a step must be faster than data parallel ones can be",
             one_process=False,

@@ -293,6 +293,10 @@ class Strategy(ABC):
         self.precision.step(self.optimizer)
         self.zero_gradients()
 
+    def skip_step(self) -> None:
+        """Leave the weights as they are, and drop the gradients; called instead of `optimizer_step`, on all ranks."""
+        self.zero_gradients()
+
     def unscale_gradients(self) -> None:
         """Bring fp16's gradients back to their true size, and note whether one overflowed."""
         self.precision.unscale(self.optimizer)

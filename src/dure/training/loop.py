@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
@@ -17,10 +18,13 @@ from dure.measure.records import StepRecord
 from dure.measure.shares import shares
 from dure.strategies.base import Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
+from dure.torchcompat import copy_all
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.order import GlobalBatch, SampleOrder
 from dure.training.task import Schedule
 
+MOST_SKIPPED = 10
+"""Steps in a row that may be skipped: after so many it is not the batches but the weights."""
 _SHOWN_INDICES = 32
 _END = object()
 """What comes after the last batch."""
@@ -72,6 +76,8 @@ class LaunchedStep:
     """The facts, once they have been read and found finite."""
     measured: dict[str, float] | Callable[[], dict[str, float]] | None = None
     sent_bytes: int = 0
+    skipped: LossNotFinite | None = None
+    """Why the weights were left as they were."""
 
 
 class StepOutcome(NamedTuple):
@@ -79,6 +85,8 @@ class StepOutcome(NamedTuple):
 
     record: StepRecord
     requests: Requests
+    skipped: LossNotFinite | None = None
+    """Why it changed no weights, if it did not."""
 
 
 class Boundary(NamedTuple):
@@ -110,6 +118,7 @@ class TrainingLoop:
         schedule: Schedule | None,
         requested: Callable[[], Requests],
         record_samples: bool,
+        skips_nonfinite: bool = False,
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
@@ -122,7 +131,12 @@ class TrainingLoop:
         self.requested = requested
         self.record_samples = record_samples
         self.clock = StepClock(strategy.device)
-        self.lag = 0 if strategy.device.type == "cpu" or strategy.waits_for_facts else 1
+        self.skips_nonfinite = skips_nonfinite
+        """Whether a step whose loss is not finite is left out, instead of ending the run."""
+        self._num_skipped = 0
+        """In a row."""
+        is_known_first = strategy.device.type == "cpu" or strategy.waits_for_facts or skips_nonfinite
+        self.lag = 0 if is_known_first else 1
         """Steps between launching one and knowing its facts."""
         self._pending: deque[LaunchedStep] = deque()
         self._last_end = self.clock.mark()
@@ -180,6 +194,7 @@ class TrainingLoop:
         strategy, mark = self.strategy, self.clock.mark
         marks: list[Any] = [self._last_end, mark()]
         first_wait = self._data_seconds
+        buffers, values = self._kept_buffers() if self.skips_nonfinite else ([], [])
         strategy.forward_backward(
             self._microbatches(share, first, fetched), global_samples=len(batch.indices), requests=self.requested()
         )
@@ -191,14 +206,23 @@ class TrainingLoop:
             if isinstance(marks[1], float):
                 marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
-        self._set_learning_rates(batch.samples_seen - len(batch.indices))
-        strategy.optimizer_step()
+        if step.skipped is None:
+            self._set_learning_rates(batch.samples_seen - len(batch.indices))
+            strategy.optimizer_step()
+        else:
+            strategy.skip_step()
+            copy_all(buffers, values)
         step.measured = strategy.measured()
         step.sent_bytes = strategy.sent_bytes(len(share.microbatches))
         self._data_seconds = 0.0
         self._last_end = mark()
         marks.append(self._last_end)
         return step
+
+    def _kept_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the model's buffers and copies of them: what is not finite would stay in running statistics."""
+        buffers = [buffer for model in self.strategy.evaluation_models() for buffer in model.buffers()]
+        return buffers, [buffer.clone() for buffer in buffers]
 
     def _microbatches(self, share: RankShare, first: Any, fetched: Iterator[Any]) -> Iterator[Microbatch]:
         for position, size in enumerate(share.microbatches):
@@ -224,7 +248,8 @@ class TrainingLoop:
             only_communication = step.marks[2] - step.gradients_ready
             sync_seconds += only_communication
             compute_seconds -= only_communication
-        self.strategy.expect(loss_count)
+        if step.skipped is None:
+            self.strategy.expect(loss_count)
         # an accelerator that has work left does not wait for data, though the host does
         data_seconds = step.data_seconds if self.lag == 0 else min(step.data_seconds, spans[0])
         record = StepRecord(
@@ -243,7 +268,7 @@ class TrainingLoop:
             samples=self._recorded_samples(step) if self.record_samples else None,
             measured=step.measured() if callable(step.measured) else step.measured,
         )
-        return StepOutcome(record, requests)
+        return StepOutcome(record, requests, step.skipped)
 
     def _recorded_samples(self, step: LaunchedStep) -> list[int]:
         is_mine = self.strategy.takes_samples and self.strategy.leads_share
@@ -251,16 +276,24 @@ class TrainingLoop:
 
     def _check_finite(self, step: LaunchedStep) -> tuple[float, float, Requests]:
         facts = step.facts.read()
-        loss_sum, loss_count, _ = facts
+        loss_sum, loss_count, requests = facts
         # a rank that speaks for itself alone may have had no samples in this step
         if math.isfinite(loss_sum) and (loss_count > 0 or step.facts.is_local):
+            self._num_skipped = 0
             return facts
         if math.isfinite(loss_sum):
             raise DataInvalid(
                 f"the loss of step {step.number} has a count of {loss_count:g} over all ranks: there is nothing to "
                 "divide by; a batch needs at least one counted item"
             )
-        raise LossNotFinite(*self._who_is_not_finite(step, loss_sum))
+        error = LossNotFinite(*self._who_is_not_finite(step, loss_sum))
+        self._num_skipped += 1
+        if not self.skips_nonfinite:
+            raise error
+        if self._num_skipped > MOST_SKIPPED:
+            raise LossNotFinite(f"{error}; the {MOST_SKIPPED} steps before it were skipped too", error.culprits)
+        step.skipped = error
+        return 0.0, 0.0, requests
 
     def _who_is_not_finite(self, step: LaunchedStep, loss_sum: float) -> tuple[str, list[dict[str, Any]]]:
         samples = step.share.indices.tolist()
@@ -270,6 +303,8 @@ class TrainingLoop:
         culprits = [one for one in everyone if not one["finite"]] or everyone
         where = f"step {step.number} of epoch {step.batch.epoch + 1}"
         named = "; ".join(f"rank {one['rank']}, samples {_shown(one['samples'])}" for one in culprits)
+        if len(culprits) == len(everyone) > 1:
+            named = f"on every rank: {named}"
         return f"the loss is {loss_sum:g} at {where}: {named}", culprits
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dure.data.randomness import kept_global_randomness
-from dure.errors import GroupShrank
+from dure.errors import GroupShrank, LossNotFinite
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
@@ -81,6 +81,7 @@ class Conductor:
                 schedule=schedule,
                 requested=self._requests,
                 record_samples=spec.record_samples,
+                skips_nonfinite=spec.on_nonfinite == "skip",
             )
             for model in session.strategy.evaluation_models():
                 model.train()
@@ -143,6 +144,8 @@ class Conductor:
             self.position.loss_sum += record.loss_sum
             self.position.loss_count += record.loss_count
             self.progress.step(record)
+            if outcome.skipped is not None:
+                self._say_skipped(record.step, outcome.skipped)
             if self.scalars is not None:
                 self._write_scalars(record)
             requests = outcome.requests
@@ -310,6 +313,10 @@ class Conductor:
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)
+
+    def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
+        self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))
+        self.progress.say(f"step {step} was skipped: {cause}")
 
     def _event(self, event: str, **fields: Any) -> None:
         if self.is_first:

@@ -44,6 +44,7 @@ from dure.training.load_task import (
     register_task_class,
     task_reference,
 )
+from dure.training.planned_faults import read_faults
 from dure.training.task import Task
 
 _WORKER = "dure.training.worker"
@@ -248,6 +249,8 @@ def _check_before_start(spec: RunSpec) -> None:
     """Refuse what can be known to fail before a folder or a process exists."""
     build_task(load_task_class(spec.task), spec.task_options)
     check_devices(resolve_device(spec.device), spec.nproc, shared=spec.share_devices)
+    if spec.faults is not None:
+        read_faults(spec.faults, _num_processes(spec))
     if spec.start == "inline" and _num_processes(spec) > 1:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
     if STRATEGIES[spec.strategy or "single"].checks_model:

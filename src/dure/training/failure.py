@@ -46,7 +46,7 @@ def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[
         "is_ours": is_ours,
         "is_misuse": isinstance(error, Misuse),
         "is_consequence": is_peer_lost(error) and not _is_loader_lost(error),
-        "origin": "task" if line else _origin(error),
+        "origin": "task" if line or hasattr(error, "is_planned") else _origin(error),
         "user_line": line,
         "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),

@@ -21,7 +21,7 @@ from dure.measure.shares import shares
 from dure.rank import Place
 from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Strategy, StrategyOptions
+from dure.strategies.base import LossFunction, Strategy, StrategyOptions
 from dure.strategies.precision import Precision
 from dure.torchcompat import import_late_parts
 from dure.training.evaluation import evaluation_batch_size
@@ -99,8 +99,21 @@ def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tu
     return (torch.device(kind, place.rank.local_rank % count_accelerators(kind)),)
 
 
-def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch.device, ...]) -> Session:
+def open_session(
+    spec: RunSpec,
+    place: Place,
+    group: Group,
+    devices: tuple[torch.device, ...],
+    around_loss: Callable[[LossFunction], LossFunction] | None = None,
+) -> Session:
     """Build task, data, model and strategy; every rank builds the same, and checks that it did.
+
+    Args:
+        spec: What is run.
+        place: Which rank this is.
+        group: All of them.
+        devices: This rank's.
+        around_loss: Changes the task's loss, for failures on purpose.
 
     Raises:
         TaskInvalid: A method of the task returns what it must not.
@@ -135,7 +148,7 @@ def open_session(spec: RunSpec, place: Place, group: Group, devices: tuple[torch
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
-    strategy.prepare(model, _checked_optimizer(task), task.loss)
+    strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     return Session(
         spec=spec,
         place=place,

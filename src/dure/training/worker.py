@@ -25,6 +25,7 @@ from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
 from dure.training.failure import describe_failure
 from dure.training.load_task import load_task_class
+from dure.training.planned_faults import PlannedFaults, read_faults
 from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
 from dure.training.stop import StoppedAtOnce, StopSignals
 from dure.training.train import Conductor
@@ -43,6 +44,7 @@ class Worker:
         self.run = RunDir.open(Path(job["run"]))
         self.step: int | None = None
         self.heartbeats = _heartbeats(place)
+        self.faults: PlannedFaults | None = None
         self.group: Group | None = None
 
     def main(self) -> int:
@@ -61,7 +63,11 @@ class Worker:
     def _work(self, stop: StopSignals) -> int:
         spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
         self.group, devices = open_rank_group(spec, self.place)
-        session = open_session(spec, self.place, self.group, devices)
+        if spec.faults is not None and self.job["kind"] == "train":
+            faults = read_faults(spec.faults, self.group.world_size)
+            self.faults = PlannedFaults(faults, self.place.rank.rank, self.run)
+        around_loss = None if self.faults is None else self.faults.around
+        session = open_session(spec, self.place, self.group, devices, around_loss)
         self.group = session.group
         is_interrupted = False
         if self.job["kind"] == "train":
@@ -117,6 +123,8 @@ class Worker:
         self.step = step
         if self.heartbeats is not None:
             self.heartbeats.beat(self.place.rank.rank, step + 1)
+        if self.faults is not None:
+            self.faults.begin_step(step + 1)
 
     def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
         # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere

@@ -1,0 +1,139 @@
+"""Failures on purpose: `--faults faults.toml` says which rank goes wrong in which step, and how.
+
+    [[fault]]
+    rank = 1
+    step = 12
+    kind = "kill"
+
+To see what becomes of a run before it happens by itself. Each happens once, also when the run is started again.
+"""
+
+import ctypes
+import os
+import signal
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dure.errors import SpecInvalid
+from dure.measure.sums import Sum
+from dure.rundir import RunDir
+
+MOST_FAULTS = 1000
+EVENT = "fault"
+
+
+class Fault(BaseModel):
+    """One failure."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    rank: int = Field(ge=0)
+    step: int = Field(ge=1)
+    """Goes wrong when this step begins; counted over the whole run, from 1."""
+    kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow"]
+    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step."""
+    seconds: float = Field(1.0, gt=0)
+    """How long `slow` waits."""
+
+
+class PlannedFailure(RuntimeError):
+    """What `raise` raises."""
+
+    is_planned = True
+    """Or it would be taken for an error in dure."""
+
+
+class PlannedOutOfMemory(torch.OutOfMemoryError):
+    """What `oom` raises."""
+
+    is_planned = True
+
+
+def read_faults(path: Path, num_ranks: int) -> list[Fault]:
+    """Read a file of faults.
+
+    Raises:
+        SpecInvalid: It cannot be read or says what cannot be; everything at once.
+    """
+    try:
+        with path.open("rb") as file:
+            found = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SpecInvalid([f"faults is {path}, which cannot be read: {error}"]) from None
+    entries = found.get("fault")
+    if found.keys() != {"fault"} or not isinstance(entries, list) or len(entries) > MOST_FAULTS:
+        raise SpecInvalid([f"{path} must have nothing but tables [[fault]], at most {MOST_FAULTS} of them"])
+    faults, wrong = [], []
+    for number, entry in enumerate(entries, 1):
+        try:
+            fault = Fault.model_validate(entry)
+        except ValidationError as error:
+            wrong += [f"{path}, fault {number}: {_where(said)}{said['msg']}" for said in error.errors()]
+            continue
+        if fault.rank >= num_ranks:
+            wrong.append(f"{path}, fault {number}: rank is {fault.rank} but the ranks are 0 to {num_ranks - 1}")
+        faults.append(fault)
+    if wrong:
+        raise SpecInvalid(wrong)
+    return faults
+
+
+def _where(said: Any) -> str:
+    place = ".".join(map(str, said["loc"]))
+    return f"{place}: " if place else ""
+
+
+class PlannedFaults:
+    """Those of one rank that have not happened yet."""
+
+    def __init__(self, faults: list[Fault], rank: int, run: RunDir) -> None:
+        happened = {(e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT}
+        self._run = run
+        self._due = {
+            fault.step: fault
+            for fault in faults
+            if fault.rank == rank and (fault.rank, fault.step, fault.kind) not in happened
+        }
+        self._makes_nan = False
+
+    def begin_step(self, step: int) -> None:
+        """Let happen what is planned for a step."""
+        self._makes_nan = False
+        fault = self._due.pop(step, None)
+        if fault is not None:
+            self._run.append_event(EVENT, rank=fault.rank, step=step, kind=fault.kind)
+            self._makes_nan = fault.kind == "nan"
+            _happen(fault)
+
+    def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss that is none in the steps that are planned so."""
+
+        def planned(model: Any, batch: Any) -> Any:
+            value = loss(model, batch)
+            if not self._makes_nan or not torch.is_grad_enabled():
+                return value
+            return Sum(value.total * torch.nan, value.count) if isinstance(value, Sum) else value * torch.nan
+
+        return planned
+
+
+def _happen(fault: Fault) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "segv":
+        ctypes.string_at(0)
+    elif fault.kind == "exit":
+        os._exit(3)
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds)
+    elif fault.kind in ("oom", "raise"):
+        kind = PlannedOutOfMemory if fault.kind == "oom" else PlannedFailure
+        raise kind(f"planned for step {fault.step} of rank {fault.rank}")

@@ -45,10 +45,11 @@ class Mortal(Regression):
 
 
 def train(folder: Path, name: str, strategy: str, nproc: int, task: dure.Task, **settings) -> Path:
-    settings = {"snapshot_every": 1, "record_samples": True, "global_batch_size": BATCH, "samples": SAMPLES} | settings
+    usual = {"snapshot_every": 1, "record_samples": True, "start": "fork"}
+    usual |= {"global_batch_size": BATCH, "samples": SAMPLES}
     summary = dure.train(
-        task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, start="fork", quiet=True, device="cpu",
-        threads=1, **settings,
+        task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, quiet=True, device="cpu",
+        threads=1, **(usual | settings),
     )  # fmt: skip
     return Path(summary.run)
 
@@ -139,3 +140,22 @@ def test_run_when_nothing_may_be_restarted_then_the_first_failure_ends_it(tmp_pa
     with pytest.raises(WorkerFailed, match=r"rank 1 was killed \(SIGKILL\)"):
         train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 4)), max_restarts=0)
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] <= 4
+
+
+def test_run_when_memory_has_no_room_for_snapshots_then_it_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.training.memory_saver.MOST_OF_MEMORY", 1e-9)
+    run = train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 12), flag=str(tmp_path / "flag")))
+    (warning,) = {event["message"] for event in RunFiles(run).events("warning")}
+    assert "so none are taken" in warning
+    (resumed,) = RunFiles(run).events("resumed")
+    assert resumed["step"] == 7
+    assert each_step_once(run, 2)
+
+
+def test_run_when_its_ranks_were_spawned_then_they_are_spawned_again(tmp_path):
+    task = Mortal(place=(1, 12), flag=str(tmp_path / "flag"))
+    run = train(tmp_path, "run", "ddp", 2, task, start="spawn")
+    (restart,) = restarts_of(run)
+    assert restart["step"] == 12
+    assert not RunFiles(run).events("resumed")
+    assert each_step_once(run, 2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,11 +21,14 @@ from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import share_of
 from dure.training.session import Session
 from dure.training.session_state import Progression, captured, plain_state, rank_state, restore
-from dure.training.snapshot_memory import ShareLayout, SnapshotWriter, newest_common, read_share
+from dure.training.snapshot_memory import NUM_PLACES, ShareLayout, SnapshotWriter, newest_common, read_share
 from dure.training.state_tree import encode
+from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
 """Of the run's time that snapshots may take when nothing else is asked for."""
+MOST_OF_MEMORY = 0.5
+"""Of the host's free memory that they may take."""
 _FIRST_AGREEMENT = 8
 """Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
 _BUFFER = "buffer."
@@ -35,7 +39,12 @@ class MemorySaver:
     """Takes snapshots of a session between steps, and gives back the newest that all ranks have."""
 
     def __init__(
-        self, session: Session, progression: Progression, descriptors: Sequence[int], every: int | None
+        self,
+        session: Session,
+        progression: Progression,
+        descriptors: Sequence[int],
+        every: int | None,
+        warn: Callable[[str], None],
     ) -> None:
         """Prepare to take snapshots; nothing is written yet.
 
@@ -44,7 +53,9 @@ class MemorySaver:
             progression: Where it is.
             descriptors: Of every rank, the memory that the supervisor keeps; empty: none are taken.
             every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
+            warn: Receives a sentence if there can be none.
         """
+        self._warn = warn
         self.session = session
         self.progression = progression
         self.every = every or 1
@@ -66,10 +77,30 @@ class MemorySaver:
         """
         if not self._descriptors:
             return False
+        if self._layout is None and not self._has_room():
+            return False
         self._steps += 1
         if not self._is_given and self._steps == self._next_agreement:
             self._agree()
         return self._steps % self.every == 0
+
+    def _has_room(self) -> bool:
+        """Lay out the first snapshot, and take none at all where two of all ranks' would fill the host's memory.
+
+        Communication: one gathered JSON message.
+        """
+        self._lay_out(rank_state(self.session))
+        assert self._layout is not None
+        said = self.session.group.all_gather_json([self._layout.num_bytes, psutil.virtual_memory().available])
+        needed, free = NUM_PLACES * sum(one[0] for one in said), min(one[1] for one in said)
+        if needed <= MOST_OF_MEMORY * free:
+            return True
+        self._descriptors = ()
+        self._warn(
+            f"snapshots in memory would take {format_bytes(needed)} of the {format_bytes(free)} that are free, so none "
+            "are taken: after a failure the run goes on from its last checkpoint"
+        )
+        return False
 
     def _agree(self) -> None:
         step_seconds = (time.perf_counter() - self._begun - sum(self._seconds)) / max(self._steps - 1, 1)

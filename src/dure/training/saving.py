@@ -24,7 +24,7 @@ class Saver:
         self.run = run
         self.progression = progression
         self.event = event
-        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self._warn)
+        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn)
         minutes = session.spec.checkpoint_every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60
         self.last_time = time.monotonic()
@@ -84,7 +84,7 @@ class Saver:
         if name is None:
             seed_rank(self.session.spec.seed, self.session.strategy.random_stream)
             if self.is_first and any(self.run.records(0)):
-                self._warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
+                self.warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
         else:
             self._load(name)
         self._undo_records()
@@ -116,7 +116,8 @@ class Saver:
         self.last_samples = now.samples_seen
         self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Say one sentence of what is wrong without ending the run, on the first rank, and write it down."""
         self.event("warning", message=message)
         if self.is_first:
             with suppress(OSError):  # nobody may be reading any more

@@ -24,7 +24,7 @@ from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.snapshot import Position
 
 _ENTRY = struct.Struct("<10q")
-_NUM_PLACES = 2
+NUM_PLACES = 2
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _PER_RANK = "per_rank"
@@ -101,15 +101,15 @@ class SnapshotWriter:
         if os.fstat(descriptor).st_size < _HEADER_BYTES:
             os.ftruncate(descriptor, _HEADER_BYTES)
         self._map()
-        self._entries = [_entry(self._memory, place) for place in range(_NUM_PLACES)]
+        self._entries = [_entry(self._memory, place) for place in range(NUM_PLACES)]
         self._next = 0
         for place, entry in enumerate(self._entries):
             if entry.is_whole and entry.position == kept:
                 self._next = 1 - place
             else:
                 self._mark(place, is_whole=0)
-        self._laid_out: list[ShareLayout | None] = [None] * _NUM_PLACES
-        self._targets: list[list[Tensor]] = [[] for _ in range(_NUM_PLACES)]
+        self._laid_out: list[ShareLayout | None] = [None] * NUM_PLACES
+        self._targets: list[list[Tensor]] = [[] for _ in range(NUM_PLACES)]
 
     def write(self, layout: ShareLayout, state: bytes, position: Position) -> None:
         """Copy a share's tensors as they are now, over the older of the two snapshots.
@@ -195,7 +195,7 @@ def positions(descriptor: int) -> list[Position]:
     if os.fstat(descriptor).st_size < _HEADER_BYTES:
         return []
     with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
-        entries = [_entry(memory, place) for place in range(_NUM_PLACES)]
+        entries = [_entry(memory, place) for place in range(NUM_PLACES)]
     return [entry.position for entry in entries if entry.is_whole]
 
 
@@ -208,7 +208,7 @@ def newest_common(descriptors: Sequence[int]) -> Position | None:
 def read_share(descriptor: int, position: Position) -> SavedShare:
     """Read a rank's share of a snapshot that `positions` has named."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    entry = next(e for e in (_entry(memory, place) for place in range(_NUM_PLACES)) if e.position == position)
+    entry = next(e for e in (_entry(memory, place) for place in range(NUM_PLACES)) if e.position == position)
     layout = json.loads(memory[entry.begin : entry.begin + entry.layout_bytes])
 
     def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:

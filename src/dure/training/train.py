@@ -37,7 +37,9 @@ class Conductor:
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
-        self.memory = MemorySaver(session, self.position, session.place.snapshot_fds, session.spec.snapshot_every)
+        self.memory = MemorySaver(
+            session, self.position, session.place.snapshot_fds, session.spec.snapshot_every, self.saver.warn
+        )
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()

@@ -327,8 +327,11 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
 
 
 def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
-    """Return how often ranks are started again; an evaluation is simply asked for once more."""
-    most = spec.max_restarts if job["kind"] == "train" else 0
+    """Return how often ranks are started again.
+
+    An evaluation is simply asked for once more. Where ranks can be missed, the end of one that cannot ends the run.
+    """
+    most = spec.max_restarts if job["kind"] == "train" and not _expendable(spec) else 0
     return RestartPolicy(most=most, window_seconds=spec.restart_window_seconds)
 
 

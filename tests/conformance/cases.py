@@ -50,7 +50,8 @@ def train_case(
 ) -> Path:
     """Train a task in forked processes and return the run's folder."""
     name = f"{next(_numbers)}-{strategy}-{nproc}"
-    settings = {"quiet": True, "start": "fork", "device": "cpu", "eval_every_epochs": 1e6, "threads": 1} | settings
+    usual = {"quiet": True, "start": "fork", "device": "cpu", "eval_every_epochs": 1e6, "threads": 1, "max_restarts": 0}
+    settings = usual | settings
     summary = dure.train(task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, **settings)
     assert summary.status == "completed"
     return Path(summary.run)

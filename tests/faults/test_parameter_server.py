@@ -16,7 +16,7 @@ TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 WORKERS, SERVERS, NUM_SAMPLES, BATCH = 3, 2, 97, 8
 UNCOUNTED = (
     *("train", TASK, "--strategy", "parameter_server", "--servers", SERVERS, "--name", "run"),
-    *("--global-batch-size", BATCH, "--quiet"),
+    *("--global-batch-size", BATCH, "--quiet", "--max-restarts", 0),
 )
 BASE = (*UNCOUNTED, "--nproc", WORKERS)
 SHORT = (*BASE, "--epochs", 4)

@@ -9,7 +9,10 @@ import pytest
 from tests.commands import RunFiles
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
-BASE = ("train", TASK, "--strategy", "rpc_model", "--nproc", 3, "--name", "run", "--global-batch-size", 8, "--quiet")
+BASE = (
+    *("train", TASK, "--strategy", "rpc_model", "--nproc", 3, "--name", "run", "--global-batch-size", 8, "--quiet"),
+    *("--max-restarts", 0),
+)
 
 pytestmark = pytest.mark.faults
 

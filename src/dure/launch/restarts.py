@@ -51,9 +51,11 @@ class Restarts:
             step_of: The step that a rank was in.
         """
         self.refusal = None
-        first = first_failure(list(ends))
         was_asked_to_stop = any(end.exit_code in STOP_ENDS for end in ends)
-        if self.policy.most == 0 or first is None or was_asked_to_stop or not _may_help(first, step_of):
+        if self.policy.most == 0 or was_asked_to_stop:
+            return None
+        first = first_failure(list(ends))
+        if first is None or not _may_help(first, step_of):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)

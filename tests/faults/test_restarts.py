@@ -15,11 +15,13 @@ from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
 from dure.training.order import SampleOrder
 from tests.commands import Prewarmed, RunFiles, wait_until
-from tests.conformance.cases import LAYERED, records_of, weights_of
+from tests.conformance.cases import LAYERED, TO_ROUNDING, largest_difference, records_of, weights_of
 from tests.conformance.tasks import Regression
 from tests.faulty_task import Faulty, fail
 
 SAMPLES, BATCH = 200, 7
+ADD_AS_THEY_COME = ("dp", "balanced_dp")
+"""Strategies whose threads add gradients up in the order in which they are ready: two runs may differ by rounding."""
 FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")
 """Where no rank but the first calls the loss."""
 
@@ -73,15 +75,16 @@ PLACES = [
 
 @pytest.mark.parametrize(("strategy", "nproc"), PLACES)
 def test_run_when_a_rank_is_killed_then_its_weights_are_those_of_the_undisturbed(strategy, nproc, tmp_path):
-    kinds = {"layered": strategy in LAYERED, "dropout": 0.0 if strategy in LAYERED else 0.2, "optimizer": "adamw"}
+    dropout = 0.0 if strategy in (*LAYERED, *ADD_AS_THEY_COME) else 0.2
+    kinds = {"layered": strategy in LAYERED, "dropout": dropout, "optimizer": "adamw"}
     rank = 0 if STRATEGIES[strategy].one_process or strategy in FIRST_RANK_COMPUTES else nproc - 1
     undisturbed = train(tmp_path, "undisturbed", strategy, nproc, Mortal(**kinds))
     flag = str(tmp_path / "flag")
     killed = train(tmp_path, "killed", strategy, nproc, Mortal(place=(rank, 12), flag=flag, **kinds))
     assert len(restarts_of(killed)) == 1
     assert each_step_once(killed, 1)
-    one, other = weights_of(undisturbed), weights_of(killed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    difference = largest_difference(weights_of(undisturbed), weights_of(killed))
+    assert difference <= (TO_ROUNDING if strategy in ADD_AS_THEY_COME else 0.0)
 
 
 @pytest.mark.faults

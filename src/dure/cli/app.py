@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DureError as error:
         if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
             print(_sentence(error), file=sys.stderr)
+        else:
+            time.sleep(SPEAKER_SECONDS)
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("dure: stopped", file=sys.stderr)
@@ -67,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DONE
+
+
+SPEAKER_SECONDS = 1.0
+"""How long a rank that does not speak for all stays: torchrun ends the others as soon as one has ended."""
 
 
 class _Terminated(KeyboardInterrupt):

@@ -555,14 +555,15 @@ def test_import_when_torch_comes_later_then_the_backend_is_there_and_torch_was_n
 def test_torchrun_then_unmodified_code_uses_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch, torch.distributed as dist\n"
+        "import os, torch, torch.distributed as dist\n"
         "import dure.comm\n"
         "dist.init_process_group('cpu:dure_shm')\n"
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
         "model(torch.ones(2, 4)).sum().backward()\n"
         "number = torch.ones(1)\n"
         "dist.all_reduce(number)\n"
-        "print(type(dist.group.WORLD).__name__, number.item(), dist.group.WORLD.why_gloo)\n"
+        # one write each: the ranks share the pipe, and print() writes its words one by one
+        "os.write(1, f'{type(dist.group.WORLD).__name__} {number.item()} {dist.group.WORLD.why_gloo}\\n'.encode())\n"
         "dist.destroy_process_group()\n"
     )
     run = subprocess.run(

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import io
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 from cyclopts import App
 from cyclopts.exceptions import (
@@ -21,22 +23,30 @@ from cyclopts.exceptions import (
     ValidationError,
 )
 
-from dure.cli import bench, diff, evaluate, export, runs, strategies, train
 from dure.cli.output import speaks_for_all
-from dure.cli.settings import spell_out_truths
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
-from dure.spec import RunSpec, requirement, unknown_name
 from dure.stopping import heeded_signals, stop_exit_code
 
-VERBS: dict[str, Callable[[], Callable[..., None]]] = {
-    "eval": evaluate.command,
-    "export": export.command,
-    "strategies": strategies.command,
-    "runs": runs.command,
-    "diff": diff.command,
-    "bench": bench.command,
+
+class Verb(NamedTuple):
+    """A command. Its module is imported when it is asked for: the list of all of them needs none."""
+
+    module: str
+    summary: str
+    """What the list says of it: the first line of its own help."""
+
+
+VERBS = {
+    "train": Verb("train", "Train a task, or go on with a run."),
+    "eval": Verb("evaluate", "Measure a run's best checkpoint on the evaluation data, every sample once."),
+    "export": Verb("export", "Write a run's weights, under the model's own names, into one safetensors file."),
+    "strategies": Verb(
+        "strategies", "Show the strategies: what each divides, what it preserves of the one-device run, what it needs."
+    ),
+    "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
+    "diff": Verb("diff", "Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."),
+    "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }
-"""Every verb but `train`, whose flags depend on the task."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,8 +110,8 @@ def _ending_in_order() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def build_app(train_command: Callable[..., None]) -> App:
-    """Build the parser of all verbs."""
+def build_app(command: Callable[..., None] | None = None, name: str = "") -> App:
+    """Build the parser of one command, or of all of them as far as a list of them needs it."""
     app = App(
         name="dure",
         help="Train a PyTorch model on one device or many, with the same result.",
@@ -111,24 +121,30 @@ def build_app(train_command: Callable[..., None]) -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    app.command(train_command, name="train")
-    for name, build in VERBS.items():
-        app.command(build(), name=name)
+    if command is not None:
+        app.command(command, name=name)
+        return app
+    for listed, verb in VERBS.items():
+        app.command(App(name=listed, help=verb.summary))
     return app
 
 
 def _run(tokens: list[str]) -> None:
-    tokens = spell_out_truths(tokens)
-    rest, train_command = train.read(tokens if tokens[:1] == ["train"] else ())
-    app = build_app(train_command)
+    command, name = None, tokens[0] if tokens else ""
+    if name in VERBS:
+        module = importlib.import_module(f"dure.cli.{VERBS[name].module}")
+        tokens, command = module.read(tokens)
+    app = build_app(command, name)
     try:
-        app(rest or tokens, exit_on_error=False, print_error=False)
+        app(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise Misuse(_parse_fault(error, app)) from None
 
 
 def _parse_fault(error: CycloptsError, app: App) -> str:
     """Say what is wrong with the command line; unknown names come with the known ones."""
+    from dure.spec import RunSpec, requirement, unknown_name  # half of the time of `dure --help`, which has no fault
+
     if isinstance(error, UnknownOptionError):
         said = (error.token.keyword or error.token.value).split("=")[0]
         known = sorted({name for argument in error.argument_collection for name in argument.names})
@@ -136,7 +152,7 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
         return unknown_name("flag", said, [*flags, "--help"])
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         said = error.unused_tokens[0]
-        known = ["--help", "--version"] if said.startswith("-") else ["train", *VERBS]
+        known = ["--help", "--version"] if said.startswith("-") else [*VERBS]
         return unknown_name("flag" if said.startswith("-") else "command", said, known)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         verb = " ".join(error.command_chain or ())

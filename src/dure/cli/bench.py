@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return bench
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, bench
 
 
 def bench(
@@ -56,10 +56,11 @@ def bench(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Measure collectives between processes of this host, in the columns of nccl-tests, and fit what a link costs.
+    """Measure collectives between processes of this host, and fit what a link costs.
 
-    Times are of the slowest rank. algbw is bytes over time, busbw what each link carries of it at best, #wrong counts
-    elements that did not come out right. A line alpha + beta * bytes is fitted and kept for planning.
+    The columns are those of nccl-tests. Times are of the slowest rank. algbw is bytes over time, busbw what each link
+    carries of it at best, #wrong counts elements that did not come out right. A line alpha + beta * bytes is fitted
+    and kept for planning.
     """
     from dure import bench as library
 

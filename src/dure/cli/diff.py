@@ -16,9 +16,9 @@ MOST_WEIGHTS = 8
 """Positions that are shown; `--json` has all."""
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return diff
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, diff
 
 
 def diff(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json, show
-from dure.cli.settings import flag_parameters, with_flags
+from dure.cli.settings import flag_parameters, spell_out_truths, with_flags
 
 EVALUATION_SETTINGS = (
     *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
@@ -16,9 +16,9 @@ EVALUATION_SETTINGS = (
 """What may be chosen anew for an evaluation; everything else is the run's own."""
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return with_flags(evaluate, flag_parameters(EVALUATION_SETTINGS))
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens, with every truth in one form, and the verb."""
+    return spell_out_truths(tokens), with_flags(evaluate, flag_parameters(EVALUATION_SETTINGS))
 
 
 def evaluate(
@@ -29,7 +29,10 @@ def evaluate(
     json: JsonFlag = False,
     **settings: Any,
 ) -> None:
-    """Measure a run's best checkpoint on the evaluation data, every sample exactly once on any number of ranks."""
+    """Measure a run's best checkpoint on the evaluation data, every sample once.
+
+    The result is the same on any number of ranks.
+    """
     from dure import api
 
     given = {name: value for name, value in settings.items() if value is not None}

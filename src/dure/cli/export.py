@@ -10,9 +10,9 @@ from dure.cli.output import JsonFlag, print_json
 from dure.units import format_bytes
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return export
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, export
 
 
 def export(

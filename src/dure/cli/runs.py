@@ -14,9 +14,9 @@ from dure.rundir import list_runs
 from dure.spec import RunSpec
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return runs
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, runs
 
 
 def runs(

@@ -33,9 +33,9 @@ ROWS = {
 _LEGEND = "P ranks or devices, b samples; bytes: W parameters, G gradients, S optimiser state, A(b) activations"
 
 
-def command() -> Callable[..., None]:
-    """Build the verb."""
-    return strategies
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, strategies
 
 
 def strategies(

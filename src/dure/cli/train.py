@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json, show, speaks_for_all
-from dure.cli.settings import flag_parameters, setting_names, with_flags
+from dure.cli.settings import flag_parameters, setting_names, spell_out_truths, with_flags
 from dure.cli.task_options import is_reference, option_parameters, take_task_options
 from dure.errors import RunInvalid
 from dure.rundir import RunDir
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _HELP = frozenset({"--help", "-h"})
 
 
-def read(tokens: Sequence[str]) -> tuple[list[str], Callable[..., None]]:
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
     """Take the task's own options out of the tokens, which only the task knows, and build the verb around them.
 
     `--no-pretrained` is short for `--task.pretrained false` where the task has such an option and dure has not.
@@ -29,7 +29,7 @@ def read(tokens: Sequence[str]) -> tuple[list[str], Callable[..., None]]:
     Returns:
         The tokens that are left, and the verb.
     """
-    rest, options = take_task_options(tokens)
+    rest, options = take_task_options(spell_out_truths(tokens))
     for token in [token for token in rest if _is_foreign_negative(token)]:
         name = token.removeprefix("--no-").replace("-", "_")
         if name in _option_names(_task_class(rest)):

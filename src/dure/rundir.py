@@ -200,6 +200,18 @@ class RunDir:
         """Yield the events; a line that a crash tore is left out."""
         return _json_lines(self.path / EVENTS)
 
+    # --- hangs
+
+    def note_hang(self, record: Mapping[str, Any]) -> None:
+        """Keep what was found out while ranks hung, and an event that says so in short."""
+        name = f"logs/hang-{len(self.hangs()) + 1}.json"
+        self.write_json(name, {"time": time.time(), **record})
+        self.append_event("hang", message=str(record["text"]).partition("\n")[0], file=name)
+
+    def hangs(self) -> list[Path]:
+        """Return the records of hangs, the oldest first."""
+        return sorted(self.path.glob("logs/hang-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+
     # --- is it running?
 
     @contextlib.contextmanager

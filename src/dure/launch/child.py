@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
 from dure.rank import Place
 from dure.stopping import STOP_SIGNALS, heeded_signals
@@ -38,6 +39,7 @@ def run_in_child(entry: Callable[[], int], place: Place, log: Path | None, paren
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()
+        observe(place)
         code = entry()
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback

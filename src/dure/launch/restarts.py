@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dure.launch.hang import HangVerdict
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
 
 
@@ -62,6 +63,22 @@ class Restarts:
         if same:
             self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
             return None
+        return self._granted(first.rank, step, cause)
+
+    def after_hang(self, hang: HangVerdict) -> Restart | None:
+        """Decide about ranks that were ended because they hung. It may be the network's, and come again: that counts.
+
+        Args:
+            hang: Who was where.
+        """
+        self.refusal = None
+        if self.policy.most == 0:
+            return None
+        rank = next(iter(hang.culprits), 0)
+        step = next(state.step for state in hang.states if state.rank == rank)
+        return self._granted(rank, step, "the ranks were ended because they hung")
+
+    def _granted(self, rank: int, step: int, cause: str) -> Restart | None:
         now = time.monotonic()
         while self._times and now - self._times[0] > self.policy.window_seconds:
             self._times.popleft()
@@ -72,7 +89,7 @@ class Restarts:
             return None
         self._times.append(now)
         self.count += 1
-        return Restart(number=self.count, rank=first.rank, step=step, cause=cause)
+        return Restart(number=self.count, rank=rank, step=step, cause=cause)
 
 
 def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:

@@ -29,11 +29,19 @@ Answer = TypeVar("Answer")
 class Conductor:
     """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
 
-    def __init__(self, session: Session, run: RunDir, stop: StopSignals, current_step: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run: RunDir,
+        stop: StopSignals,
+        current_step: Callable[[int], None],
+        current_phase: Callable[[str], None],
+    ) -> None:
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
+        self.current_phase = current_phase
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
@@ -179,7 +187,9 @@ class Conductor:
                 continue
 
     def _save(self) -> None:
+        self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics))
+        self.current_phase("training")
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
 
@@ -225,8 +235,10 @@ class Conductor:
                 loader,
                 num_samples=session.eval_samples,
                 batch_size=session.eval_batch_size,
+                on_batch=lambda: self.current_phase("evaluating"),
             )
         )
+        self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
         is_best = self._note_best(metrics)

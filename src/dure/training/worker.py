@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dure.comm.groups import Group, is_peer_lost
+from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
+from dure.failure import describe_failure, is_peer_lost
 from dure.heartbeat import Heartbeats
 from dure.rank import Place
 from dure.rundir import RunDir
@@ -23,7 +24,6 @@ from dure.stopping import stop_exit_code
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
-from dure.training.failure import describe_failure
 from dure.training.load_task import load_task_class
 from dure.training.planned_faults import PlannedFaults, read_faults
 from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
@@ -83,7 +83,7 @@ class Worker:
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
-        conductor = Conductor(session, self.run, stop, self._note_step)
+        conductor = Conductor(session, self.run, stop, self._note_step, self._note_phase)
         stop.defer()
         status = conductor.train()
         if session.group.rank == 0 and status == "completed":
@@ -121,10 +121,13 @@ class Worker:
 
     def _note_step(self, step: int) -> None:
         self.step = step
-        if self.heartbeats is not None:
-            self.heartbeats.beat(self.place.rank.rank, step + 1)
+        self._note_phase("training")
         if self.faults is not None:
             self.faults.begin_step(step + 1)
+
+    def _note_phase(self, phase: str) -> None:
+        if self.heartbeats is not None and self.step is not None:
+            self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase)
 
     def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
         # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere

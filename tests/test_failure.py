@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dure.errors import DiskFull, LossNotFinite
-from dure.training.failure import describe_failure
+from dure.failure import describe_failure
 from dure.training.order import SampleOrder
 from tests.faulty_task import fail
 

@@ -22,7 +22,7 @@ from dure.errors import (
     TaskInvalid,
     WorkerFailed,
 )
-from dure.launch.child import is_worker
+from dure.launch.child import Output, is_worker
 from dure.launch.hang import HangVerdict
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
@@ -319,7 +319,7 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
             job=job,
             num_processes=num_processes,
             threads=threads,
-            log_paths=[None, *(run.log_path(rank) for rank in range(1, num_processes))],
+            outputs=[Output(), *(Output(log=str(run.log_path(rank))) for rank in range(1, num_processes))],
             store_prefix=f"{run.name}/{time.time_ns()}",
             start=spec.start,
             expendable=_expendable(spec),

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 
@@ -18,6 +18,7 @@ from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.restarts import Restarts
+from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import Watchdog
 from dure.launch.workers import KeptMemory, Launch, Worker, start_worker
@@ -104,14 +105,14 @@ def _run_round(
 ) -> HangVerdict | None:
     """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
     memory.heartbeats.forget()
-    with _listening_socket() as listener:
+    with _listening_socket() as listener, _store_served(launch, listener, by_fork=by_fork):
         with _signals_held_back():
             for rank in range(launch.num_processes):
                 worker = start_worker(launch, rank, listener, memory, round_number=round_number, by_fork=by_fork)
                 workers.append(worker)  # one by one: those started must be known if the next cannot be
         listener.close()
         hang = _wait(launch, workers, memory)
-    _kill(workers)
+        _kill(workers)
     return hang
 
 
@@ -138,6 +139,10 @@ def _listening_socket() -> Iterator[socket.socket]:
         yield listener
     finally:
         listener.close()
+
+
+def _store_served(launch: Launch, listener: socket.socket, *, by_fork: bool) -> AbstractContextManager[object]:
+    return closing(StoreServer(listener, by_fork=by_fork)) if launch.serves_store else nullcontext()
 
 
 @contextmanager

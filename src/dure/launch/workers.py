@@ -12,12 +12,11 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
-from dure.launch.child import run_in_child
+from dure.launch.child import Output, run_in_child
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
@@ -38,14 +37,16 @@ class Launch:
     job: Mapping[str, Any]
     num_processes: int
     threads: int
-    log_paths: Sequence[Path | None]
-    """Per rank; None keeps the terminal."""
+    outputs: Sequence[Output]
+    """Per rank."""
     store_prefix: str
     start: str
     """`auto`, `fork` or `spawn`."""
     expendable: Collection[int] = ()
     """Ranks that the others go on without when a signal kills them."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    serves_store: bool = False
+    """Whether a process of its own serves the store; otherwise rank 0 does."""
     stop_grace_seconds: float = 2.0
     """What the other ranks get after one followed a signal: its checkpoint is written, or there was nothing to save."""
     end_grace_seconds: float | None = 10.0
@@ -163,10 +164,9 @@ def start_worker(
         stacks_fd=stacks_fd,
         questions_fd=answers.fileno(),
     )
-    log = launch.log_paths[rank]
     try:
         start = _fork if by_fork else _spawn
-        pid, process = start(launch, place, log, listener)
+        pid, process = start(launch, place, launch.outputs[rank], listener)
     except OSError as error:
         os.close(report_fd)
         os.close(stacks_fd)
@@ -199,7 +199,7 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
             host=host,
             port=port,
             prefix=f"{launch.store_prefix}/{round_number}",
-            listen_fd=listener.fileno() if rank == 0 else None,
+            listen_fd=listener.fileno() if rank == 0 and not launch.serves_store else None,
         ),
         threads=launch.threads,
         is_supervised=True,
@@ -212,7 +212,7 @@ _Started = tuple[int, "subprocess.Popen[bytes] | None"]
 """The process, and what Python knows of one that was spawned."""
 
 
-def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socket) -> _Started:
+def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -222,7 +222,7 @@ def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socke
         pid = os.fork()
     if pid:
         return pid, None
-    if place.rank.rank == 0:
+    if place.store is not None and place.store.listen_fd is not None:
         listener.detach()
     else:
         listener.close()
@@ -230,22 +230,24 @@ def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socke
     def entry() -> int:
         return int(importlib.import_module(launch.entry).main(launch.job, place))
 
-    run_in_child(entry, place, log, parent)
+    run_in_child(entry, place, output, parent)
     raise AssertionError("a child does not return")
 
 
-def _spawn(launch: Launch, place: Place, log: Path | None, listener: socket.socket) -> _Started:
+def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
     told = {
         "entry": launch.entry,
         "job": dict(launch.job),
         "place": asdict(place),
-        "log": None if log is None else str(log),
+        "output": asdict(output),
         "parent_pid": os.getpid(),
     }
     own = place.report_fd, place.stacks_fd, place.questions_fd, place.heartbeat_fd, *place.snapshot_fds
-    fds = [fd for fd in own if fd is not None] + ([listener.fileno()] if place.rank.rank == 0 else [])
+    fds = [fd for fd in (*own, *(output.descriptors or ())) if fd is not None]
+    if place.store is not None and place.store.listen_fd is not None:
+        fds.append(place.store.listen_fd)
     command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
-    process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)
     return process.pid, process
 
 

@@ -399,8 +399,7 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
         else:
             verdict = left_early(outcome.ends)
     if outcome.hang is not None:
-        said = outcome.hang.text.partition("\n")[0]
-        text = f"{said}; the ranks were ended, and `dure train --resume {run.path}` goes on"
+        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     if verdict is not None:
         status = "failed"

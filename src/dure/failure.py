@@ -3,9 +3,11 @@
 import errno
 import os
 import re
+import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +71,20 @@ def is_peer_lost(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | ConnectionError):
         return False
     return any(words in str(error).lower() for words in _PEER_LOST_WORDS)
+
+
+def told_undisturbed(tell: Callable[[], int]) -> int:
+    """Write down why this process fails, even if it is told again meanwhile.
+
+    The death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+    try:
+        return tell()
+    except RuntimeError:
+        return tell()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _named(error: BaseException) -> BaseException:

@@ -3,6 +3,9 @@
 import os
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 OWN_ROOT = f"{Path(__file__).resolve().parent}{os.sep}"
@@ -29,6 +32,27 @@ def users_first(files: list[str]) -> list[int]:
     """
     foreign = [index for index, file in enumerate(files) if is_foreign(file)]
     return [index for index in foreign if "site-packages" not in files[index]] or foreign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A line of Python that a thread is in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Say where it is, with the path as one would type it from here."""
+        with suppress(ValueError):
+            return f"{Path(self.file).relative_to(Path.cwd())}:{self.line} in {self.function}"
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def users_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's code, of frames that begin with the innermost."""
+    chosen = users_first([frame.file for frame in frames])
+    return frames[chosen[0]] if chosen else None
 
 
 def traceback_in_user_code(error: BaseException) -> str:

@@ -171,9 +171,9 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float) -> None:
     """Write how it ended, and raise what is not success."""
     stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
     error: DureError | None = None
-    verdict = judge(run.path, outcome.ends, stopped_by)
+    verdict = judge(run.path, outcome.ends, stopped_by, is_script=True)
     if outcome.hang is not None:
-        error = WorkerFailed(f"{outcome.hang.text.partition(chr(10))[0]}; the ranks were ended")
+        error = WorkerFailed("the ranks were ended because they hung (--on-hang)")
     elif verdict is not None:
         refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
         error = WorkerFailed(verdict.text + refusal, verdict.exit_code)

@@ -7,12 +7,12 @@ import re
 import select
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dure.frames import OWN_ROOT
+from dure.frames import OWN_ROOT, Frame
 from dure.heartbeat import Heartbeats
 from dure.launch.observer import LENGTH, STACKS_SIGNAL
 
@@ -30,15 +30,6 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
-    """A line of Python that a thread is in."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Collective:
     """A call of the process group that has not returned everywhere, or the last one that has."""
 
@@ -52,6 +43,12 @@ class Collective:
     is_pending: bool
     frames: tuple[Frame, ...]
     """Where it was called, the innermost first."""
+
+    def __str__(self) -> str:
+        """Name it, as people speak of it: `all_reduce #10 of [3] float`."""
+        shapes = ", ".join(f"{size}" for size in self.sizes[:2])
+        kinds = ", ".join(dict.fromkeys(self.dtypes)).lower()
+        return f"{self.op} #{self.sequence}" + (f" of {shapes} {kinds}".rstrip() if shapes else "")
 
     @property
     def signature(self) -> tuple[str, str, str]:
@@ -177,11 +174,12 @@ def _whole(data: bytearray) -> tuple[Collective, ...] | None:
         body = bytes(data[LENGTH.size : LENGTH.size + size])
         del data[: LENGTH.size + size]
         if not data:
-            return tuple(_collective(told) for told in json.loads(body)["collectives"])
+            return tuple(collective_from(told) for told in json.loads(body)["collectives"])
     return None
 
 
-def _collective(told: dict[str, Any]) -> Collective:
+def collective_from(told: Mapping[str, Any]) -> Collective:
+    """Read one entry of `torchcompat.flight_record`."""
     frames = _without_launcher(Frame(file=file, line=line, function=name) for file, line, name in told["frames"])
     return Collective(**{**told, "frames": frames})
 
@@ -191,6 +189,18 @@ def _stacks(descriptor: int, begin: int) -> tuple[tuple[Frame, ...], tuple[tuple
     head = os.pread(descriptor, 256, 0).decode(errors="replace")
     text = os.pread(descriptor, _STACKS_LIMIT_BYTES, begin).decode(errors="replace")
     return parse_stacks(head, text)
+
+
+def crash_frames(descriptor: int) -> tuple[Frame, ...]:
+    """Return where a rank's main thread was when native code crashed, the innermost first; nothing if it did not."""
+    text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
+    head, is_crash, told = text.rpartition("Fatal Python error: ")
+    return parse_stacks(head, told)[0] if is_crash else ()
+
+
+def _frames(text: str) -> tuple[Frame, ...]:
+    found = (Frame(file=file, line=int(line), function=name) for file, line, name in _FRAME.findall(text))
+    return _without_launcher(found)
 
 
 def parse_stacks(head: str, text: str) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]:
@@ -204,7 +214,7 @@ def parse_stacks(head: str, text: str) -> tuple[tuple[Frame, ...], tuple[tuple[F
     main: tuple[Frame, ...] = ()
     others = []
     for ident, body in _THREAD.findall(text):
-        frames = _without_launcher(Frame(file=f, line=int(n), function=name) for f, n, name in _FRAME.findall(body))
+        frames = _frames(body)
         if named is not None and int(ident, 16) == int(named[1], 16):
             main = frames
         else:

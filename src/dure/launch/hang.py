@@ -6,11 +6,10 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dure.frames import OWN_ROOT, users_first
-from dure.launch.examination import Collective, Frame, RankState, state_from_json
+from dure.frames import OWN_ROOT, Frame, users_frame
+from dure.launch.examination import Collective, RankState, state_from_json
 
 _BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_backend.py"
@@ -109,8 +108,8 @@ def _where(state: RankState) -> Where:
         )
     pending = next((call for call in state.collectives or () if call.is_pending), None)
     if pending is not None:
-        called = _first_users(pending.frames) or line
-        return Where(state=state, waits_in=pending, is_waiting=True, what=f"waits in {_named(pending)}", line=called)
+        called = users_frame(pending.frames) or line
+        return Where(state=state, waits_in=pending, is_waiting=True, what=f"waits in {pending}", line=called)
     unrecorded = _unrecorded_wait(state)
     if unrecorded is not None:
         return Where(state=state, waits_in=None, is_waiting=True, what=f"waits in {unrecorded}", line=line)
@@ -140,6 +139,8 @@ def _unrecorded_wait(state: RankState) -> str | None:
         for frame in thread:
             if frame.file == _SHARED_MEMORY_FILE and frame.function.startswith("_") and len(thread) > 1:
                 return frame.function.removeprefix("_")
+    if state.busy_fraction >= _BUSY_FRACTION:
+        return None
     if state.main and any(folder in state.main[0].file for folder in _WAITING_FOLDERS):
         inside = [frame for frame in state.main if any(folder in frame.file for folder in _WAITING_FOLDERS)]
         outermost = [frame for frame in inside if frame.function not in ("wrapper", "<module>")]
@@ -173,9 +174,9 @@ def _disagreement(waiting: Sequence[Where]) -> tuple[list[int], str]:
         numbers = {place.waits_in.sequence for place in recorded if place.waits_in}
         lines = {place.line for place in waiting}
         if len(lines) > 1 or len(numbers) > 1:
-            return _minority(waiting), f"ranks wait for each other at different calls: {_listed(waiting)}"
+            return _minority(waiting), "ranks wait for each other in different calls"
         return [], f"all ranks wait in the same call{_at(waiting[0].line)}: a link between them is cut or very slow"
-    return _minority(waiting), f"ranks disagree on what comes next: {_listed(waiting)}"
+    return _minority(waiting), "ranks do not agree on what comes next"
 
 
 def _minority(places: Sequence[Where]) -> list[int]:
@@ -185,10 +186,6 @@ def _minority(places: Sequence[Where]) -> list[int]:
     if rest and rest[0][1] == count:
         return _ranks_of(places)
     return _ranks_of([place for place in places if (place.line, place.what) != most])
-
-
-def _listed(places: Sequence[Where]) -> str:
-    return "; ".join(f"{_ranks(group)} {group[0].what}{_at(group[0].line)}" for group in _alike(places))
 
 
 def _waited_for(waiting: Sequence[Where]) -> str:
@@ -218,36 +215,15 @@ def _ranks_of(places: Sequence[Where]) -> list[int]:
     return [place.state.rank for place in places]
 
 
-def _named(call: Collective) -> str:
-    shapes = ", ".join(f"{size}" for size in call.sizes[:2])
-    kinds = ", ".join(dict.fromkeys(call.dtypes)).lower()
-    return f"{call.op} #{call.sequence}" + (f" of {shapes} {kinds}".rstrip() if shapes else "")
-
-
 def _users_line(state: RankState) -> Frame | None:
     """Return the user's line that the rank is in; where there is none, that of whose code it is, if not dure's."""
     inner = state.main[0] if state.main else None
     is_ours = any(frame.file.startswith(OWN_ROOT) for frame in state.main)
-    return _first_users(state.main) or (None if is_ours else inner)
-
-
-def _first_users(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame of the user's code."""
-    chosen = users_first([frame.file for frame in frames])
-    return frames[chosen[0]] if chosen else None
+    return users_frame(state.main) or (None if is_ours else inner)
 
 
 def _at(line: Frame | None) -> str:
-    return "" if line is None else f" at {_short(line.file)}:{line.line} in {line.function}"
-
-
-def _short(file: str) -> str:
-    """Return a path as one would type it from here."""
-    try:
-        relative = Path(file).relative_to(Path.cwd())
-    except ValueError:
-        return file
-    return str(relative)
+    return "" if line is None else f" at {line}"
 
 
 def _source(line: Frame | None) -> str:

@@ -32,8 +32,9 @@ def observe(place: Place) -> None:
     if place.stacks_fd is not None and STACKS_SIGNAL is not None:
         os.write(place.stacks_fd, f"main thread 0x{threading.get_ident():x}\n".encode())
         faulthandler.register(STACKS_SIGNAL, file=place.stacks_fd, all_threads=True, chain=False)
-        # the stack of a crash in native code goes there too: nothing else would tell its line
-        faulthandler.enable(file=place.stacks_fd, all_threads=False)
+        # the stacks at a crash in native code go there too: nothing else would tell the line. Of all threads, for
+        # gloo's own, which aborts where ranks do not agree on a shape, has no line of Python
+        faulthandler.enable(file=place.stacks_fd, all_threads=True)
     if place.questions_fd is not None:
         questions = socket.socket(fileno=os.dup(place.questions_fd))
         threading.Thread(target=_answer, args=(questions,), name="dure-observer", daemon=True).start()

@@ -2,6 +2,7 @@
 
 import ast
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -14,6 +15,7 @@ from typing import Any
 
 from dure.frames import OWN_ROOT
 from dure.heartbeat import Heartbeats
+from dure.launch.examination import collective_from
 from dure.rank import Place
 
 _LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
@@ -24,6 +26,7 @@ def before_fork(job: Mapping[str, Any]) -> None:
     from dure.torchcompat import import_late_parts
 
     import_late_parts()
+    importlib.import_module("dure.failure")
 
 
 def main(job: Mapping[str, Any], place: Place) -> int:
@@ -40,7 +43,7 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     try:
         code = _run(job, place)
     except BaseException as error:
-        code = _fail(error, place, step[0])
+        code = _fail_once(error, place, step[0])
     return _leave_in_order(code)
 
 
@@ -131,6 +134,15 @@ def local_rank_flag(script: Path) -> str | None:
     return None
 
 
+def _fail_once(error: BaseException, place: Place, step: int) -> int:
+    from dure.failure import told_undisturbed
+
+    try:
+        return told_undisturbed(lambda: _fail(error, place, step))
+    except RuntimeError:  # the handler that `told_undisturbed` keeps away came just before it could
+        return told_undisturbed(lambda: _fail(error, place, step))
+
+
 def _fail(error: BaseException, place: Place, step: int) -> int:
     """Show the traceback as Python would, and leave word for the verdict over all ranks."""
     from dure.failure import describe_failure
@@ -139,10 +151,21 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
     shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not _is_ours(frame.filename))
     said = "".join(shown.format())
     print(said, end="", file=sys.stderr, flush=True)
-    failure = {**describe_failure(error, place.rank.rank, step), "user_traceback": None}
+    failure = {**describe_failure(error, place.rank.rank, step), "user_traceback": None, "collective": _collective()}
     if place.report_fd is not None:
         os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _collective() -> str | None:
+    """Name the collective that this rank is in, or was in when it failed."""
+    from dure.torchcompat import flight_record
+
+    try:
+        calls = [collective_from(told) for told in flight_record()]
+    except RuntimeError:  # the group is in no state to be asked
+        return None
+    return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)
 
 
 def _is_ours(file: str) -> bool:

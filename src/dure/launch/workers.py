@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
+from dure.launch.examination import crash_frames
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
@@ -96,6 +97,7 @@ class Worker:
                 was_stopped=self.was_stopped,
                 failure=failure,
                 is_tolerated=self.is_expendable and was_killed,
+                crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
             )
             self._close()
 

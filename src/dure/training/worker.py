@@ -4,7 +4,6 @@ import gc
 import json
 import multiprocessing.util
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
-from dure.failure import describe_failure, is_peer_lost
+from dure.failure import describe_failure, is_peer_lost, told_undisturbed
 from dure.heartbeat import Heartbeats
 from dure.rank import Place
 from dure.rundir import RunDir
@@ -54,7 +53,8 @@ class Worker:
             with stop:
                 return self._work(stop)
         except BaseException as error:
-            code = self._fail_undisturbed(error, stop)
+            failure = error
+            code = told_undisturbed(lambda: self._fail(failure, stop))
             # frames hold the model, DDP and loader processes, and those the process group
             traceback.clear_frames(error.__traceback__)
         self._leave_disorderly()
@@ -128,16 +128,6 @@ class Worker:
     def _note_phase(self, phase: str) -> None:
         if self.heartbeats is not None and self.step is not None:
             self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase)
-
-    def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
-        # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-        try:
-            return self._fail(error, stop)
-        except RuntimeError:
-            return self._fail(error, stop)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
         if isinstance(error, StoppedAtOnce):

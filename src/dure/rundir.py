@@ -93,9 +93,10 @@ class RunDir:
         if not path.is_dir():
             what = "is a file, not a run folder" if path.exists() else "does not exist"
             raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
-        if or_script and (path / SCRIPT).is_file():
+        is_script = cls(path).is_script
+        if or_script and is_script:
             return cls(path)
-        if (path / SCRIPT).is_file():
+        if is_script:
             raise RunInvalid(f"{path} is the run of a script (`dure run`), which only the script itself can go on with")
         if not (path / SPEC).is_file():
             raise RunInvalid(
@@ -106,6 +107,11 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
+        return (self.path / SCRIPT).is_file()
 
     @property
     def checkpoints(self) -> Path:
@@ -320,13 +326,14 @@ def list_runs(runs_dir: Path) -> list[RunOverview]:
     if not runs_dir.is_dir():
         raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
     with _saying(runs_dir, "read"):
-        paths = sorted(path for path in runs_dir.iterdir() if (path / SPEC).is_file() or (path / SCRIPT).is_file())
-    return [_overview(RunDir(path)) for path in paths]
+        paths = sorted(path for path in runs_dir.iterdir() if RunDir(path).is_script or (path / SPEC).is_file())
+    return [overview(RunDir(path)) for path in paths]
 
 
-def _overview(run: RunDir) -> RunOverview:
+def overview(run: RunDir) -> RunOverview:
+    """Return how a run stands; a damaged one is `unreadable`."""
     try:
-        if (run.path / SCRIPT).is_file():
+        if run.is_script:
             return _script_overview(run)
         spec = run.read_spec()
         summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
@@ -355,6 +362,7 @@ def _script_overview(run: RunDir) -> RunOverview:
         path=str(run.path),
         status=_status(run, summary),
         task=record["script"],
+        strategy="script",
         world_size=record["world_size"],
         num_devices=record["world_size"],
     )

@@ -41,13 +41,12 @@ class ScriptSettings:
     """A number, or `auto`: as many as there are accelerators, or one."""
     start: str = "auto"
     max_restarts: int = 0
-    restart_window_seconds: float = 600.0
     on_hang: str = "wait"
     """`wait` only says why: a script may have good reasons to let some ranks wait."""
     hang_after: float | None = None
     threads: int | None = None
     local_rank_argument: str = "auto"
-    """`auto`, `none`, `--local-rank` or `--local_rank`."""
+    """`auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
     with_prefix: bool = True
     runs_dir: Path = Path("runs")
     name: str | None = None
@@ -87,7 +86,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir) -> Outcome:
         "script": settings.script,
         "arguments": list(settings.arguments),
         "is_module": settings.is_module,
-        "local_rank_argument": None if settings.local_rank_argument == "none" else settings.local_rank_argument,
+        "local_rank_argument": settings.local_rank_argument,
         "max_restarts": settings.max_restarts,
         "run": run.name,
     }
@@ -102,7 +101,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir) -> Outcome:
                 outputs=outputs,
                 store_prefix="",
                 start=settings.start,
-                restarts=RestartPolicy(most=settings.max_restarts, window_seconds=settings.restart_window_seconds),
+                restarts=RestartPolicy(most=settings.max_restarts, after_any=True),
                 on_restart=lambda restart: _note_restart(run, restart, settings),
                 serves_store=True,
                 stop_grace_seconds=_GRACE_SECONDS,
@@ -141,8 +140,8 @@ def _check(settings: ScriptSettings) -> int:
         f"{name} is {value:g} but must be a number {words}"
         for name, value, is_right, words in (
             ("max_restarts", settings.max_restarts, settings.max_restarts >= 0, "of at least 0"),
-            ("hang_after", settings.hang_after or 0, (settings.hang_after or 1) > 0, "above 0"),
-            ("threads", settings.threads or 0, (settings.threads or 1) > 0, "above 0"),
+            ("hang_after", settings.hang_after or 0, settings.hang_after is None or settings.hang_after > 0, "above 0"),
+            ("threads", settings.threads or 0, settings.threads is None or settings.threads > 0, "above 0"),
         )
         if not is_right
     ]
@@ -179,6 +178,9 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float) -> None:
         error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
     elif stopped_by is not None:
         error = Interrupted("stopped", stop_exit_code(stopped_by))
+    for end in outcome.ends:
+        if end.failure is not None:
+            run.write_json(f"logs/failure-rank{end.rank}.json", end.failure)
     status = "completed" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
     summary: dict[str, Any] = {
         "status": status,

@@ -46,6 +46,10 @@ VERBS = {
     ),
     "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
     "diff": Verb("diff", "Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."),
+    "doctor": Verb(
+        "doctor",
+        "Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done.",
+    ),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }
 

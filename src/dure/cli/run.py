@@ -55,8 +55,10 @@ def run(
         int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)
     ] = None,
     local_rank_argument: Annotated[
-        Literal["auto", "none", "--local-rank", "--local_rank"],
-        Parameter(help="what scripts for torch.distributed.launch want; auto looks whether this one does"),
+        Literal["auto", "none", "dash", "underscore"],
+        Parameter(
+            help="give --local-rank or --local_rank, as the old launcher did; auto looks whether the script wants it"
+        ),
     ] = "auto",
     no_prefix: Annotated[
         bool, Parameter(name="--no-prefix", negative=(), show_default=False, help="show lines without their rank")

@@ -17,6 +17,8 @@ class RestartPolicy:
     """Restarts within the window; 0: none."""
     window_seconds: float = 600.0
     """Restarts longer ago do not count: a run of weeks may meet more failures than one of minutes."""
+    after_any: bool = False
+    """Whether every failure is worth one: of what knows nothing of dure, nobody can tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Restarts:
         if self.policy.most == 0 or was_asked_to_stop:
             return None
         first = first_failure(list(ends))
-        if first is None or not _may_help(first, step_of):
+        if first is None or not (self.policy.after_any or _may_help(first, step_of)):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)

@@ -18,7 +18,7 @@ from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
 from dure.rank import Place
 
-_LOCAL_RANK_FLAGS = ("--local-rank", "--local_rank")
+_LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
 def before_fork(job: Mapping[str, Any]) -> None:
@@ -96,9 +96,10 @@ def _tell_of_steps(place: Place) -> list[int]:
 
 def _run(job: Mapping[str, Any], place: Place) -> int:
     arguments = [*job["arguments"]]
-    flag = job["local_rank_argument"]
-    if flag == "auto":
-        flag = None if job["is_module"] else local_rank_flag(Path(job["script"]))
+    said = job["local_rank_argument"]
+    flag = _LOCAL_RANK_FLAGS.get(said)
+    if said == "auto" and not job["is_module"]:
+        flag = local_rank_flag(Path(job["script"]))
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
     sys.argv = [job["script"], *arguments]
@@ -129,7 +130,7 @@ def local_rank_flag(script: Path) -> str | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            if found := next((flag for flag in _LOCAL_RANK_FLAGS if flag in names), None):
+            if found := next((flag for flag in _LOCAL_RANK_FLAGS.values() if flag in names), None):
                 return found
     return None
 

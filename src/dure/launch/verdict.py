@@ -17,6 +17,11 @@ _SAID_BY_SIGNAL = {
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
 }
 
+_KILLED = {
+    True: "killed (SIGKILL) by the kernel, which had run out of the host's memory: use fewer ranks or --num-workers",
+    False: "killed (SIGKILL) by somebody: the kernel has ended nothing for want of memory meanwhile",
+}
+
 STOP_ENDS: Mapping[int, int] = {
     number_said: number
     for number in STOP_SIGNALS
@@ -41,6 +46,8 @@ class WorkerEnd:
     """The rank's own record of why it failed, if it could leave one."""
     is_tolerated: bool = False
     """Whether the others could go on without it."""
+    is_out_of_memory: bool | None = None
+    """Of one that was killed: whether the kernel ended processes for want of memory meanwhile, if known."""
     crash: tuple[Frame, ...] = ()
     """Where it was when native code crashed, the innermost first."""
 
@@ -83,7 +90,10 @@ def judge(
     if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
-    return Verdict(text="\n".join(lines), exit_code=1 if failure is None else int(failure["exit_code"]), first=failure)
+    code = 1 if failure is None else int(failure["exit_code"])
+    if is_script and failure is None and first.exit_code > 0:
+        code = first.exit_code  # what it chose to say with it is between it and its user
+    return Verdict(text="\n".join(lines), exit_code=code, first=failure)
 
 
 def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
@@ -179,6 +189,8 @@ def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> s
     if end.exit_code < 0:
         number = signal.Signals(-end.exit_code)
         said = _SAID_BY_SIGNAL.get(number, f"ended by {number.name}")
+        if end.is_out_of_memory is not None:
+            said = _KILLED[end.is_out_of_memory]
         line = users_frame(end.crash)
         where = "" if line is None else f" at {line}"
         cure = "" if is_script else "; `dure train --resume` continues from the last good checkpoint"

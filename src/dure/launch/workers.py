@@ -21,6 +21,7 @@ from dure.launch.examination import crash_frames
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
+from dure.machine import count_oom_kills
 from dure.rank import Place, RankInfo, StoreAddress
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Worker:
     is_expendable: bool = False
     end: WorkerEnd | None = None
     was_stopped: bool = False
+    oom_kills_before: int | None = field(default_factory=count_oom_kills)
 
     def poll(self) -> None:
         """Take note of the end, if it has ended."""
@@ -97,9 +99,14 @@ class Worker:
                 was_stopped=self.was_stopped,
                 failure=failure,
                 is_tolerated=self.is_expendable and was_killed,
+                is_out_of_memory=self._was_memory_short() if was_killed and code == -signal.SIGKILL else None,
                 crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
             )
             self._close()
+
+    def _was_memory_short(self) -> bool | None:
+        before, now = self.oom_kills_before, count_oom_kills()
+        return None if before is None or now is None else now > before
 
     def send(self, number: int) -> None:
         """Send a signal, unless it is gone."""

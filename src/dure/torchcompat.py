@@ -102,7 +102,7 @@ def give_gloo(
 
 
 class _PlainData(pickle.Unpickler):
-    """Reads numbers, texts, lists and dictionaries; whatever names a class or a function is refused, so nothing runs."""
+    """Reads numbers, texts, lists and dictionaries; what names a class or a function is refused, so nothing runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
@@ -111,8 +111,9 @@ class _PlainData(pickle.Unpickler):
 def flight_record() -> list[dict[str, Any]]:
     """Return the collectives that this process's flight recorder still knows, oldest first (private in torch).
 
-    The answer with frames exists pickled only; it is this process's own, made in the same line, and read as plain data.
-    torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be on (`TORCH_FR_BUFFER_SIZE`).
+    The answer with frames exists pickled only; it is this process's own, made in the same line, and read as plain
+    data. torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be on
+    (`TORCH_FR_BUFFER_SIZE`).
 
     Returns:
         Of each: `group` (its name), `sequence` (the number of its collectives so far), `op`, `sizes`, `dtypes`,

@@ -138,7 +138,8 @@ def test_flag_of_the_old_launcher_when_the_script_has_it_then_is_found(text, fla
 
 
 def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     place = Place(
         rank=RankInfo(rank=1, local_rank=1, world_size=2, local_world_size=2),
         store=StoreAddress(host="127.0.0.1", port=1234, prefix=""),
@@ -153,4 +154,5 @@ def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
         "ROLE_NAME": "default", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2",
         "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "4", "TORCHELASTIC_RUN_ID": "name",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "3",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
     }  # fmt: skip

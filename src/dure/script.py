@@ -186,7 +186,7 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float) -> None:
         "status": status,
         "world_size": len(outcome.ends),
         "wall_seconds": seconds,
-        "error": None if error is None else str(error),
+        "message": None if error is None else str(error),
     }
     run.write_json(SUMMARY, summary)
     if error is not None:

@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ended(run: RunDir, status: str, error: str | None = None) -> RunDir:
-    run.write_json(SUMMARY, {"status": status, "error": error, "world_size": 2})
+    run.write_json(SUMMARY, {"status": status, "message": error, "world_size": 2})
     return run
 
 

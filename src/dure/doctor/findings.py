@@ -77,7 +77,7 @@ def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
         ]
         yield Finding(
             severity="error" if seen.status == "failed" else "warning",
-            what=str(summary.get("error") or seen.status),
+            what=str(summary.get("message") or seen.status),
             evidence=tuple(evidence),
             remedy=again and (f"mend the cause, then `{again}`" if seen.status == "failed" else f"`{again}`"),
         )

@@ -18,6 +18,8 @@ from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
 from dure.rank import Place
 
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
@@ -52,7 +54,10 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
     assert place.store is not None
     rank = place.rank
     num_nodes = max(1, rank.world_size // rank.local_world_size)
+    # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
+    loopback = {} if num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
     return {
+        **loopback,
         **rank.to_environment(),
         "MASTER_ADDR": place.store.host,
         "MASTER_PORT": str(place.store.port),

@@ -83,7 +83,7 @@ def run_workers(launch: Launch) -> Outcome:
                     restart = restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
                 if restart is None:
                     break
-                _end_open_line(workers)
+                _end_open_line(launch, workers)
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
@@ -91,7 +91,7 @@ def run_workers(launch: Launch) -> Outcome:
             pass
         finally:
             _kill(workers)
-            _end_open_line(workers)
+            _end_open_line(launch, workers)
         return Outcome(
             ends=[w.end for w in workers if w.end is not None],
             signal=received[0] if received else None,
@@ -116,9 +116,15 @@ def _run_round(
     return hang
 
 
-def _end_open_line(workers: list[Worker]) -> None:
+def _end_open_line(launch: Launch, workers: list[Worker]) -> None:
     """Begin a fresh line in the terminal when rank 0 could not end its live line itself."""
-    if sys.stderr.isatty() and any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+    if any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+        _begin_line(launch)
+
+
+def _begin_line(launch: Launch) -> None:
+    has_live_line = sys.stderr.isatty() and launch.outputs[0].descriptors is None
+    if has_live_line:
         print(file=sys.stderr)
 
 
@@ -215,6 +221,7 @@ def _hang(launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: W
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
     if launch.on_hang is not None:
+        _begin_line(launch)
         launch.on_hang(verdict)
     acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
     return verdict if acts else None

@@ -336,16 +336,22 @@ def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
 
 
 def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
-    run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
+    cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
+    if restart.microbatch_sizes is None:
+        run.append_event("restart", number=restart.number, **cause)
+        said = f"restart {restart.number} of {spec.max_restarts}"
+    else:
+        before, after = restart.microbatch_sizes
+        run.append_event("microbatch_halved", **{"from": before, "to": after}, **cause)
+        said = (
+            f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
+            f"the global batch stays {spec.global_batch_size}"
+        )
     for stale in run.path.glob("logs/failure-rank*.json"):
         stale.unlink()
     if not spec.quiet:
         with suppress(OSError):
-            print(
-                f"dure: {restart.cause}\n      restart {restart.number} of {spec.max_restarts}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
 
 
 def _expendable(spec: RunSpec) -> range:

@@ -93,3 +93,5 @@ class Place:
     """Memory in which ranks tell where they are: `dure.heartbeat`."""
     snapshot_fds: tuple[int, ...] = ()
     """Of each rank, memory that outlives it: what is written there is there in the next round."""
+    microbatch_size: int | None = None
+    """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""

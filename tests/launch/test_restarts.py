@@ -84,5 +84,22 @@ def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch)
     assert fourth.number == 3
 
 
+def starved(size, rank=1):
+    failure = {**raised(rank).failure, "type": "OutOfMemoryError", "microbatch_size": size}
+    return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
+
+
+def test_memory_when_it_runs_out_then_all_halve_and_no_restart_is_used_up():
+    restarts = Restarts(RestartPolicy(most=1))
+    found = [restarts.after([followed(), starved(size)], lambda rank: 1) for size in (11, 6, 3, 2, 1)]
+    assert [one and one.microbatch_sizes for one in found] == [(11, 6), (6, 3), (3, 2), (2, 1), None]
+    assert restarts.refusal is None
+    assert restarts.after([killed()], lambda rank: 5) is not None
+
+
+def test_memory_when_there_is_no_restart_then_nothing_is_halved():
+    assert decide(starved(8), most=0)[0] is None
+
+
 def test_policy_of_none_then_nothing_is_tried_again():
     assert decide(killed(), most=0)[0] is None

@@ -23,13 +23,15 @@ class Restart:
     """A restart that is decided."""
 
     number: int
-    """From 1."""
+    """From 1, of those that count."""
     rank: int
     """Whose failure was the first cause."""
     step: int
     """The step that it was in; -1 before the first."""
     cause: str
     """In one line."""
+    microbatch_sizes: tuple[int, int] | None = None
+    """Where memory ran out: samples that were computed at once, and those that are to be. It counts as no restart."""
 
 
 class Restarts:
@@ -55,7 +57,11 @@ class Restarts:
         if self.policy.most == 0 or was_asked_to_stop:
             return None
         first = first_failure(list(ends))
-        if first is None or not _may_help(first, step_of):
+        if first is None:
+            return None
+        if first.failure is not None and (size := first.failure.get("microbatch_size")):
+            return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
+        if not _may_help(first, step_of):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)
@@ -73,6 +79,17 @@ class Restarts:
         self._times.append(now)
         self.count += 1
         return Restart(number=self.count, rank=first.rank, step=step, cause=cause)
+
+    def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
+        """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.
+
+        The first step is no exception: where memory runs out, it mostly does so there.
+        """
+        if size == 1:
+            return None
+        half = -(-size // 2)
+        cause = in_brief(end, num_ranks)
+        return Restart(number=self.count, rank=end.rank, step=step, cause=cause, microbatch_sizes=(size, half))
 
 
 def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from dure.errors import EnvironmentLacks
@@ -79,6 +79,8 @@ def run_workers(launch: Launch) -> Outcome:
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
+                if restart.microbatch_sizes is not None:
+                    launch = replace(launch, microbatch_size=restart.microbatch_sizes[1])
         except _StoppedBeforeStart:
             pass
         finally:

@@ -139,7 +139,7 @@ def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     who = f"rank {failure['rank']}" if num_ranks > 1 else "the task"
     text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
     if failure["advice"]:
-        text += f": {failure['advice']}"
+        text = f"{text.removesuffix('.')}: {failure['advice']}"
     line = failure["user_line"]
     if line:
         text += f"\n  {line['file']}:{line['line']} in {line['function']}: {line['text']}"

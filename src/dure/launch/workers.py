@@ -44,6 +44,8 @@ class Launch:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     on_restart: Callable[[Restart], None] | None = None
     """Told of each restart before it happens."""
+    microbatch_size: int | None = None
+    """What the ranks are told of it, in the place of what the job says."""
 
 
 @dataclass
@@ -172,6 +174,7 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
         is_supervised=True,
         report_fd=report_fd,
         round=round_number,
+        microbatch_size=launch.microbatch_size,
     )
 
 

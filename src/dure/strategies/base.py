@@ -340,6 +340,10 @@ class Strategy(ABC):
         """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""
         return microbatch_size
 
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """Return how many samples of a microbatch of this process the device computes that gets most of it."""
+        return num_samples
+
     def default_microbatch_size(self) -> int | None:
         """Return the samples of one microbatch of this process when the user set no bound; None for a whole share."""
         return None
@@ -402,6 +406,12 @@ class Strategy(ABC):
             and (not text.startswith("dropout") or has_dropout)
             and (not text.startswith("--compression") or self.options.compression is not None)
         ]
+
+    def changed_by_microbatches(self) -> list[str]:
+        """Return what of this model depends on how many samples a microbatch has: all else does not."""
+        kinds = {"BatchNorm's statistics": torchcompat.BatchNorm, "dropout's draws": torchcompat.Dropout}
+        modules = [m for m in self.model.modules() if not isinstance(m, torchcompat.Dropout) or m.p > 0]
+        return [what for what, kind in kinds.items() if any(isinstance(module, kind) for module in modules)]
 
     def close(self) -> None:
         """Let go of threads and engines."""

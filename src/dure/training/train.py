@@ -29,11 +29,28 @@ Answer = TypeVar("Answer")
 class Conductor:
     """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
 
-    def __init__(self, session: Session, run: RunDir, stop: StopSignals, current_step: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run: RunDir,
+        stop: StopSignals,
+        current_step: Callable[[int], None],
+        begin_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepare to conduct.
+
+        Args:
+            session: What is trained.
+            run: Where its records go.
+            stop: The signals that ask it to stop.
+            current_step: Told of each step that is done.
+            begin_step: Told of each step before it is computed.
+        """
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
+        self.begin_step = begin_step
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
@@ -43,6 +60,8 @@ class Conductor:
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
+        self.microbatch_under_way: Callable[[], int | None] = lambda: None
+        """As the loop's; None while there is no loop."""
 
     @property
     def is_first(self) -> bool:
@@ -84,7 +103,9 @@ class Conductor:
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
+                begin_step=self.begin_step,
             )
+            self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
             return self._steps()
@@ -293,12 +314,13 @@ class Conductor:
             samples_seen=self.position.samples_seen,
             step=self.position.step,
             is_restart=self.is_restart,
-            not_preserved=strategy.not_preserved(),
+            not_preserved=strategy.not_preserved() + self._not_preserved_by_halving(),
         )
         if not self.is_first:
             return
         if self.is_restart:
-            self.progress.say(f"going on after step {self.position.step}")
+            step = self.position.step
+            self.progress.say(f"going on after step {step}" if step else "beginning again with the first step")
             return
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(
@@ -315,6 +337,13 @@ class Conductor:
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)
+
+    def _not_preserved_by_halving(self) -> list[str]:
+        size = self.session.place.microbatch_size
+        if size is None:
+            return []
+        why = f"of microbatches of at most {size}, made smaller when memory ran out"
+        return [f"{what}: {why}" for what in self.session.strategy.changed_by_microbatches()]
 
     def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
         self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))

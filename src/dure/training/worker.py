@@ -45,6 +45,8 @@ class Worker:
         self.step: int | None = None
         self.heartbeats = _heartbeats(place)
         self.faults: PlannedFaults | None = None
+        self.microbatch_size: int | None = None
+        """Samples that a device computed at once in the step that failed."""
         self.group: Group | None = None
 
     def main(self) -> int:
@@ -61,7 +63,7 @@ class Worker:
         return code
 
     def _work(self, stop: StopSignals) -> int:
-        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
         if spec.faults is not None and self.job["kind"] == "train":
             faults = read_faults(spec.faults, self.group.world_size)
@@ -81,11 +83,22 @@ class Worker:
         self.group.close()
         return stop_exit_code(stop.received or 0) if is_interrupted else 0
 
+    def _spec(self) -> RunSpec:
+        """Return what the user asked for, with microbatches as small as memory has turned out to need."""
+        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        smaller = self.place.microbatch_size
+        return spec if smaller is None else spec.model_copy(update={"microbatch_size": smaller})
+
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
-        conductor = Conductor(session, self.run, stop, self._note_step)
+        begin_step = None if self.faults is None else self.faults.begin_step
+        conductor = Conductor(session, self.run, stop, self._note_step, begin_step)
         stop.defer()
-        status = conductor.train()
+        try:
+            status = conductor.train()
+        except BaseException:
+            self.microbatch_size = conductor.microbatch_under_way()
+            raise
         if session.group.rank == 0 and status == "completed":
             self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
         return status == "interrupted"
@@ -123,8 +136,6 @@ class Worker:
         self.step = step
         if self.heartbeats is not None:
             self.heartbeats.beat(self.place.rank.rank, step + 1)
-        if self.faults is not None:
-            self.faults.begin_step(step + 1)
 
     def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
         # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere
@@ -142,7 +153,7 @@ class Worker:
         if stop.received is not None and is_peer_lost(error):
             return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
-        failure = describe_failure(error, rank, self.step)
+        failure = describe_failure(error, rank, self.step, self.microbatch_size)
         if self.place.report_fd is not None:
             os.pwrite(self.place.report_fd, json.dumps(failure).encode(), 0)
         with suppress(DureError):  # a full disk is told through the descriptor

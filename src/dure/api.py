@@ -339,7 +339,8 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
     cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
     if restart.microbatch_sizes is None:
         run.append_event("restart", number=restart.number, **cause)
-        said = f"restart {restart.number} of {spec.max_restarts}"
+        where = "" if restart.go_back_to is None else ", from where all agreed"
+        said = f"restart {restart.number} of {spec.max_restarts}{where}"
     else:
         before, after = restart.microbatch_sizes
         run.append_event("microbatch_halved", **{"from": before, "to": after}, **cause)
@@ -504,6 +505,13 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", r
     spec = resolved.spec
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
+    if spec.on_divergence == "heal":
+        raise SpecInvalid(
+            [
+                "on_divergence is heal, which starts all ranks again where they agreed, but torchrun started these: "
+                "choose stop, or start them with dure train --nproc"
+            ]
+        )
     if STRATEGIES[spec.strategy or "single"].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy} but torchrun started {rank.world_size} process(es): use --strategy ddp"]

@@ -101,5 +101,19 @@ def test_memory_when_there_is_no_restart_then_nothing_is_halved():
     assert decide(starved(8), most=0)[0] is None
 
 
+def diverged(rank, message="rank 2 holds other values"):
+    failure = {**raised(rank, is_ours=True, message=message).failure, "go_back_to": 32}
+    return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
+
+
+def test_replicas_when_they_differ_then_all_go_back_to_where_they_agreed():
+    restart, restarts = decide(diverged(1), diverged(0), step=1)
+    assert restart is not None
+    assert (restart.go_back_to, restart.number, restart.cause) == (32, 1, "rank 2 holds other values")
+    # the same again, told by another rank
+    assert restarts.after([diverged(0), diverged(1)], lambda rank: 1) is None
+    assert "the same failure came again" in str(restarts.refusal)
+
+
 def test_policy_of_none_then_nothing_is_tried_again():
     assert decide(killed(), most=0)[0] is None

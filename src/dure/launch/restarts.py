@@ -32,6 +32,8 @@ class Restart:
     """In one line."""
     microbatch_sizes: tuple[int, int] | None = None
     """Where memory ran out: samples that were computed at once, and those that are to be. It counts as no restart."""
+    go_back_to: int | None = None
+    """Samples seen up to where the run can be trusted, if it is to go on from there."""
 
 
 class Restarts:
@@ -43,7 +45,7 @@ class Restarts:
         self.refusal: str | None = None
         """Why the last failure was not answered with a restart, where there is more to say than the failure."""
         self._times: deque[float] = deque()
-        self._last: tuple[int, int, str] | None = None
+        self._last: tuple[int | None, int, str] | None = None
 
     def after(self, ends: Sequence[WorkerEnd], step_of: Callable[[int], int]) -> Restart | None:
         """Decide about ranks that ended, the first of them by a failure; None when they are to stay ended.
@@ -64,7 +66,10 @@ class Restarts:
         if not _may_help(first, step_of):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
-        same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)
+        go_back_to = None if first.failure is None else first.failure.get("go_back_to")
+        # what all ranks found out together, any of them may be the first to say
+        this = (None if go_back_to is not None else first.rank, step, cause)
+        same, self._last = self._last == this, this
         if same:
             self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
             return None
@@ -78,7 +83,7 @@ class Restarts:
             return None
         self._times.append(now)
         self.count += 1
-        return Restart(number=self.count, rank=first.rank, step=step, cause=cause)
+        return Restart(number=self.count, rank=first.rank, step=step, cause=cause, go_back_to=go_back_to)
 
     def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
         """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.
@@ -97,6 +102,6 @@ def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
     failure = end.failure
     if failure is None:
         return end.exit_code < 0
-    if failure["is_consequence"]:
+    if failure["is_consequence"] or failure.get("go_back_to") is not None:
         return True
     return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1

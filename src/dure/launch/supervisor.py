@@ -15,7 +15,7 @@ from types import FrameType
 
 from dure.errors import EnvironmentLacks
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
-from dure.launch.restarts import Restarts
+from dure.launch.restarts import Restart, Restarts
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.workers import KeptMemory, Launch, Worker, start_worker
 from dure.stopping import STOP_SIGNALS, heeded_signals
@@ -79,8 +79,7 @@ def run_workers(launch: Launch) -> Outcome:
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
-                if restart.microbatch_sizes is not None:
-                    launch = replace(launch, microbatch_size=restart.microbatch_sizes[1])
+                launch = as_decided(launch, restart, memory)
         except _StoppedBeforeStart:
             pass
         finally:
@@ -91,6 +90,17 @@ def run_workers(launch: Launch) -> Outcome:
             signal=received[0] if received else None,
             refusal=restarts.refusal,
         )
+
+
+def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
+    """Return what the next round is to be told."""
+    if restart.microbatch_sizes is not None:
+        launch = replace(launch, microbatch_size=restart.microbatch_sizes[1])
+    if restart.go_back_to is not None:
+        return replace(launch, trusted_samples=restart.go_back_to)
+    # a rank that has begun a step knows that all have forgotten what was not to be trusted
+    has_begun = any(memory.heartbeats.last(rank).step > 0 for rank in range(launch.num_processes))
+    return replace(launch, trusted_samples=None) if has_begun else launch
 
 
 def _run_round(launch: Launch, workers: list[Worker], memory: KeptMemory, round_number: int, *, by_fork: bool) -> None:

@@ -162,6 +162,8 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     line = failure["user_line"]
     where = f" ({line['file']}:{line['line']})" if line else ""
     said = str(failure["message"]).partition("\n")[0]
+    if failure.get("go_back_to") is not None:
+        return said  # which names the rank, and not the one that tells it
     return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
 
 

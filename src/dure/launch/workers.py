@@ -46,6 +46,8 @@ class Launch:
     """Told of each restart before it happens."""
     microbatch_size: int | None = None
     """What the ranks are told of it, in the place of what the job says."""
+    trusted_samples: int | None = None
+    """What the ranks are told of it."""
 
 
 @dataclass
@@ -175,6 +177,7 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
         report_fd=report_fd,
         round=round_number,
         microbatch_size=launch.microbatch_size,
+        trusted_samples=launch.trusted_samples,
     )
 
 

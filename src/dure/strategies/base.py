@@ -19,6 +19,7 @@ from dure.strategies import StrategyInfo
 from dure.strategies.batches import Microbatch
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
+from dure.strategies.replica_state import ReplicaState
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -389,6 +390,13 @@ class Strategy(ABC):
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
         """Take it over; only a run resumed on as many ranks has one."""
+
+    def replica(self) -> ReplicaState | None:
+        """Return what this rank holds and other ranks hold too, bit by bit, between any two steps; None for nothing.
+
+        Whether there are others that hold it too is for whoever compares to find out.
+        """
+        return None
 
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dure.comm.groups import is_peer_lost
-from dure.errors import DiskFull, DureError, Misuse
+from dure.errors import DiskFull, DureError, Misuse, ReplicasDiverged
 from dure.training.load_task import traceback_in_user_code
 
 _OWN_ROOT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
@@ -70,6 +70,7 @@ def describe_failure(
         # what memory does not suffice for is nobody's error, whoever asked for it
         "origin": "task" if line or hasattr(error, "is_planned") or is_out_of_memory else _origin(error),
         "microbatch_size": microbatch_size if is_out_of_memory else None,
+        "go_back_to": error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         "user_line": line,
         "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dure.data.randomness import kept_global_randomness
-from dure.errors import GroupShrank, LossNotFinite
+from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
@@ -17,6 +17,7 @@ from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
+from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
 from dure.training.session import Session, check_sync_batchnorm
 from dure.training.session_state import Progression
@@ -54,8 +55,15 @@ class Conductor:
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
+        self.replicas = ReplicaCheck(session, self.position, self._event, self.saver.newest_name)
+        trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
-            session, self.position, session.place.snapshot_fds, session.spec.snapshot_every, self.saver.warn
+            session,
+            self.position,
+            session.place.snapshot_fds,
+            session.spec.snapshot_every,
+            self.saver.warn,
+            trusted_samples,
         )
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
@@ -74,10 +82,13 @@ class Conductor:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
-            self.saver.go_on(self.memory)
-            self.current_step(self.position.step)
-            check_sync_batchnorm(session, self.position.samples_seen)
-            position = self.position
+            position, trusted = self.position, session.place.trusted_samples
+            self.saver.go_on(self.memory, trusted)
+            if trusted is not None:
+                self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
+            self.current_step(position.step)
+            check_sync_batchnorm(session, position.samples_seen)
+            self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(
@@ -108,7 +119,12 @@ class Conductor:
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
-            return self._steps()
+            try:
+                return self._steps()
+            except LossNotFinite:
+                # a flipped bit may be why: if so, that is what there is to say
+                self.replicas.check(again=True)
+                raise
 
     def _steps(self) -> str:
         session, position = self.session, self.position
@@ -122,6 +138,8 @@ class Conductor:
                 self._save()
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
+            if self.replicas.is_due():
+                self._compare()
             self._act(boundary, before, requests)
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
@@ -130,6 +148,7 @@ class Conductor:
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
         self._save()
+        self.replicas.close()
         return "completed"
 
     def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
@@ -153,6 +172,13 @@ class Conductor:
         if is_save:
             self._save()
         self.loop.restart_clock()
+
+    def _compare(self) -> None:
+        try:
+            self.replicas.check()
+        except ReplicasDiverged:
+            self._settle()
+            raise
 
     def _settle(self) -> None:
         """Know every launched step before weights are read."""
@@ -200,6 +226,7 @@ class Conductor:
                 continue
 
     def _save(self) -> None:
+        self._compare()
         self._together(lambda: self.saver.save(self.last_metrics))
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)

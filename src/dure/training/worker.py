@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dure.comm.groups import Group, is_peer_lost
 from dure.errors import DureError, LossNotFinite, Misuse
 from dure.heartbeat import Heartbeats
@@ -20,6 +22,7 @@ from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
+from dure.strategies.base import Strategy
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
@@ -71,6 +74,8 @@ class Worker:
         around_loss = None if self.faults is None else self.faults.around
         session = open_session(spec, self.place, self.group, devices, around_loss)
         self.group = session.group
+        if self.faults is not None:
+            self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
         if self.job["kind"] == "train":
             is_interrupted = self._train(session, stop)
@@ -170,6 +175,14 @@ class Worker:
         if self.group is not None and not self.place.is_supervised:
             gc.collect()
             self.group.abandon()
+
+
+def _own_parameters(strategy: Strategy) -> dict[str, Tensor]:
+    """Return what this rank has of the parameters."""
+    replica = strategy.replica()
+    if replica is not None:
+        return {name: replica.tensors[name] for name, _ in strategy.model.named_parameters() if name in replica.tensors}
+    return {name: parameter.detach() for name, parameter in strategy.model.named_parameters()}
 
 
 def _heartbeats(place: Place) -> Heartbeats | None:

@@ -7,8 +7,12 @@ import torch
 
 from dure.errors import DiskFull, LossNotFinite
 from dure.failure import describe_failure
+from dure.training.evaluation import evaluate
+from dure.training.fetch import Loader, SampleFetch
 from dure.training.order import SampleOrder
 from tests.faulty_task import fail
+from tests.strategies.test_base import prepared
+from tests.training.test_session import Small
 
 
 def caught(action) -> dict:
@@ -42,7 +46,52 @@ def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
     )
     failure = caught(lambda: _raise(torch.OutOfMemoryError(message)))
     assert failure["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
-    assert "--microbatch-size" in failure["advice"]
+    assert failure["advice"].startswith("use a smaller --microbatch-size (the result stays the same)")
+    assert failure["microbatch_size"] is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("XPU out of memory."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
+)
+def test_failure_when_memory_ends_in_a_step_then_it_has_the_size_and_a_smaller_one_is_named(error):
+    failure = describe_failure(error, 0, 3, 7)
+    assert failure["microbatch_size"] == 7
+    assert "use --microbatch-size 4 (the result stays the same)" in failure["advice"]
+    assert failure["origin"] == "task"
+
+
+def test_failure_when_memory_ends_with_one_sample_then_no_smaller_microbatch_is_advised():
+    failure = describe_failure(MemoryError(), 0, 3, 1)
+    assert failure["message"] == "out of memory"
+    assert failure["advice"].startswith("one sample at a time is too much for this device: use --precision bf16")
+
+
+def test_failure_when_it_is_another_then_it_has_no_size():
+    assert describe_failure(ValueError("wrong"), 0, 3, 7)["microbatch_size"] is None
+
+
+class Starved(Small):
+    def loss(self, model, batch):
+        raise MemoryError("no more")
+
+
+def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_helps():
+    task, strategy = Starved(), prepared(Starved().loss)
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    with pytest.raises(MemoryError, match="no more") as info:
+        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+    assert describe_failure(info.value, 0, 3)["advice"].startswith("use a smaller --eval-batch-size, --precision bf16")
 
 
 def test_failure_when_dure_itself_is_wrong_then_it_is_not_the_tasks():

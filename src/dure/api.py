@@ -341,16 +341,23 @@ def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
 
 
 def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
-    run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
+    cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
+    if restart.microbatch_sizes is None:
+        run.append_event("restart", number=restart.number, **cause)
+        where = "" if restart.go_back_to is None else ", from where all agreed"
+        said = f"restart {restart.number} of {spec.max_restarts}{where}"
+    else:
+        before, after = restart.microbatch_sizes
+        run.append_event("microbatch_halved", **{"from": before, "to": after}, **cause)
+        said = (
+            f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
+            f"the global batch stays {spec.global_batch_size}"
+        )
     for stale in run.path.glob("logs/failure-rank*.json"):
         stale.unlink()
     if not spec.quiet:
         with suppress(OSError):
-            print(
-                f"dure: {restart.cause}\n      restart {restart.number} of {spec.max_restarts}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
 
 
 def _note_hang(run: RunDir, hang: HangVerdict) -> None:
@@ -514,6 +521,13 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", r
     spec = resolved.spec
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
+    if spec.on_divergence == "heal":
+        raise SpecInvalid(
+            [
+                "on_divergence is heal, which starts all ranks again where they agreed, but torchrun started these: "
+                "choose stop, or start them with dure train --nproc"
+            ]
+        )
     if STRATEGIES[spec.strategy or "single"].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy} but torchrun started {rank.world_size} process(es): use --strategy ddp"]

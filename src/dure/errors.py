@@ -13,6 +13,7 @@ DureError                     exit code 1
 ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
 ├── LossNotFinite             1   rank, step and sample indices
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
+├── ReplicasDiverged          1   ranks that held the same hold something else: which, where, since when
 ├── PeerLost                  1   another rank went away; never the first cause
 │   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
@@ -90,6 +91,15 @@ class LossNotFinite(DureError):
 
 class RanksDisagree(DureError):
     """Ranks of one run that do not agree on what is being run."""
+
+
+class ReplicasDiverged(DureError):
+    """Ranks that must hold the same, bit by bit, and do not."""
+
+    def __init__(self, message: str, go_back_to: int | None = None) -> None:
+        self.go_back_to = go_back_to
+        """Samples seen when all agreed last, where the run is to go on from there; None if it is to end."""
+        super().__init__(message)
 
 
 class PeerLost(DureError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dure.errors import DiskFull, DureError, Misuse, PeerLost
+from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
 from dure.frames import OWN_ROOT, traceback_in_user_code, users_first
 
 _PEER_LOST_WORDS = (
@@ -34,15 +34,36 @@ _PEER_LOST_WORDS = (
 )
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
-_MEMORY_ADVICE = "use a smaller --microbatch-size (the result stays the same), --precision bf16, or more devices"
+_OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
+_EVALUATION = os.path.join("dure", "training", "evaluation.py")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+"""How torch's allocators and CUDA's libraries word that there is none left, where they raise a mere RuntimeError."""
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
 
 
-def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[str, Any]:
-    """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence."""
+def describe_failure(
+    error: BaseException, rank: int, step: int | None, microbatch_size: int | None = None
+) -> dict[str, Any]:
+    """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence.
+
+    Args:
+        error: What was raised.
+        rank: By whom.
+        step: The last step that was done; None before training.
+        microbatch_size: Samples that a device computed at once in the step that failed; None if it failed elsewhere.
+    """
     error = _named(error)
     is_ours = isinstance(error, DureError)
+    is_out_of_memory = not is_ours and _is_out_of_memory(error)
     kind, message, advice = _worded(error)
+    if is_out_of_memory:
+        message, advice = _out_of_memory_worded(error, message, microbatch_size)
     line = _user_line(error)
     return {
         "rank": rank,
@@ -57,7 +78,10 @@ def describe_failure(error: BaseException, rank: int, step: int | None) -> dict[
         "is_ours": is_ours,
         "is_misuse": isinstance(error, Misuse),
         "is_consequence": is_peer_lost(error) and not _is_loader_lost(error),
-        "origin": "task" if line or hasattr(error, "is_planned") else _origin(error),
+        # what memory does not suffice for is nobody's error, whoever asked for it
+        "origin": "task" if line or hasattr(error, "is_planned") or is_out_of_memory else _origin(error),
+        "microbatch_size": microbatch_size if is_out_of_memory else None,
+        "go_back_to": error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         "user_line": line,
         "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),
@@ -101,15 +125,30 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
     kind, message = type(error).__name__, str(error)
     if isinstance(error, SystemExit):
         return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
-    if isinstance(error, torch.OutOfMemoryError):
-        return kind, message.partition(" Of the allocated memory")[0], _MEMORY_ADVICE
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in message:
-        return kind, message or "out of memory", _MEMORY_ADVICE
     if _is_loader_lost(error):
         return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
     if _LOADER_MARK in message:
         return kind, _said_in_loader(message), None
     return kind, message, None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
+    """Return what the exception says, without the allocator's advice, and what helps."""
+    said = message.partition(" Of the allocated memory")[0] or "out of memory"
+    if any(frame.filename.endswith(_EVALUATION) for frame in traceback.extract_tb(error.__traceback__)):
+        return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
+    if microbatch_size == 1:
+        return said, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"
+    fewer = (
+        "a smaller --microbatch-size" if microbatch_size is None else f"--microbatch-size {-(-microbatch_size // 2)}"
+    )
+    return said, f"use {fewer} (the result stays the same), --precision bf16, or more devices"
 
 
 def _is_loader_lost(error: BaseException) -> bool:

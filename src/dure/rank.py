@@ -97,3 +97,7 @@ class Place:
     """A socket on which the supervisor asks what this rank is at."""
     snapshot_fds: tuple[int, ...] = ()
     """Of each rank, memory that outlives it: what is written there is there in the next round."""
+    microbatch_size: int | None = None
+    """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""
+    trusted_samples: int | None = None
+    """Samples seen up to where the run is known to be right, if it is not trusted beyond: it goes on from there."""

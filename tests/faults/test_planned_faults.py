@@ -29,7 +29,7 @@ def fault(kind: str, rank: int = 1, step: int = 4, more: str = "") -> str:
     return f'[[fault]]\nrank = {rank}\nstep = {step}\nkind = "{kind}"\n{more}\n'
 
 
-@pytest.mark.parametrize("kind", ["kill", "segv", "raise", "oom"])
+@pytest.mark.parametrize("kind", ["kill", "segv", "raise"])
 def test_fault_then_it_happens_once_and_the_run_goes_on_as_if_it_had_not(kind, tmp_path):
     undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", fault(kind))
     (happened,) = RunFiles(disturbed).events("fault")

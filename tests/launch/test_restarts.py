@@ -84,5 +84,36 @@ def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch)
     assert fourth.number == 3
 
 
+def starved(size, rank=1):
+    failure = {**raised(rank).failure, "type": "OutOfMemoryError", "microbatch_size": size}
+    return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
+
+
+def test_memory_when_it_runs_out_then_all_halve_and_no_restart_is_used_up():
+    restarts = Restarts(RestartPolicy(most=1))
+    found = [restarts.after([followed(), starved(size)], lambda rank: 1) for size in (11, 6, 3, 2, 1)]
+    assert [one and one.microbatch_sizes for one in found] == [(11, 6), (6, 3), (3, 2), (2, 1), None]
+    assert restarts.refusal is None
+    assert restarts.after([killed()], lambda rank: 5) is not None
+
+
+def test_memory_when_there_is_no_restart_then_nothing_is_halved():
+    assert decide(starved(8), most=0)[0] is None
+
+
+def diverged(rank, message="rank 2 holds other values"):
+    failure = {**raised(rank, is_ours=True, message=message).failure, "go_back_to": 32}
+    return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
+
+
+def test_replicas_when_they_differ_then_all_go_back_to_where_they_agreed():
+    restart, restarts = decide(diverged(1), diverged(0), step=1)
+    assert restart is not None
+    assert (restart.go_back_to, restart.number, restart.cause) == (32, 1, "rank 2 holds other values")
+    # the same again, told by another rank
+    assert restarts.after([diverged(0), diverged(1)], lambda rank: 1) is None
+    assert "the same failure came again" in str(restarts.refusal)
+
+
 def test_policy_of_none_then_nothing_is_tried_again():
     assert decide(killed(), most=0)[0] is None

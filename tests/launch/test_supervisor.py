@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from dure.launch.child import Output
-from dure.launch.supervisor import Outcome, run_workers
-from dure.launch.workers import Launch
+from dure.launch.restarts import Restart
+from dure.launch.supervisor import Outcome, as_decided, run_workers
+from dure.launch.workers import KeptMemory, Launch
 from tests.commands import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +116,37 @@ def test_supervisor_when_it_is_killed_then_no_rank_outlives_it(tmp_path, start):
         pids = [int(file.read_text()) for file in files]
         supervisor.kill()
     wait_until(lambda: not any(_lives(pid) for pid in pids), "the ranks' end", 2)
+
+
+def told(*decided, has_begun):
+    """Return what the next round is told after some restarts; in the last round a rank had begun a step, or none."""
+    first = Launch(
+        entry="-", job={}, num_processes=2, threads=1, log_paths=[None, None], store_prefix="test", start="fork"
+    )
+    memory = KeptMemory(first)
+    if has_begun:
+        memory.heartbeats.beat(1, 5)
+    for restart in decided:
+        first = as_decided(first, restart, memory)
+    memory.close()
+    return first.microbatch_size, first.trusted_samples
+
+
+@pytest.mark.parametrize(
+    ("decided", "has_begun", "answer"),
+    [
+        ([{}], True, (None, None)),
+        ([{"microbatch_sizes": (8, 4)}, {"microbatch_sizes": (4, 2)}, {}], True, (2, None)),
+        ([{"go_back_to": 32}], True, (None, 32)),
+        # killed again before all have forgotten what is not to be trusted
+        ([{"go_back_to": 32}, {}], False, (None, 32)),
+        ([{"go_back_to": 32}, {}], True, (None, None)),
+        ([{"go_back_to": 32}, {"microbatch_sizes": (8, 4)}], False, (4, 32)),
+    ],
+)
+def test_round_when_it_follows_restarts_then_it_is_told_what_still_holds(decided, has_begun, answer):
+    restarts = [Restart(number=1, rank=0, step=5, cause="-", **more) for more in decided]
+    assert told(*restarts, has_begun=has_begun) == answer
 
 
 def test_descriptors_when_a_thousand_are_open_then_ranks_are_still_watched(tmp_path):

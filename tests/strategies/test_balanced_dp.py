@@ -105,6 +105,7 @@ def test_state_of_any_optimiser_is_counted_by_trying_one_like_it(build, tensors)
 def test_microbatches_are_bounded_by_the_largest_share():
     strategy = prepared(lambda model, x: model(x).mean(), name="balanced_dp", devices=2, device0_share=0.2)
     assert strategy.process_microbatch_size(8) == 10
+    assert strategy.device_microbatch_size(10) == 8
     strategy.close()
 
 

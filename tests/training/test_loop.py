@@ -38,6 +38,21 @@ def run(loop, samples_seen, total, step=0):
     return list(loop.boundaries(samples_seen, total, step))
 
 
+@pytest.mark.parametrize(("asked", "at_once"), [(None, 7), (3, 3), (4, 4), (6, 4)])
+def test_microbatch_when_a_step_is_under_way_then_it_is_the_largest_of_it(asked, at_once):
+    seen = []
+
+    def loss(model, batch):
+        seen.append(loop.microbatch_under_way())
+        return 0.01 * model(batch[0]).mean()
+
+    loop = loop_over(9, batch=7, microbatch=asked, loss=loss)
+    between = [loop.microbatch_under_way() for _ in loop.boundaries(0, 9, 0)]
+    assert seen[0] == at_once
+    assert seen[-1] == 2
+    assert {*between, loop.microbatch_under_way()} == {None}
+
+
 def test_loop_counts_steps_samples_and_epochs_from_any_position():
     whole = run(loop_over(5), 0, 12)
     assert [(b.step, b.batch.epoch, b.batch.samples_seen, len(b.batch.indices)) for b in whole] == [

@@ -10,7 +10,15 @@ import torch
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_share import Share
 from dure.training.snapshot import Position
-from dure.training.snapshot_memory import ShareLayout, SnapshotWriter, newest_common, positions, read_share
+from dure.training.snapshot_memory import (
+    MOST_PLACES,
+    ShareLayout,
+    SnapshotWriter,
+    forget_after,
+    newest_common,
+    positions,
+    read_share,
+)
 
 
 @pytest.fixture
@@ -90,6 +98,29 @@ def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(m
     assert newest_common([memory, other]) is None
     os.close(other)
     assert newest_common([]) is None
+
+
+def test_snapshot_when_it_is_the_newest_that_is_trusted_then_it_stays_beside_the_newest(memory):
+    writer = SnapshotWriter(memory, num_places=MOST_PLACES)
+    layout = ShareLayout(share_of(torch.ones(2)))
+    there = []
+    for step, trusted in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 2), (6, 5), (7, 5), (8, 7)):
+        writer.write(layout, b"{}", at(step), 8 * trusted)
+        there.append(sorted(position.step for position in positions(memory)))
+    assert there[2:] == [[1, 2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
+
+
+def test_snapshots_when_they_are_of_later_than_what_is_trusted_then_they_are_forgotten(memory):
+    writer = SnapshotWriter(memory, num_places=MOST_PLACES)
+    for step in (1, 2, 3):
+        writer.write(ShareLayout(share_of(torch.ones(2))), b"{}", at(step), 8)
+    forget_after(memory, 16)
+    assert newest_common([memory]) == at(2)
+    forget_after(memory, 15)
+    assert newest_common([memory]) == at(1)
+    empty = os.memfd_create("snapshots")
+    forget_after(empty, 0)
+    os.close(empty)
 
 
 @pytest.mark.parametrize("seed", range(5))

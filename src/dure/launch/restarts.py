@@ -26,13 +26,17 @@ class Restart:
     """A restart that is decided."""
 
     number: int
-    """From 1."""
+    """From 1, of those that count."""
     rank: int
     """Whose failure was the first cause."""
     step: int
     """The step that it was in; -1 before the first."""
     cause: str
     """In one line."""
+    microbatch_sizes: tuple[int, int] | None = None
+    """Where memory ran out: samples that were computed at once, and those that are to be. It counts as no restart."""
+    go_back_to: int | None = None
+    """Samples seen up to where the run can be trusted, if it is to go on from there."""
 
 
 class Restarts:
@@ -44,7 +48,7 @@ class Restarts:
         self.refusal: str | None = None
         """Why the last failure was not answered with a restart, where there is more to say than the failure."""
         self._times: deque[float] = deque()
-        self._last: tuple[int, int, str] | None = None
+        self._last: tuple[int | None, int, str] | None = None
 
     def after(self, ends: Sequence[WorkerEnd], step_of: Callable[[int], int]) -> Restart | None:
         """Decide about ranks that ended, the first of them by a failure; None when they are to stay ended.
@@ -58,14 +62,21 @@ class Restarts:
         if self.policy.most == 0 or was_asked_to_stop:
             return None
         first = first_failure(list(ends))
-        if first is None or not (self.policy.after_any or _may_help(first, step_of)):
+        if first is None:
+            return None
+        if first.failure is not None and (size := first.failure.get("microbatch_size")):
+            return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
+        if not (self.policy.after_any or _may_help(first, step_of)):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
-        same, self._last = self._last == (first.rank, step, cause), (first.rank, step, cause)
+        go_back_to = None if first.failure is None else first.failure.get("go_back_to")
+        # what all ranks found out together, any of them may be the first to say
+        this = (None if go_back_to is not None else first.rank, step, cause)
+        same, self._last = self._last == this, this
         if same:
             self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
             return None
-        return self._granted(first.rank, step, cause)
+        return self._granted(first.rank, step, cause, go_back_to)
 
     def after_hang(self, hang: HangVerdict) -> Restart | None:
         """Decide about ranks that were ended because they hung. It may be the network's, and come again: that counts.
@@ -80,7 +91,7 @@ class Restarts:
         step = next(state.step for state in hang.states if state.rank == rank)
         return self._granted(rank, step, "the ranks were ended because they hung")
 
-    def _granted(self, rank: int, step: int, cause: str) -> Restart | None:
+    def _granted(self, rank: int, step: int, cause: str, go_back_to: int | None = None) -> Restart | None:
         now = time.monotonic()
         while self._times and now - self._times[0] > self.policy.window_seconds:
             self._times.popleft()
@@ -91,7 +102,18 @@ class Restarts:
             return None
         self._times.append(now)
         self.count += 1
-        return Restart(number=self.count, rank=rank, step=step, cause=cause)
+        return Restart(number=self.count, rank=rank, step=step, cause=cause, go_back_to=go_back_to)
+
+    def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
+        """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.
+
+        The first step is no exception: where memory runs out, it mostly does so there.
+        """
+        if size == 1:
+            return None
+        half = -(-size // 2)
+        cause = in_brief(end, num_ranks)
+        return Restart(number=self.count, rank=end.rank, step=step, cause=cause, microbatch_sizes=(size, half))
 
 
 def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
@@ -99,6 +121,6 @@ def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
     failure = end.failure
     if failure is None:
         return end.exit_code < 0
-    if failure["is_consequence"]:
+    if failure["is_consequence"] or failure.get("go_back_to") is not None:
         return True
     return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1

@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from dure.errors import EnvironmentLacks
 from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
-from dure.launch.restarts import Restarts
+from dure.launch.restarts import Restart, Restarts
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import Watchdog
@@ -87,6 +87,7 @@ def run_workers(launch: Launch) -> Outcome:
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
+                launch = as_decided(launch, restart, memory)
         except _StoppedBeforeStart:
             pass
         finally:
@@ -98,6 +99,17 @@ def run_workers(launch: Launch) -> Outcome:
             refusal=restarts.refusal,
             hang=hang,
         )
+
+
+def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
+    """Return what the next round is to be told."""
+    if restart.microbatch_sizes is not None:
+        launch = replace(launch, microbatch_size=restart.microbatch_sizes[1])
+    if restart.go_back_to is not None:
+        return replace(launch, trusted_samples=restart.go_back_to)
+    # a rank that has begun a step knows that all have forgotten what was not to be trusted
+    has_begun = any(memory.heartbeats.last(rank).step > 0 for rank in range(launch.num_processes))
+    return replace(launch, trusted_samples=None) if has_begun else launch
 
 
 def _run_round(

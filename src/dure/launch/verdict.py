@@ -156,7 +156,7 @@ def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     who = f"rank {failure['rank']}" if num_ranks > 1 else "the task"
     text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
     if failure["advice"]:
-        text += f": {failure['advice']}"
+        text = f"{text.removesuffix('.')}: {failure['advice']}"
     line = failure["user_line"]
     if line:
         text += f"\n  {line['file']}:{line['line']} in {line['function']}: {line['text']}"
@@ -179,6 +179,8 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     line = failure["user_line"]
     where = f" ({line['file']}:{line['line']})" if line else ""
     said = str(failure["message"]).partition("\n")[0]
+    if failure.get("go_back_to") is not None:
+        return said  # which names the rank, and not the one that tells it
     return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
 
 

@@ -59,6 +59,10 @@ class Launch:
     """Told of each hang, before anything is done about it."""
     on_restart: Callable[[Restart], None] | None = None
     """Told of each restart before it happens."""
+    microbatch_size: int | None = None
+    """What the ranks are told of it, in the place of what the job says."""
+    trusted_samples: int | None = None
+    """What the ranks are told of it."""
 
 
 @dataclass
@@ -214,6 +218,8 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
         is_supervised=True,
         report_fd=report_fd,
         round=round_number,
+        microbatch_size=launch.microbatch_size,
+        trusted_samples=launch.trusted_samples,
     )
 
 

@@ -101,6 +101,8 @@ class RunSummary:
     """Why the run ended early, when it did."""
     restarts: int = 0
     """How often all ranks were started again after one failed."""
+    microbatch_size: int | None = None
+    """Samples that a device computed at once in the end, where memory ran out with more."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""

@@ -134,6 +134,9 @@ def _facts(summary: RunSummary) -> Table:
     add_row(facts, "speed", f"{summary.samples_per_second:,.0f} samples/s")
     if summary.restarts:
         add_row(facts, "restarts", f"{summary.restarts}, after a rank had failed: see events.jsonl")
+    if summary.microbatch_size:
+        said = f"{summary.microbatch_size} samples at once on each device: memory ran out with more"
+        add_row(facts, "microbatch", f"{said} (--microbatch-size {summary.microbatch_size})")
     add_row(facts, "records", summary.run)
     return facts
 

@@ -47,6 +47,7 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
         not_preserved=[*start.get("not_preserved", []), *_lost(run.events())],
         message=message,
         restarts=sum(event["event"] == "restart" for event in run.events()),
+        microbatch_size=_halved_to(run.events()),
     )
 
 
@@ -71,6 +72,15 @@ def _lost(events: Iterable[dict[str, Any]]) -> list[str]:
     for share in shares:
         counts[share["rank"]] += len(share["samples"])
     return [f"rank {rank} was lost: {n} samples of its shares were not used" for rank, n in counts.items() if n]
+
+
+def _halved_to(events: Iterable[dict[str, Any]]) -> int | None:
+    """Return the microbatch that the last attempt came to; another attempt begins as it was asked to."""
+    size = None
+    for event in events:
+        if event["event"] in ("attempt", "microbatch_halved"):
+            size = event.get("to")
+    return size
 
 
 def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str, Any]]:

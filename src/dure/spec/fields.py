@@ -126,6 +126,14 @@ class RunSpec(BaseModel):
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="a loss that is NaN or infinite: end the run, or skip its step on all ranks"
     )
+    check_replicas_every: int | None = Field(
+        None,
+        ge=0,
+        description="steps from comparing replicas to the next time, 0: never (default: for 1 % of the time)",
+    )
+    on_divergence: Literal["stop", "heal"] = Field(
+        "stop", description="a replica that differs: end the run and name it, or go back to where all agreed"
+    )
     faults: Path | None = Field(None, description="TOML file of failures on purpose: which rank, which step, how")
     max_restarts: int = Field(3, ge=0, description="restarts of all ranks after one failed, within the window")
     restart_window_seconds: float = Field(600.0, gt=0, description="restarts longer ago do not count")
@@ -189,8 +197,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("checkpoint_every_minutes", "keep_checkpoints"),
     ),
     "After a failure": (
-        *("on_nonfinite", "max_restarts", "restart_window_seconds", "on_hang", "hang_after", "snapshot_every"),
-        "faults",
+        *("on_nonfinite", "check_replicas_every", "on_divergence", "max_restarts", "restart_window_seconds"),
+        *("on_hang", "hang_after", "snapshot_every", "faults"),
     ),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
 }

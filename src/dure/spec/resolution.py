@@ -349,6 +349,23 @@ _RULES = (
         is_broken=lambda spec: spec.backend == "nccl" and spec.device in ("cpu", "mps"),
         fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
     ),
+    _Rule(
+        fields=("on_divergence", "max_restarts"),
+        blame="on_divergence",
+        is_broken=lambda spec: spec.on_divergence == "heal" and spec.max_restarts == 0,
+        fault=lambda spec: (
+            "on_divergence is heal, which starts all ranks again where they agreed, but max_restarts is 0: raise it, or"
+            " choose stop"
+        ),
+    ),
+    _Rule(
+        fields=("on_divergence", "check_replicas_every"),
+        blame="on_divergence",
+        is_broken=lambda spec: spec.on_divergence == "heal" and spec.check_replicas_every == 0,
+        fault=lambda spec: (
+            "on_divergence is heal but check_replicas_every is 0, so nothing would be noticed: leave one of them out"
+        ),
+    ),
 )
 
 

@@ -53,6 +53,8 @@ class StrategyInfo:
 
 _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s own samples, rank 0's are kept"
 _COMPRESSION = "--compression: the gradient is approximated; see compression_error in the records"
+REPLICAS = ("check_replicas_every", "on_divergence")
+"""Settings of strategies under which ranks hold the same."""
 _DROPOUT = "dropout: other draws than on one device (augmentation is the same)"
 
 STRATEGIES: dict[str, StrategyInfo] = {
@@ -128,6 +130,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             default_for="many",
             settings=(
                 "on_nonfinite",
+                *REPLICAS,
                 "compile",
                 "sync_batchnorm",
                 "compression",
@@ -150,6 +153,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             memory="W + G + S + A(microbatch)",
             settings=(
                 "on_nonfinite",
+                *REPLICAS,
                 *("compile", "sync_batchnorm", "comm", "message_size", "delay_allreduce", "allreduce_always_fp32"),
                 *("gradient_average", "gradient_predivide_factor", "compression", "compression_fraction"),
             ),
@@ -168,7 +172,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="a model that fits one device; any parameter may be unused",
             sent_bytes="by the algorithm, as ring_ddp, but in as many messages as there are parameters",
             memory="W + G + S + A(microbatch)",
-            settings=("on_nonfinite", "compile", "sync_batchnorm", "comm"),
+            settings=("on_nonfinite", *REPLICAS, "compile", "sync_batchnorm", "comm"),
             right_when="to understand data parallelism, or to check another strategy against the simplest one",
             one_process=False,
         ),
@@ -188,6 +192,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             memory="W + G + S/P + A(microbatch); parts differ by at most the largest parameter's state",
             settings=(
                 "on_nonfinite",
+                *REPLICAS,
                 "compile",
                 "sync_batchnorm",
                 "compression",
@@ -221,6 +226,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             ),
             settings=(
                 "on_nonfinite",
+                *REPLICAS,
                 *("sync_batchnorm", "reshard_after_forward", "fsdp_units", "activation_checkpointing", "cpu_offload"),
             ),
             mesh_axes=("replica", "shard"),
@@ -273,7 +279,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "W + G + S of its own stages, the batch, and A(microbatch) of each microbatch on its way: at most P of "
                 "them with 1f1b, all of them with gpipe"
             ),
-            settings=("on_nonfinite", "cuts", "schedule", "stages_per_rank"),
+            settings=("on_nonfinite", *REPLICAS, "cuts", "schedule", "stages_per_rank"),
             mesh_axes=("data", "pipeline"),
             right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
             one_process=False,
@@ -383,7 +389,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "a worker: G per step; each of K servers: P W/K; all together: P (G + W) (of W and G what is trained)"
             ),
             memory="a worker: 2 W + 2 G + A(microbatch); each of K servers: (W + S + P G)/K",
-            settings=("servers", "transport", "sync", "staleness"),
+            settings=(*REPLICAS, "servers", "transport", "sync", "staleness"),
             outlives_ranks_without="sync",
             right_when="hosts without accelerators have memory and links to spare, or workers are of uneven speed",
             one_process=False,
@@ -412,6 +418,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             memory="(W + G + S)/T of what is divided + W + G + S of the rest + A(microbatch), divided inside regions",
             settings=(
                 "on_nonfinite",
+                *REPLICAS,
                 "tp_plan",
             ),
             mesh_axes=("data", "tensor"),

@@ -84,6 +84,10 @@ class BalancedDataParallel(LocalSums):
         """The device with the largest share must get no more than `microbatch_size`."""
         return max(1, int(microbatch_size / max(self.fractions)))
 
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """The device with the largest share of the microbatch."""
+        return max(shares(num_samples, len(self.devices), self.fractions))
+
     def evaluation_models(self) -> list[nn.Module]:
         """Return the replicas with device 0's parameters and buffers."""
         copy_state(self.model, self._replicas[1:])

@@ -19,6 +19,7 @@ from dure.strategies import StrategyInfo
 from dure.strategies.batches import Microbatch
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
+from dure.strategies.replica_state import ReplicaState
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -340,6 +341,10 @@ class Strategy(ABC):
         """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""
         return microbatch_size
 
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """Return how many samples of a microbatch of this process the device computes that gets most of it."""
+        return num_samples
+
     def default_microbatch_size(self) -> int | None:
         """Return the samples of one microbatch of this process when the user set no bound; None for a whole share."""
         return None
@@ -386,6 +391,13 @@ class Strategy(ABC):
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
         """Take it over; only a run resumed on as many ranks has one."""
 
+    def replica(self) -> ReplicaState | None:
+        """Return what this rank holds and other ranks hold too, bit by bit, between any two steps; None for nothing.
+
+        Whether there are others that hold it too is for whoever compares to find out.
+        """
+        return None
+
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""
 
@@ -402,6 +414,12 @@ class Strategy(ABC):
             and (not text.startswith("dropout") or has_dropout)
             and (not text.startswith("--compression") or self.options.compression is not None)
         ]
+
+    def changed_by_microbatches(self) -> list[str]:
+        """Return what of this model depends on how many samples a microbatch has: all else does not."""
+        kinds = {"BatchNorm's statistics": torchcompat.BatchNorm, "dropout's draws": torchcompat.Dropout}
+        modules = [m for m in self.model.modules() if not isinstance(m, torchcompat.Dropout) or m.p > 0]
+        return [what for what, kind in kinds.items() if any(isinstance(module, kind) for module in modules)]
 
     def close(self) -> None:
         """Let go of threads and engines."""

@@ -15,6 +15,7 @@ from dure.errors import UnusedParameters
 from dure.strategies.base import NO_REQUESTS, LossTerm, Requests, StepFacts, Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression
+from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward, wrap_ddp
 
@@ -205,6 +206,10 @@ class DDP(Strategy):
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""
         return self._count
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""

@@ -100,6 +100,10 @@ class DataParallel(LocalSums):
         """Every device gets its part of what the process gets."""
         return microbatch_size * len(self.devices)
 
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """The first device has as many as any."""
+        return -(-num_samples // len(self.devices))
+
     def evaluation_models(self) -> list[nn.Module]:
         """Return the replicas with device 0's parameters and buffers."""
         copy_state(self.model, self._replicas[1:])

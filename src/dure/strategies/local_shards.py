@@ -25,6 +25,7 @@ from dure.strategies.batches import map_tensors
 from dure.strategies.divisible import reason_not_to_cut
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.reduced_facts import ReducedFacts
+from dure.strategies.replica_state import ReplicaState, replica_state
 
 
 class LocalShards:
@@ -130,8 +131,13 @@ class ShardedStrategy(ReducedFacts):
     def distribute(self) -> None:
         """Give the optimiser local tensors; from here on `trainable` are these too."""
         super().distribute()
+        named = list(self.model.named_parameters())
+        frozen = [(name, _local(p).detach()) for name, p in named if not p.requires_grad]
         self.shards = LocalShards(self.trainable, self.optimizer)
         self.trainable = self.shards.parameters
+        names = [name for name, p in named if p.requires_grad]
+        self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
+        """This rank's part of every parameter."""
 
     def unscale_gradients(self) -> None:
         """Unscale, and let every rank skip the step in which any rank's gradient overflowed.
@@ -160,6 +166,10 @@ class ShardedStrategy(ReducedFacts):
         # float64: the square of a norm that float32 can hold may be one that it cannot
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
         return norm.to(self.device, self.facts_dtype).square()
+
+    def replica(self) -> ReplicaState:
+        """Ranks at the same place of their `shard_group` hold the same parts."""
+        return replica_state(f"shard {self.shard_group.rank}", self._own, self.optimizer)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's pieces under the model's own names."""

@@ -13,6 +13,7 @@ from dure.comm.choice import open_chosen
 from dure.strategies.base import Requests, StepFacts
 from dure.strategies.batches import Microbatch
 from dure.strategies.reduced_facts import ReducedFacts
+from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 
@@ -53,6 +54,10 @@ class NaiveDDP(ReducedFacts):
                 self._all_reduce.all_reduce(flat)
                 parameter.grad = flat.view_as(parameter)
         return self.reduced_facts()
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""

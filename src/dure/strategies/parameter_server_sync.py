@@ -15,6 +15,7 @@ from dure import torchcompat
 from dure.comm.groups import Group, ProcessGroup
 from dure.strategies.base import Requests, StepFacts
 from dure.strategies.parameter_server import Server, Worker
+from dure.strategies.replica_state import ReplicaState, replica_state
 
 _LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
 _NUM_FACTS = 5
@@ -66,6 +67,10 @@ class SyncWorker(Worker):
             return []
         self.precision.unscale(self.optimizer)
         return torchcompat.found_overflows(self.precision.scaler, self.optimizer)
+
+    def replica(self) -> ReplicaState:
+        """Every worker holds the weights that the servers sent, and those that are not trained."""
+        return replica_state("all weights", self.model.named_parameters())
 
     def optimizer_step(self) -> None:
         """Take over what the servers have stepped."""

@@ -32,6 +32,7 @@ from dure.strategies.pipeline_sweep import Sweeps
 from dure.strategies.pipeline_values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
+from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.section_plan import CURE, SectionPlan
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
@@ -332,6 +333,11 @@ class Pipeline(ReducedFacts):
     def evaluation_models(self) -> list[nn.Module]:
         """Return the pipeline as a model: a call runs through all stages, and every rank gets the output."""
         return [self._evaluated]
+
+    def replica(self) -> ReplicaState:
+        """Ranks with the same stages hold the same tensors."""
+        own = ((name, p) for name, p in self.model.named_parameters() if self.part.is_own(name))
+        return replica_state(f"stages of pipeline rank {self.stage_ranks.rank}", own, self.optimizer)
 
     def before_reading(self) -> None:
         """Make what several ranks have the same: buffers over replicas, what is in no block over stages."""

@@ -21,6 +21,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.base import Requests, StepFacts, StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression, open_compression
+from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.single import LocalSums
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
@@ -184,6 +185,10 @@ class RingDDP(LocalSums):
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""
         return self._count
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""

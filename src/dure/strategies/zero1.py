@@ -18,6 +18,7 @@ from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.ddp import DDP
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.replica_state import ReplicaState, replica_state
 
 
 class ZeRO1(DDP):
@@ -63,6 +64,10 @@ class ZeRO1(DDP):
         source.load_optimizer(self.model, self.part, is_part=True)
         for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds all weights, and state of the optimiser that no other has."""
+        return replica_state("all", self.model.named_parameters(), model=self.model)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the gradients' all-reduce sends, and this rank's part of the parameters to every other rank."""

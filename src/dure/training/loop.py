@@ -119,6 +119,7 @@ class TrainingLoop:
         requested: Callable[[], Requests],
         record_samples: bool,
         skips_nonfinite: bool = False,
+        begin_step: Callable[[int], None] | None = None,
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
@@ -138,22 +139,38 @@ class TrainingLoop:
         is_known_first = strategy.device.type == "cpu" or strategy.waits_for_facts or skips_nonfinite
         self.lag = 0 if is_known_first else 1
         """Steps between launching one and knowing its facts."""
+        self.begin_step = begin_step
+        """Told of each step before it is computed: what is planned to go wrong goes wrong here."""
         self._pending: deque[LaunchedStep] = deque()
+        self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
+        """Steps whose samples are asked for, the one under way in front."""
+        self._is_under_way = False
         self._last_end = self.clock.mark()
         self._data_seconds = 0.0
 
     def boundaries(self, samples_seen: int, total_samples: int, step: int) -> Iterator[Boundary]:
         """Train from a position, and stop between any two steps for the caller to act."""
-        planned: deque[tuple[GlobalBatch, RankShare]] = deque()
-        fetched = self.loader.batches(self._requests(samples_seen, total_samples, step, planned))
+        fetched = self.loader.batches(self._requests(samples_seen, total_samples, step))
         self.restart_clock()
+        self._is_under_way = True
         while (first := self._next_batch(fetched)) is not _END:
-            batch, share = planned.popleft()
+            batch, share = self._planned[0]
             step += 1
             self._pending.append(self._launch(step, batch, share, first, fetched))
             del first  # or its memory would be taken while the next batches are fetched
+            self._planned.popleft()
+            self._is_under_way = False
             outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
             yield Boundary(step, batch, outcomes)
+            self._is_under_way = True
+        self._is_under_way = False
+
+    def microbatch_under_way(self) -> int | None:
+        """Return the most samples that a device computes at once in the step under way; None between two steps."""
+        if not self._is_under_way or not self._planned or not self.strategy.takes_samples:
+            return None
+        _, share = self._planned[0]
+        return self.strategy.device_microbatch_size(max(*share.microbatches, 1))
 
     def drain(self) -> list[StepOutcome]:
         """Return the outcomes of all steps that were launched and not yet read."""
@@ -166,12 +183,10 @@ class TrainingLoop:
         """Begin the next step's wall time now: what came in between was no training."""
         self._last_end = self.clock.mark()
 
-    def _requests(
-        self, samples_seen: int, total_samples: int, step: int, planned: deque[tuple[GlobalBatch, RankShare]]
-    ) -> Iterator[FetchRequest]:
+    def _requests(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
         for number, batch in enumerate(self.order.batches(samples_seen, total_samples), step + 1):
             share = RankShare.of(batch, *self.strategy.share_at(number), self.microbatch_size)
-            planned.append((batch, share))
+            self._planned.append((batch, share))
             start = 0
             for size in share.microbatches:
                 yield FetchRequest(batch.epoch, share.indices[start : start + size] if size else share.stand_in)
@@ -193,6 +208,8 @@ class TrainingLoop:
     ) -> LaunchedStep:
         strategy, mark = self.strategy, self.clock.mark
         marks: list[Any] = [self._last_end, mark()]
+        if self.begin_step is not None:
+            self.begin_step(number)
         first_wait = self._data_seconds
         buffers, values = self._kept_buffers() if self.skips_nonfinite else ([], [])
         strategy.forward_backward(

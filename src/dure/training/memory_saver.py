@@ -21,7 +21,15 @@ from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import share_of
 from dure.training.session import Session
 from dure.training.session_state import Progression, captured, plain_state, rank_state, restore
-from dure.training.snapshot_memory import NUM_PLACES, ShareLayout, SnapshotWriter, newest_common, read_share
+from dure.training.snapshot_memory import (
+    MOST_PLACES,
+    NUM_PLACES,
+    ShareLayout,
+    SnapshotWriter,
+    forget_after,
+    newest_common,
+    read_share,
+)
 from dure.training.state_tree import encode
 from dure.units import format_bytes
 
@@ -45,6 +53,7 @@ class MemorySaver:
         descriptors: Sequence[int],
         every: int | None,
         warn: Callable[[str], None],
+        trusted_samples: Callable[[], int] | None = None,
     ) -> None:
         """Prepare to take snapshots; nothing is written yet.
 
@@ -54,7 +63,11 @@ class MemorySaver:
             descriptors: Of every rank, the memory that the supervisor keeps; empty: none are taken.
             every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
             warn: Receives a sentence if there can be none.
+            trusted_samples: Tells up to where the run is known to be right: the newest snapshot of there is kept. None:
+                nobody will ask for it.
         """
+        self._trusted_samples = trusted_samples
+        self._num_places = NUM_PLACES if trusted_samples is None else MOST_PLACES
         self._warn = warn
         self.session = session
         self.progression = progression
@@ -92,7 +105,7 @@ class MemorySaver:
         self._lay_out(rank_state(self.session))
         assert self._layout is not None
         said = self.session.group.all_gather_json([self._layout.num_bytes, psutil.virtual_memory().available])
-        needed, free = NUM_PLACES * sum(one[0] for one in said), min(one[1] for one in said)
+        needed, free = self._num_places * sum(one[0] for one in said), min(one[1] for one in said)
         if needed <= MOST_OF_MEMORY * free:
             return True
         self._descriptors = ()
@@ -123,7 +136,8 @@ class MemorySaver:
         settle()
         now, session = self.progression, self.session
         if self._writer is None:
-            self._writer = SnapshotWriter(self._descriptors[session.group.rank], self._went_on_from)
+            own_descriptor = self._descriptors[session.group.rank]
+            self._writer = SnapshotWriter(own_descriptor, self._went_on_from, self._num_places)
         own = rank_state(session)
         if not self._is_as_laid_out(own):
             own = self._lay_out(own)
@@ -134,7 +148,8 @@ class MemorySaver:
         position = Position(
             samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
         )
-        self._writer.write(self._layout, json.dumps(state, allow_nan=False).encode(), position)
+        trusted = None if self._trusted_samples is None else self._trusted_samples()
+        self._writer.write(self._layout, json.dumps(state, allow_nan=False).encode(), position, trusted)
         self._seconds.append(time.perf_counter() - begun)
 
     # what is the same from step to step
@@ -183,6 +198,11 @@ class MemorySaver:
         ]
 
     # taking one up
+
+    def forget_after(self, samples_seen: int) -> None:
+        """Forget this rank's snapshots of later positions; every rank does, before any goes on."""
+        if self._descriptors:
+            forget_after(self._descriptors[self.session.group.rank], samples_seen)
 
     def newest(self) -> Position | None:
         """Return where the newest snapshot stands that every rank has; the same on every rank."""

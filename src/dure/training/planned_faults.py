@@ -13,12 +13,13 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from dure.errors import SpecInvalid
 from dure.measure.sums import Sum
@@ -26,6 +27,7 @@ from dure.rundir import RunDir
 
 MOST_FAULTS = 1000
 EVENT = "fault"
+_SHOWN_NAMES = 8
 
 
 class Fault(BaseModel):
@@ -36,10 +38,16 @@ class Fault(BaseModel):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     """Goes wrong when this step begins; counted over the whole run, from 1."""
-    kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow"]
-    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step."""
+    kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow", "flip"]
+    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step, `flip` flips a bit."""
     seconds: float = Field(1.0, gt=0)
     """How long `slow` waits."""
+    tensor: str | None = None
+    """The parameter in which `flip` flips a bit; the rank's first one if none is named."""
+    element: int = Field(0, ge=0)
+    """Which of its elements, counted through all dimensions, the last one fastest."""
+    bit: int = Field(0, ge=0)
+    """Which bit of that element; 0 is the lowest of the mantissa."""
 
 
 class PlannedFailure(RuntimeError):
@@ -101,6 +109,35 @@ class PlannedFaults:
             if fault.rank == rank and (fault.rank, fault.step, fault.kind) not in happened
         }
         self._makes_nan = False
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the rank's parameters, for faults in them.
+
+        Raises:
+            SpecInvalid: A fault is planned in one that is not there, or has no such bit.
+        """
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        flips = [fault for fault in self._due.values() if fault.kind == "flip"]
+        wrong = [said for fault in flips if (said := self._fault_of(fault)) is not None]
+        if wrong:
+            raise SpecInvalid(wrong)
+
+    def _fault_of(self, fault: Fault) -> str | None:
+        where = f"fault flip at step {fault.step} of rank {fault.rank}"
+        tensor = self._flipped(fault)
+        if tensor is None:
+            there = ", ".join(list(self._tensors)[:_SHOWN_NAMES]) or "none"
+            return f"{where}: tensor is {fault.tensor} but the rank has no such parameter; it has {there}"
+        if fault.element >= tensor.numel() or fault.bit >= 8 * tensor.element_size():
+            size = f"{tensor.numel()} elements of {8 * tensor.element_size()} bits"
+            return f"{where}: element {fault.element}, bit {fault.bit} is not in its {size}"
+        return None
+
+    def _flipped(self, fault: Fault) -> Tensor | None:
+        if fault.tensor is None:
+            return next(iter(self._tensors.values()), None)
+        return self._tensors.get(fault.tensor)
 
     def begin_step(self, step: int) -> None:
         """Let happen what is planned for a step."""
@@ -109,6 +146,8 @@ class PlannedFaults:
         if fault is not None:
             self._run.append_event(EVENT, rank=fault.rank, step=step, kind=fault.kind)
             self._makes_nan = fault.kind == "nan"
+            if fault.kind == "flip" and (tensor := self._flipped(fault)) is not None:
+                flip(tensor, fault.element, fault.bit)
             _happen(fault)
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +160,15 @@ class PlannedFaults:
             return Sum(value.total * torch.nan, value.count) if isinstance(value, Sum) else value * torch.nan
 
         return planned
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """Flip a bit of a tensor in place, as a fault of memory does."""
+    with torch.no_grad():
+        place = tensor.reshape(-1)[element : element + 1].clone()
+        place.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # every machine that torch runs on has the lowest byte first
+        index = torch.unravel_index(torch.tensor(element), tensor.shape)
+        tensor[index] = place[0]
 
 
 def _happen(fault: Fault) -> None:

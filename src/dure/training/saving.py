@@ -89,9 +89,18 @@ class Saver:
             self._load(name)
         self._undo_records()
 
-    def go_on(self, memory: MemorySaver) -> None:
-        """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none."""
-        group, found = self.session.group, memory.newest()
+    def go_on(self, memory: MemorySaver, trusted_samples: int | None = None) -> None:
+        """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none.
+
+        Args:
+            memory: Where the snapshots are.
+            trusted_samples: None of a later position is to be taken up; checkpoints are written of trusted ones only.
+        """
+        group = self.session.group
+        if trusted_samples is not None:
+            memory.forget_after(trusted_samples)
+            group.barrier()
+        found = memory.newest()
         is_taken = found is not None and (not self.is_first or self._newest_samples() <= found.samples_seen)
         if not group.all_gather_json(is_taken)[0] or found is None:
             self.resume()
@@ -100,6 +109,11 @@ class Saver:
             self.store.remove_leftovers()
         memory.load(found)
         self._undo_records()
+
+    def newest_name(self) -> str | None:
+        """Return the name of the newest checkpoint, on the first rank."""
+        found = self.store.positions() if self.is_first else []
+        return found[0][0].name if found else None
 
     def _newest_samples(self) -> int:
         return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)

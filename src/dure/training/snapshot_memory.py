@@ -1,5 +1,7 @@
 """A rank's snapshots in memory that outlives it: two places, written by turns, so that one is always whole.
 
+A third place, where it is asked for, lets the newest one stay that is known to be right, however far others are ahead.
+
 The memory is an unnamed file that the supervisor holds. A rank puts there what it would write of a checkpoint, and
 marks it as whole afterwards; if it is killed in between, the other place still is. Ranks of a synchronous strategy are
 at most one step apart, so that of two places each one is of a step that all have.
@@ -25,6 +27,9 @@ from dure.training.snapshot import Position
 
 _ENTRY = struct.Struct("<10q")
 NUM_PLACES = 2
+"""Which is enough to go on from the newest."""
+MOST_PLACES = 3
+"""With the newest that is known to be right."""
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _PER_RANK = "per_rank"
@@ -89,37 +94,42 @@ class ShareLayout:
 class SnapshotWriter:
     """Writes a rank's snapshots."""
 
-    def __init__(self, descriptor: int, kept: Position | None = None) -> None:
+    def __init__(self, descriptor: int, kept: Position | None = None, num_places: int = NUM_PLACES) -> None:
         """Take over the memory of an earlier round.
 
         Args:
             descriptor: Of the memory.
             kept: The position from which this round goes on: its snapshot is written over last. Any other one is
                 forgotten: another rank may not have it.
+            num_places: Snapshots that there may be; the earlier rounds had as many.
         """
         self._descriptor = descriptor
         if os.fstat(descriptor).st_size < _HEADER_BYTES:
             os.ftruncate(descriptor, _HEADER_BYTES)
         self._map()
-        self._entries = [_entry(self._memory, place) for place in range(NUM_PLACES)]
-        self._next = 0
+        self._entries = [_entry(self._memory, place) for place in range(num_places)]
+        self._whole: dict[int, int] = {}
+        """Samples seen by the whole snapshots, by their places."""
         for place, entry in enumerate(self._entries):
             if entry.is_whole and entry.position == kept:
-                self._next = 1 - place
+                self._whole[place] = entry.samples_seen
             else:
                 self._mark(place, is_whole=0)
-        self._laid_out: list[ShareLayout | None] = [None] * NUM_PLACES
-        self._targets: list[list[Tensor]] = [[] for _ in range(NUM_PLACES)]
+        self._laid_out: list[ShareLayout | None] = [None] * num_places
+        self._targets: list[list[Tensor]] = [[] for _ in range(num_places)]
 
-    def write(self, layout: ShareLayout, state: bytes, position: Position) -> None:
+    def write(self, layout: ShareLayout, state: bytes, position: Position, trusted_samples: int | None = None) -> None:
         """Copy a share's tensors as they are now, over the older of the two snapshots.
 
         Args:
             layout: Of the share; passing the same object again is what makes this fast.
             state: What changes from step to step beside the tensors.
             position: Where in the run this is.
+            trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
         """
-        place, entry = self._next, self._entries[self._next]
+        place = self._place(trusted_samples)
+        entry = self._entries[place]
+        self._whole.pop(place, None)
         self._mark(place, is_whole=0)
         if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
             self._lay_out(place, layout, 2 * len(state))
@@ -140,7 +150,14 @@ class SnapshotWriter:
         )
         self._put(place)
         self._mark(place, is_whole=1)
-        self._next = 1 - place
+        self._whole[place] = position.samples_seen
+
+    def _place(self, trusted_samples: int | None) -> int:
+        """Choose what to write over: what is not whole, or the oldest that need not stay."""
+        by_age = sorted(range(len(self._entries)), key=lambda place: self._whole.get(place, -1))
+        trusted = [p for p in by_age if p in self._whole and self._whole[p] <= (trusted_samples or 0)]
+        kept = {*by_age[-1:], *trusted[-1:]}
+        return next((place for place in by_age if place not in kept), by_age[0])
 
     def _lay_out(self, place: int, layout: ShareLayout, state_bytes: int) -> None:
         state_begin = _aligned(len(layout.text))
@@ -195,7 +212,7 @@ def positions(descriptor: int) -> list[Position]:
     if os.fstat(descriptor).st_size < _HEADER_BYTES:
         return []
     with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
-        entries = [_entry(memory, place) for place in range(NUM_PLACES)]
+        entries = [_entry(memory, place) for place in range(MOST_PLACES)]
     return [entry.position for entry in entries if entry.is_whole]
 
 
@@ -205,10 +222,20 @@ def newest_common(descriptors: Sequence[int]) -> Position | None:
     return max(common, key=lambda position: position.samples_seen, default=None)
 
 
+def forget_after(descriptor: int, samples_seen: int) -> None:
+    """Forget a rank's snapshots of later positions, so that no round goes on from them."""
+    if os.fstat(descriptor).st_size < _HEADER_BYTES:
+        return
+    with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
+        for place in range(MOST_PLACES):
+            if _entry(memory, place).samples_seen > samples_seen:
+                struct.pack_into("<q", memory, place * _ENTRY.size, 0)
+
+
 def read_share(descriptor: int, position: Position) -> SavedShare:
     """Read a rank's share of a snapshot that `positions` has named."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    entry = next(e for e in (_entry(memory, place) for place in range(NUM_PLACES)) if e.position == position)
+    entry = next(e for e in (_entry(memory, place) for place in range(MOST_PLACES)) if e.position == position)
     layout = json.loads(memory[entry.begin : entry.begin + entry.layout_bytes])
 
     def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dure.data.randomness import kept_global_randomness
-from dure.errors import GroupShrank, LossNotFinite
+from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
@@ -17,6 +17,7 @@ from dure.training.evaluation import evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
+from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
 from dure.training.session import Session, check_sync_batchnorm
 from dure.training.session_state import Progression
@@ -35,22 +36,43 @@ class Conductor:
         run: RunDir,
         stop: StopSignals,
         current_step: Callable[[int], None],
-        current_phase: Callable[[str], None],
+        current_phase: Callable[[str], None] = lambda _: None,
+        begin_step: Callable[[int], None] | None = None,
     ) -> None:
+        """Prepare to conduct.
+
+        Args:
+            session: What is trained.
+            run: Where its records go.
+            stop: The signals that ask it to stop.
+            current_step: Told of each step that is done.
+            current_phase: Told, again and again, what kind of thing is done.
+            begin_step: Told of each step before it is computed.
+        """
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
         self.current_phase = current_phase
+        self.begin_step = begin_step
         self.is_restart = session.place.round > 0
         self.position = Progression()
         self.saver = Saver(session, run, self.position, self._event)
+        self.replicas = ReplicaCheck(session, self.position, self._event, self.saver.newest_name)
+        trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
-            session, self.position, session.place.snapshot_fds, session.spec.snapshot_every, self.saver.warn
+            session,
+            self.position,
+            session.place.snapshot_fds,
+            session.spec.snapshot_every,
+            self.saver.warn,
+            trusted_samples,
         )
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
+        self.microbatch_under_way: Callable[[], int | None] = lambda: None
+        """As the loop's; None while there is no loop."""
 
     @property
     def is_first(self) -> bool:
@@ -63,10 +85,13 @@ class Conductor:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
-            self.saver.go_on(self.memory)
-            self.current_step(self.position.step)
-            check_sync_batchnorm(session, self.position.samples_seen)
-            position = self.position
+            position, trusted = self.position, session.place.trusted_samples
+            self.saver.go_on(self.memory, trusted)
+            if trusted is not None:
+                self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
+            self.current_step(position.step)
+            check_sync_batchnorm(session, position.samples_seen)
+            self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(
@@ -92,10 +117,17 @@ class Conductor:
                 requested=self._requests,
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
+                begin_step=self.begin_step,
             )
+            self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
                 model.train()
-            return self._steps()
+            try:
+                return self._steps()
+            except LossNotFinite:
+                # a flipped bit may be why: if so, that is what there is to say
+                self.replicas.check(again=True)
+                raise
 
     def _steps(self) -> str:
         session, position = self.session, self.position
@@ -109,6 +141,8 @@ class Conductor:
                 self._save()
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
+            if self.replicas.is_due():
+                self._compare()
             self._act(boundary, before, requests)
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
@@ -117,6 +151,7 @@ class Conductor:
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
         self._save()
+        self.replicas.close()
         return "completed"
 
     def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
@@ -140,6 +175,13 @@ class Conductor:
         if is_save:
             self._save()
         self.loop.restart_clock()
+
+    def _compare(self) -> None:
+        try:
+            self.replicas.check()
+        except ReplicasDiverged:
+            self._settle()
+            raise
 
     def _settle(self) -> None:
         """Know every launched step before weights are read."""
@@ -187,6 +229,7 @@ class Conductor:
                 continue
 
     def _save(self) -> None:
+        self._compare()
         self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics))
         self.current_phase("training")
@@ -305,12 +348,13 @@ class Conductor:
             samples_seen=self.position.samples_seen,
             step=self.position.step,
             is_restart=self.is_restart,
-            not_preserved=strategy.not_preserved(),
+            not_preserved=strategy.not_preserved() + self._not_preserved_by_halving(),
         )
         if not self.is_first:
             return
         if self.is_restart:
-            self.progress.say(f"going on after step {self.position.step}")
+            step = self.position.step
+            self.progress.say(f"going on after step {step}" if step else "beginning again with the first step")
             return
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(
@@ -327,6 +371,13 @@ class Conductor:
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)
+
+    def _not_preserved_by_halving(self) -> list[str]:
+        size = self.session.place.microbatch_size
+        if size is None:
+            return []
+        why = f"of microbatches of at most {size}, made smaller when memory ran out"
+        return [f"{what}: {why}" for what in self.session.strategy.changed_by_microbatches()]
 
     def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
         self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))

@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
 from dure.failure import describe_failure, is_peer_lost, told_undisturbed
@@ -20,6 +22,7 @@ from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
+from dure.strategies.base import Strategy
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
@@ -44,6 +47,8 @@ class Worker:
         self.step: int | None = None
         self.heartbeats = _heartbeats(place)
         self.faults: PlannedFaults | None = None
+        self.microbatch_size: int | None = None
+        """Samples that a device computed at once in the step that failed."""
         self.group: Group | None = None
 
     def main(self) -> int:
@@ -61,7 +66,7 @@ class Worker:
         return code
 
     def _work(self, stop: StopSignals) -> int:
-        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
         if spec.faults is not None and self.job["kind"] == "train":
             faults = read_faults(spec.faults, self.group.world_size)
@@ -69,6 +74,8 @@ class Worker:
         around_loss = None if self.faults is None else self.faults.around
         session = open_session(spec, self.place, self.group, devices, around_loss)
         self.group = session.group
+        if self.faults is not None:
+            self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
         if self.job["kind"] == "train":
             is_interrupted = self._train(session, stop)
@@ -81,11 +88,22 @@ class Worker:
         self.group.close()
         return stop_exit_code(stop.received or 0) if is_interrupted else 0
 
+    def _spec(self) -> RunSpec:
+        """Return what the user asked for, with microbatches as small as memory has turned out to need."""
+        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        smaller = self.place.microbatch_size
+        return spec if smaller is None else spec.model_copy(update={"microbatch_size": smaller})
+
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
-        conductor = Conductor(session, self.run, stop, self._note_step, self._note_phase)
+        begin_step = None if self.faults is None else self.faults.begin_step
+        conductor = Conductor(session, self.run, stop, self._note_step, self._note_phase, begin_step)
         stop.defer()
-        status = conductor.train()
+        try:
+            status = conductor.train()
+        except BaseException:
+            self.microbatch_size = conductor.microbatch_under_way()
+            raise
         if session.group.rank == 0 and status == "completed":
             self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
         return status == "interrupted"
@@ -122,8 +140,6 @@ class Worker:
     def _note_step(self, step: int) -> None:
         self.step = step
         self._note_phase("training")
-        if self.faults is not None:
-            self.faults.begin_step(step + 1)
 
     def _note_phase(self, phase: str) -> None:
         if self.heartbeats is not None and self.step is not None:
@@ -135,7 +151,7 @@ class Worker:
         if stop.received is not None and is_peer_lost(error):
             return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
-        failure = describe_failure(error, rank, self.step)
+        failure = describe_failure(error, rank, self.step, self.microbatch_size)
         if self.place.report_fd is not None:
             os.pwrite(self.place.report_fd, json.dumps(failure).encode(), 0)
         with suppress(DureError):  # a full disk is told through the descriptor
@@ -152,6 +168,14 @@ class Worker:
         if self.group is not None and not self.place.is_supervised:
             gc.collect()
             self.group.abandon()
+
+
+def _own_parameters(strategy: Strategy) -> dict[str, Tensor]:
+    """Return what this rank has of the parameters."""
+    replica = strategy.replica()
+    if replica is not None:
+        return {name: replica.tensors[name] for name, _ in strategy.model.named_parameters() if name in replica.tensors}
+    return {name: parameter.detach() for name, parameter in strategy.model.named_parameters()}
 
 
 def _heartbeats(place: Place) -> Heartbeats | None:

@@ -35,7 +35,7 @@ from dure.measure.records import RunSummary
 from dure.rank import Place, RankInfo
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
-from dure.spec import ResolvedSpec, RunSpec, resolve
+from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.training.best import Best
@@ -149,6 +149,8 @@ def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dic
     from dure.training.checkpoint import CheckpointStore, export_weights
 
     opened = RunDir.open(Path(run))
+    if Path(file).suffix != ".safetensors":
+        raise Misuse(f"{file} would not be what its name says: weights are written as .safetensors, so name it so")
     warnings: list[str] = []
     store = CheckpointStore(opened.checkpoints, 1, warnings.append)
     path = store.best() if which == "best" else store.newest_valid()
@@ -206,15 +208,14 @@ def _with_all_options(resolved: ResolvedSpec, cls: type[Task]) -> ResolvedSpec:
 
 
 def _task_named_elsewhere(config: Path | None) -> str | None:
-    """Look for the task in the environment and the TOML file; their faults are `resolve`'s to report."""
-    import tomllib
+    """Look for the task in the environment and the TOML file.
 
+    Raises:
+        SpecInvalid: The file cannot be read.
+    """
     if "DURE_TASK" in os.environ:
         return os.environ["DURE_TASK"]
-    try:
-        named = tomllib.loads(config.read_text()).get("task") if config is not None else None
-    except (OSError, ValueError):
-        return None
+    named = None if config is None else read_toml(config).get("task")
     return named if isinstance(named, str) else None
 
 

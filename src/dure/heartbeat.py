@@ -11,7 +11,7 @@ _LINE_BYTES = 64
 """One cache line for each rank, so that none waits for another's."""
 
 
-PHASES = ("starting", "training", "evaluating", "saving")
+PHASES = ("starting", "training", "evaluating", "saving", "leaving")
 """What a rank may be at. In a phase it has told of more than once, it is known how long it may be silent."""
 
 

@@ -49,7 +49,7 @@ def test_runs_when_divided_otherwise_then_they_are_the_same_up_to_rounding(runs,
     assert main([*words, "--tolerance", "1e-12"]) == 0
     assert "nproc: 1 | 2" in capsys.readouterr().out
     found = compare(runs / "one", runs / "two")
-    one, two = (load_file(runs / name / "weights") for name in exported(runs, "one", "two"))
+    one, two = (load_file(runs / name / "weights.safetensors") for name in exported(runs, "one", "two"))
     largest = max((one[name] - two[name]).abs().max().item() for name in one)
     assert found.weights[-1].largest <= largest < 1e-12
     assert all(weights.relative < 1e-12 for weights in found.weights)
@@ -58,7 +58,7 @@ def test_runs_when_divided_otherwise_then_they_are_the_same_up_to_rounding(runs,
 
 def exported(runs, *names):
     for name in names:
-        dure.export(runs / name, runs / name / "weights")
+        dure.export(runs / name, runs / name / "weights.safetensors")
     return names
 
 

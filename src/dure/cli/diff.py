@@ -41,7 +41,8 @@ def diff(
     else:
         print("\n".join(_told(found, tolerance)))
     if parted is not None:
-        raise RunsDiffer(f"the runs part: {parted}")
+        hint = "" if tolerance else " (what differs by rounding alone is let pass by --tolerance 1e-6)"
+        raise RunsDiffer(f"the runs part: {parted}{hint}")
 
 
 def _told(found: "Difference", tolerance: float) -> Iterator[str]:

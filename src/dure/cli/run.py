@@ -1,7 +1,7 @@
 """`dure run`: any script on many ranks, as torchrun runs it."""
 
+import inspect
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,10 +24,14 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
     own += tokens[position : position + 1]
     arguments = tokens[position + 1 :]
 
-    @wraps(run)
     def command(*args: Any, **settings: Any) -> None:
         run(*args, **settings, arguments=tuple(arguments))
 
+    parameters = inspect.signature(run).parameters.values()
+    command.__doc__ = run.__doc__
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter for parameter in parameters if parameter.name != "arguments"]
+    )
     return own, command
 
 
@@ -65,7 +69,7 @@ def run(
     ] = False,
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
-    arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
+    arguments: tuple[str, ...] = (),
 ) -> None:
     """Run any PyTorch script on many ranks, unchanged: torchrun's variables are set.
 

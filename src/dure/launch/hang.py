@@ -80,7 +80,7 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
     for group in _alike(places):
         first = group[0]
         in_step = f", in step {first.state.step}" if first.state.step > 0 and first.state.exit_code is None else ""
-        lines.append(f"  {_ranks(group)} {first.what}{_at(first.line)}{in_step}")
+        lines.append(f"  {_ranks(group)} {_said(group)}{_at(first.line)}{in_step}")
         text = _source(first.line)
         if text:
             lines.append(f"    {text}")
@@ -122,6 +122,8 @@ def _where(state: RankState) -> Where:
 def _doing(state: RankState) -> str:
     busy = state.busy_fraction >= _BUSY_FRACTION
     inner = state.main[0] if state.main else None
+    if state.phase == "leaving":
+        return "has come to its end and is leaving"
     if state.collectives is None and busy:
         return "is in native code that lets no other thread run (it holds Python's lock)"
     if any(_LOADER_FILE in frame.file for frame in state.main):
@@ -130,6 +132,8 @@ def _doing(state: RankState) -> str:
         return "waits for another process of its own"
     if busy:
         return _COMPUTES
+    if state.collectives is None:
+        return "waits in native code and holds Python's lock meanwhile"
     return "is idle"
 
 
@@ -154,16 +158,20 @@ def _blame(places: Sequence[Where]) -> tuple[list[int], str]:
     elsewhere = [place for place in places if not place.is_waiting]
     stopped = [place for place in places if place.state.is_stopped]
     if stopped:
-        return _ranks_of(stopped), f"{_ranks(stopped)} {stopped[0].what}{_waited_for(waiting)}"
+        return _ranks_of(stopped), f"{_ranks(stopped)} {_said(stopped)}{_waited_for(waiting)}"
     left = [place for place in elsewhere if place.state.exit_code is not None]
     if waiting and left and len(left) == len(elsewhere):
-        return _ranks_of(left), f"{_ranks(left)} {left[0].what}{_waited_for(waiting)}"
+        return _ranks_of(left), f"{_ranks(left)} {_said(left)}{_waited_for(waiting)}"
     if waiting and elsewhere:
         there = [place for place in elsewhere if place not in left] or elsewhere
-        return _ranks_of(there), f"{_ranks(there)} {there[0].what}{_at(there[0].line)}{_waited_for(waiting)}"
+        return _ranks_of(there), f"{_ranks(there)} {_said(there)}{_at(there[0].line)}{_waited_for(waiting)}"
     if waiting:
         return _disagreement(waiting)
-    return [], f"{_ranks(places)} {places[0].what}{_at(places[0].line)}" if places else "there is no rank"
+    here = [place for place in places if place not in left]
+    alike = next(iter(_alike(here)), [])
+    if len(here) > len(alike) > 0:
+        return [], "no rank waits for another, and none gets on"
+    return [], f"{_ranks(alike)} {_said(alike)}{_at(alike[0].line)}" if alike else "there is no rank"
 
 
 def _disagreement(waiting: Sequence[Where]) -> tuple[list[int], str]:
@@ -209,6 +217,14 @@ def _ranks(places: Sequence[Where]) -> str:
     numbers = _ranks_of(places)
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+
+
+def _said(places: Sequence[Where]) -> str:
+    """Say what ranks are at, in the singular or the plural."""
+    verb, space, rest = places[0].what.partition(" ")
+    if len(places) > 1:
+        verb = {"is": "are", "was": "were", "has": "have"}.get(verb, verb.removesuffix("s"))
+    return f"{verb}{space}{rest}"
 
 
 def _ranks_of(places: Sequence[Where]) -> list[int]:

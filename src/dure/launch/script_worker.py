@@ -18,6 +18,9 @@ from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
 from dure.rank import Place
 
+_kept: list[object] = []
+"""What the script leaves behind: a process group that goes while the interpreter is alive joins its threads with
+Python's lock held, which gloo's want too (5 of 11 plain DDP scripts hung so)."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
@@ -45,7 +48,9 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     try:
         code = _run(job, place)
     except BaseException as error:
+        _kept.append(error)
         code = _fail_once(error, place, step[0])
+    _note_end(place, step[0])
     return _leave_in_order(code)
 
 
@@ -99,6 +104,11 @@ def _tell_of_steps(place: Place) -> list[int]:
     return count
 
 
+def _note_end(place: Place, step: int) -> None:
+    if place.heartbeat_fd is not None:
+        Heartbeats(place.heartbeat_fd, place.rank.world_size).beat(place.rank.rank, step, "leaving")
+
+
 def _run(job: Mapping[str, Any], place: Place) -> int:
     arguments = [*job["arguments"]]
     said = job["local_rank_argument"]
@@ -111,11 +121,12 @@ def _run(job: Mapping[str, Any], place: Place) -> int:
     try:
         if job["is_module"]:
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(job["script"], run_name="__main__", alter_sys=True)
+            _kept.append(runpy.run_module(job["script"], run_name="__main__", alter_sys=True))
         else:
             sys.path.insert(0, str(Path(job["script"]).resolve().parent))
-            runpy.run_path(job["script"], run_name="__main__")
+            _kept.append(runpy.run_path(job["script"], run_name="__main__"))
     except SystemExit as leave:
+        _kept.append(leave)
         if leave.code is None or isinstance(leave.code, int):
             return leave.code or 0
         print(leave.code, file=sys.stderr)

@@ -53,6 +53,8 @@ class Watchdog:
         self._seen: dict[int, Beat] = {}
         self._known: dict[str, deque[float]] = {}
         """By phase: how long one beat took to follow another."""
+        self._beats: dict[str, int] = {}
+        """By phase: how many of them are known."""
         self.last_threshold = UNKNOWN_SECONDS
         self._tell_at = 0.0
         """Silence below this has been told already."""
@@ -92,13 +94,18 @@ class Watchdog:
         if self.hang_after is not None:
             return self.hang_after
         known = self._known.get(phase, ())
-        if len(known) < _FEWEST_KNOWN:
+        if self._beats.get(phase, 0) < _FEWEST_KNOWN:
             return UNKNOWN_SECONDS
         return max(LEAST_SECONDS, TIMES_MEDIAN * statistics.median(known), TIMES_LONGEST * max(known))
 
     def _learn(self, rank: int, beat: Beat) -> None:
         before = self._seen.get(rank)
         self._seen[rank] = beat
-        if before is not None and beat.phase == before.phase and beat.count > before.count:
+        if before is None:
+            return
+        number = beat.count - before.count
+        # where a phase began between two looks, some of the time was the one before's: too long rather than too short
+        if number > 0 and (beat.phase == before.phase or number > _FEWEST_KNOWN):
             known = self._known.setdefault(beat.phase, deque(maxlen=_MOST_KNOWN))
-            known.append((beat.time - before.time) / (beat.count - before.count))
+            known.append((beat.time - before.time) / number)
+            self._beats[beat.phase] = self._beats.get(beat.phase, 0) + number

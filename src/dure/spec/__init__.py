@@ -14,7 +14,7 @@ from dure.spec.fields import (
     same_task,
 )
 from dure.spec.names import nearest_first, unknown_name
-from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, resolve
+from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, read_toml, resolve
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -30,6 +30,7 @@ __all__ = [
     "flag_name",
     "kinds",
     "nearest_first",
+    "read_toml",
     "requirement",
     "resolve",
     "same_task",

@@ -27,7 +27,9 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int) -> dict[
             raise ValueError(f"mesh is {text!r} but must name axes and sizes, such as {_example(axes, num_devices)}")
         name, size = match[1], int(match[2])
         if name not in axes:
-            raise ValueError(f"mesh names the axis {name}, which this strategy does not have: it knows {_listed(axes)}")
+            raise ValueError(
+                f"mesh names the axis {name}, which this strategy does not have: it knows {_listed(axes)}; choose another --strategy or axis"
+            )
         if name in named:
             raise ValueError(f"mesh names the axis {name} twice: give each axis once")
         named[name] = size

@@ -169,14 +169,26 @@ def _config_source(config: Path | None, faults: list[str]) -> _Source:
         return _Source(values={}, say=str)
     values: dict[str, Any] = {}
     try:
-        values = tomllib.loads(Path(config).read_bytes().decode())
-    except tomllib.TOMLDecodeError as error:
-        faults.append(f"{config} is not valid TOML: {error}")
-    except UnicodeDecodeError as error:
-        faults.append(f"{config} is not UTF-8 text (byte {error.start}): TOML files are")
-    except OSError as error:
-        faults.append(f"--config {config} cannot be read: {error.strerror}")
+        values = read_toml(config)
+    except SpecInvalid as error:
+        faults += error.faults
     return _Source(values=values, say=lambda name: str(config))
+
+
+def read_toml(config: Path) -> dict[str, Any]:
+    """Read a file of settings as it stands.
+
+    Raises:
+        SpecInvalid: It cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(Path(config).read_bytes().decode())
+    except tomllib.TOMLDecodeError as error:
+        raise SpecInvalid([f"{config} is not valid TOML: {error}"]) from None
+    except UnicodeDecodeError as error:
+        raise SpecInvalid([f"{config} is not UTF-8 text (byte {error.start}): TOML files are"]) from None
+    except OSError as error:
+        raise SpecInvalid([f"--config {config} cannot be read: {error.strerror}"]) from None
 
 
 # --- bringing them together
@@ -272,7 +284,7 @@ def _strategy_faults(
         many = next(name for name, row in strategies.items() if row.default_for == "many")
         faults.append(
             f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
-            f" choose {many}, or leave nproc at 1"
+            f" choose {many}, or say --nproc 1"
         )
     if spec.mesh is not None and not bad & {"mesh", "nproc"}:
         try:

@@ -48,7 +48,7 @@ def load_task_class(reference: str) -> type[Task]:
                 f"there is no module {error.name} to import {class_name} from: write file.py:{class_name}, or start "
                 "where the package can be imported"
             ) from None
-        raise TaskInvalid(f"{where} does not import:\n{traceback_in_user_code(error)}") from error
+        raise TaskInvalid(f"{where} does not import{_cure(error, where)}:\n{traceback_in_user_code(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [
@@ -178,6 +178,16 @@ def plain_options(task: Task) -> dict[str, Any]:
             continue
         plain[field.name] = value
     return plain
+
+
+def _cure(error: BaseException, where: str) -> str:
+    """Say what to do about what many meet."""
+    if isinstance(error, ValueError) and "mutable default" in str(error):
+        return " (write `name: kind = dataclasses.field(default_factory=...)` for such an option)"
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
+        module = where.removesuffix(".py").strip("./").replace("/", ".")
+        return f" (a file inside a package: write {module}:Class, from the folder that holds the package)"
+    return ""
 
 
 def _is_task(value: object) -> bool:

@@ -198,6 +198,11 @@ def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
                 f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: "
                 "return a torch.optim.Optimizer"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TaskInvalid(
+                f"{type(task).__name__}.build_optimizer returned LBFGS, which evaluates the loss several times in a "
+                "step: use one that takes a step from gradients, such as AdamW or SGD"
+            )
         return optimizer
 
     return build

@@ -36,7 +36,7 @@ def test_batchnorm_without_sync_differs_and_says_so(tmp_path):
     task = Normalised(num_samples=45)
     one = weights_of(train_case(tmp_path, task, **STEPS))
     summary = dure.train(task, strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", quiet=True, **STEPS)
-    dure.export(summary.run, tmp_path / "weights")
+    dure.export(summary.run, tmp_path / "weights.safetensors")
     assert any("BatchNorm" in text for text in summary.not_preserved)
     synchronised = dure.train(
         task, strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", quiet=True, sync_batchnorm=True, **STEPS

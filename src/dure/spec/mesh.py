@@ -28,8 +28,8 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int) -> dict[
         name, size = match[1], int(match[2])
         if name not in axes:
             raise ValueError(
-                f"mesh names the axis {name}, which this strategy does not have: it knows {_listed(axes)}; choose another "
-                "axis or --strategy"
+                f"mesh names the axis {name}, which this strategy does not have: it knows {_listed(axes)}; choose "
+                "another axis or --strategy"
             )
         if name in named:
             raise ValueError(f"mesh names the axis {name} twice: give each axis once")

@@ -6,7 +6,7 @@
 `stall`: one process holds model and AdamW; in each round `torch.save` (twice, the second as the A/A copy) and dure's
 save have their turns in a random order, and the next turn begins when dure's thread is done. dure's is timed from
 outside: everything between two steps that a checkpoint adds. It is to be at most 0.15 of `torch.save`'s time. The
-first save of a run is shown apart, because its memory is new.
+first save of a run is shown apart: its memory is new, and was touched by a thread some steps before.
 
 `runs`: the same run without checkpoints between its ends, with them written while training waits, and with them
 written beside it: what the thread takes from the steps it runs beside is in this, and not in the stall.
@@ -61,7 +61,7 @@ def main() -> None:
 
 def stall(folder: Path, megabytes: int, num_rounds: int) -> dict[str, Any]:
     """Return seconds of each turn, by name."""
-    spec = RunSpec(task=f"{HERE / 'stacked.py'}:Stacked", task_options={"megabytes": megabytes}, device="cpu")
+    spec = RunSpec(task=f"{HERE / 'stacked.py'}:Stacked", task_options={"megabytes": megabytes}, device="cpu", epochs=9)
     place = Place(threads=torch.get_num_threads(), is_supervised=False)
     session = open_session(spec, place, *open_rank_group(spec, place))
     strategy = session.strategy
@@ -82,6 +82,8 @@ def stall(folder: Path, megabytes: int, num_rounds: int) -> dict[str, Any]:
         saver.save(None)
 
     turns: dict[str, Callable[[], None]] = {"torch.save": by_torch, "torch.save again": by_torch, "dure": by_dure}
+    saver.prepare()
+    time.sleep(1.0)  # as long as a few steps
     first = _seconds(by_dure)
     saver.settle()
     seconds: dict[str, list[float]] = {name: [] for name in turns}

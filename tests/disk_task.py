@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from faulty_task import Faulty  # beside this file
 from torch import nn
 
 from dure.training import checkpoint_share
-from tests.faulty_task import Faulty
 
 
 class OnBadDisk(Faulty):

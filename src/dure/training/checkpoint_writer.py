@@ -63,7 +63,6 @@ class CheckpointWriter:
         self._needed = 0
         self._directory: Path | None = None
         self._begun_at = time.monotonic()
-        self._made: Path | None = None
         self._lock: int | None = None
 
     def begin(self, copies: HostCopies | None = None) -> None:
@@ -185,7 +184,7 @@ class CheckpointWriter:
         assert self._directory is not None
         self._directory.mkdir(exist_ok=True)
         if self.rank == 0:
-            self._made, self._lock = self._directory, lock_writing_directory(self._directory)
+            self._lock = lock_writing_directory(self._directory)
 
     def write(self, between: Callable[[], None]) -> dict[str, Any]:
         """Write this rank's files, and return their sizes and hashes as plain JSON values.
@@ -245,14 +244,15 @@ class CheckpointWriter:
         return str(self._saying(lambda: self._commit(files, metrics, is_best)))
 
     def _commit(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> str:
-        assert self._made is not None
+        directory = self._directory
+        assert directory is not None
         for rank in range(1, self.world_size):
-            (self._made / _word_name(rank)).unlink(missing_ok=True)
-        write_new_file(self._made / MANIFEST_NAME, [seal(self._manifest(files, metrics, is_best))])
-        sync_directory(self._made)
+            (directory / _word_name(rank)).unlink(missing_ok=True)
+        write_new_file(directory / MANIFEST_NAME, [seal(self._manifest(files, metrics, is_best))])
+        sync_directory(directory)
         final = free_name(self.root, self.position)
-        self._made.rename(self.root / final)
-        self._made = None
+        directory.rename(self.root / final)
+        self._directory = None
         sync_directory(self.root)
         return final
 
@@ -281,11 +281,11 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Leave nothing half-written behind; after a rename there is nothing to leave."""
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+        if self._directory is not None and self.rank == 0:
+            shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-        self._made = self._lock = self._share = None
+        self._directory = self._lock = self._share = None
 
 
 def word_of(error: Exception) -> dict[str, Any]:

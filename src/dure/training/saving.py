@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import psutil
 
@@ -22,6 +23,10 @@ from dure.training.session import Session
 from dure.training.session_state import Progression, captured, restore
 from dure.training.snapshot import Position
 from dure.training.stop import StoppedAtOnce
+
+
+def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
+    return {name: asdict(metric) for name, metric in metrics.items()} if metrics else None
 
 
 class Saver:
@@ -70,7 +75,9 @@ class Saver:
             is_last: Return only when it is on the disk, and let a full disk be an error.
         """
         now, strategy, group = self.progression, self.session.strategy, self.session.group
-        if now.samples_seen == self.last_samples and not is_last:
+        # one that all were waiting for when a rank was lost is begun again
+        is_beside = self.pending is None or self.pending.is_copied
+        if now.samples_seen == self.last_samples and not is_last and is_beside:
             return
         self.settle()
         if now.samples_seen == self.last_samples:
@@ -78,7 +85,7 @@ class Saver:
         started = time.perf_counter()
         strategy.before_reading()
         is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
-        is_evaluated = metrics is not None and now.evaluated_samples == now.samples_seen
+        is_evaluated = now.evaluated_samples == now.samples_seen
         self.last_step, self.last_time = now.step, time.monotonic()
         try:
             pending = self.store.begin(
@@ -89,9 +96,7 @@ class Saver:
                     epoch=now.samples_seen // self.session.order.epoch_samples,
                 ),
                 group,
-                metrics={name: asdict(metric) for name, metric in metrics.items()}
-                if metrics and is_evaluated
-                else None,
+                metrics=_plain(metrics) if is_evaluated else None,
                 is_best=is_best,
                 copies=None if is_last else self.copies,
                 on_saved=partial(self._say_saved, step=now.step, samples_seen=now.samples_seen, is_best=is_best),

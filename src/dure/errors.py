@@ -11,6 +11,7 @@ DureError                     exit code 1
 │   └── UnusedParameters          parameters that got no gradient under DDP
 ├── EnvironmentLacks          3   a device, a library, an operating-system ability
 ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
+├── CheckpointNotWritten      1   the system refused to write one, for another reason than room
 ├── LossNotFinite             1   rank, step and sample indices
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
 ├── ReplicasDiverged          1   ranks that held the same hold something else: which, where, since when
@@ -79,6 +80,10 @@ class EnvironmentLacks(DureError):
 
 class CheckpointDamaged(DureError):
     """A checkpoint that is not, byte for byte, what was written."""
+
+
+class CheckpointNotWritten(DureError):
+    """A checkpoint that the system refused to write although there was room; those before it are untouched."""
 
 
 class LossNotFinite(DureError):

@@ -2,18 +2,19 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dure.comm.groups import Solo
-from dure.errors import CheckpointDamaged, CheckpointMismatch, DiskFull, DureError, PeerLost
+from dure.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten, DiskFull, DureError, PeerLost
 from dure.training import checkpoint_writer
 from dure.training.checkpoint import Checkpoint, Snapshot, verify
 from dure.training.checkpoint_share import Share
@@ -152,7 +153,9 @@ def test_leftovers_when_their_process_is_dead_are_removed_and_a_live_save_is_not
     dead = tmp_path / f".writing-samples-000000000016-{os.getpid()}"
     shutil.copytree(path, dead)
     shutil.copytree(path, tmp_path / ".trash-samples-000000000004")
-    live, lock = checkpoint_writer.make_writing_directory(tmp_path, at(24))
+    live = tmp_path / ".writing-samples-000000000024-live"
+    live.mkdir()
+    lock = checkpoint_writer.lock_writing_directory(live)
     assert store.newest_valid() == path
     store.remove_leftovers()
     os.close(lock)
@@ -245,24 +248,27 @@ class _Plenty:
 def test_disk_full_on_one_rank_when_found_while_writing_is_raised_on_all(tmp_path, monkeypatch):
     answers = _save_with_failing_rank(tmp_path, monkeypatch, DiskFull("writing rank1 found no space left"))
     assert [type(answer) for answer in answers] == [DiskFull] * 3
-    assert {str(answer) for answer in answers} == {"writing rank1 found no space left"}
+    (said,) = {str(answer) for answer in answers}
+    assert re.fullmatch(r"a checkpoint needs 1\.0 MiB, and writing rank1 found no space left", said)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_error_on_one_rank_when_it_writes_is_its_own_there_and_named_on_the_others(tmp_path, monkeypatch):
     answers = _save_with_failing_rank(tmp_path, monkeypatch, PermissionError("no"))
-    assert [type(answer) for answer in answers] == [PeerLost, PermissionError, PeerLost]
-    assert str(answers[0]) == "rank 1 could not write its part of the checkpoint at 8 samples: no"
+    assert [type(answer) for answer in answers] == [PeerLost, CheckpointNotWritten, PeerLost]
+    said = f"the checkpoint at 8 samples could not be written to {tmp_path}: no; those before it are untouched: "
+    assert str(answers[1]).startswith(said)
+    assert str(answers[0]).startswith(f"rank 1 could not write its part of the checkpoint at 8 samples: {said}")
     assert list(tmp_path.iterdir()) == []
 
 
 def _save_with_failing_rank(root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[DureError]:
     write = Share.write
 
-    def failing(self: Share, directory: Path) -> object:
+    def failing(self: Share, directory: Path, between: Callable[[], None]) -> object:
         if self.rank == 1:
             raise error
-        return write(self, directory)
+        return write(self, directory, between)
 
     monkeypatch.setattr(Share, "write", failing)
     store, _ = new_store(root)

@@ -25,7 +25,9 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
     start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "training"), {})
     rows = [_row(event) for event in events if event["event"] == "evaluated"]
     seconds["evaluation"] = sum(event["seconds"] for event in events if event["event"] == "evaluated")
-    seconds["checkpoint"] = sum(event["seconds"] for event in events if event["event"] == "checkpoint")
+    saves = [event for event in events if event["event"] == "checkpoint"]
+    # of a run of an older dure there are seconds, all of them a stall
+    seconds["checkpoint"] = sum(event.get("stall_seconds", event.get("seconds", 0.0)) for event in saves)
     return RunSummary(
         run=str(run.path),
         status=status,

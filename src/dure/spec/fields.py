@@ -122,6 +122,9 @@ class RunSpec(BaseModel):
     )
     checkpoint_every_samples: int | None = Field(None, gt=0, description="beside the end of each epoch")
     checkpoint_every_minutes: float | None = Field(None, gt=0, description="beside the end of each epoch")
+    checkpoint_async: bool = Field(
+        True, description="write checkpoints while training goes on, from a copy of the state in host memory"
+    )
     keep_checkpoints: int = Field(2, gt=0, description="newest checkpoints to keep, beside the best")
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="a loss that is NaN or infinite: end the run, or skip its step on all ranks"
@@ -194,7 +197,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Evaluation and checkpoints": (
         *("eval_every_epochs", "eval_batch_size", "best_metric", "best_mode", "checkpoint_every_samples"),
-        *("checkpoint_every_minutes", "keep_checkpoints"),
+        *("checkpoint_every_minutes", "checkpoint_async", "keep_checkpoints"),
     ),
     "After a failure": (
         *("on_nonfinite", "check_replicas_every", "on_divergence", "max_restarts", "restart_window_seconds"),

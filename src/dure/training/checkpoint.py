@@ -14,22 +14,24 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dure.comm.groups import Group
-from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
+from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError, PeerLost
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_reader import Checkpoint, export_weights, verify
 from dure.training.checkpoint_writer import NAME, WRITING, CheckpointWriter, is_being_written
 from dure.training.durable_files import open_regular, replace_file, sync_directory
+from dure.training.host_copies import HostCopies
 from dure.training.manifest import Manifest, read_manifest
+from dure.training.pending_save import PendingSave, SavedCheckpoint
 from dure.training.snapshot import Position, Snapshot
 
 __all__ = [
     "Checkpoint",
     "CheckpointStore",
+    "PendingSave",
     "Piece",
     "Position",
     "SavedCheckpoint",
@@ -41,19 +43,8 @@ __all__ = [
 TRASH = ".trash-"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
-    """A checkpoint that is on the disk."""
-
-    path: Path
-    num_bytes: int
-    """Of all files of all ranks, the manifest not counted."""
-    seconds: float
-    """From the call of `save` to its end."""
-
-
 class CheckpointStore:
-    """The folder of one run's checkpoints. Only `save` is collective; the rest is for any one rank."""
+    """The folder of one run's checkpoints. Only `begin` and `save` are collective; the rest is for any one rank."""
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], None]) -> None:
         """Name the folder; nothing is read or written yet.
@@ -68,12 +59,20 @@ class CheckpointStore:
         self._warn = warn
         self._damaged: set[str] = set()
 
-    def save(
-        self, snapshot: Snapshot, position: Position, group: Group, metrics: Any = None, is_best: bool = False
-    ) -> SavedCheckpoint:
-        """Save a checkpoint; when this returns, on any rank, it is on the disk and will be found.
+    def begin(
+        self,
+        snapshot: Snapshot,
+        position: Position,
+        group: Group,
+        metrics: Any = None,
+        is_best: bool = False,
+        copies: HostCopies | None = None,
+        on_saved: Callable[[SavedCheckpoint], None] | None = None,
+        started: float | None = None,
+    ) -> PendingSave:
+        """Begin a checkpoint: all that ranks must do together, and the copy. Writing it is left to the caller.
 
-        All ranks succeed or all raise. Then older checkpoints that need not be kept are removed.
+        All ranks succeed or all raise.
 
         Args:
             snapshot: What to save; it says what each rank has to give.
@@ -81,21 +80,48 @@ class CheckpointStore:
             group: The ranks that save. They share a file system.
             metrics: Plain values for the manifest: the evaluation at this position.
             is_best: Whether this is the best so far; it is then kept until a better one is saved.
+            copies: Where the copy goes, so that training may go on at once; none is made without it, nor where it
+                would take too much of the memory: `PendingSave.is_copied` says.
+            on_saved: Called on rank 0 when the checkpoint is on the disk.
+            started: `perf_counter` when training was first held up for it; now by default.
 
         Communication:
-            Four blocking `all_gather_json` over `group`: about 200 bytes per rank and file, and with sharded tensors
-            about 100 bytes per piece.
+            Two blocking `all_gather_json` over `group`: about 200 bytes per rank, and with sharded tensors about 100
+            bytes per piece.
 
         Raises:
-            DiskFull: The room is too little or ended while writing; on every rank, with nothing half-written left.
+            DiskFull: The room is too little; on every rank, with nothing left behind.
+            CheckpointNotWritten: This rank could not make the directory.
             TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
-            PeerLost: Another rank could not write its part.
+            PeerLost: Another rank could not do its part.
         """
-        started = time.perf_counter()
-        path, num_bytes = CheckpointWriter(self.root, snapshot, position, group).run(metrics, is_best)
-        if group.rank == 0:
-            self._after_commit(path, is_best)
-        return SavedCheckpoint(path=path, num_bytes=num_bytes, seconds=time.perf_counter() - started)
+        started = time.perf_counter() if started is None else started
+        writer = CheckpointWriter(self.root, snapshot, position, group)
+        writer.begin(copies)
+
+        def after_commit(saved: SavedCheckpoint) -> None:
+            self._after_commit(saved.path, is_best)
+            if on_saved is not None:
+                on_saved(saved)
+
+        return PendingSave(writer, metrics, is_best, after_commit, started)
+
+    def save(
+        self, snapshot: Snapshot, position: Position, group: Group, metrics: Any = None, is_best: bool = False
+    ) -> SavedCheckpoint:
+        """Save a checkpoint and wait for it; when this returns, on any rank, it is on the disk and will be found.
+
+        Then older checkpoints that need not be kept are removed. The arguments and errors are those of `begin`, and:
+
+        Raises:
+            DiskFull: The room ended while writing; on every rank, with nothing half-written left.
+        """
+        pending = self.begin(snapshot, position, group, metrics, is_best)
+        pending.write()
+        saved = pending.settle(group)
+        if saved is None:
+            raise PeerLost(f"a rank was lost with its part of the checkpoint at {position.samples_seen} samples")
+        return saved
 
     def _after_commit(self, path: Path, is_best: bool) -> None:
         """Point to the new checkpoint and remove old ones. It is safe already: what fails here is only told."""

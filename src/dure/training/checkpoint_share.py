@@ -1,7 +1,7 @@
 """What one rank writes of a checkpoint: which tensors in which file, and how many bytes that takes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,18 @@ from torch import Tensor
 
 from dure.errors import TaskInvalid
 from dure.strategies.pieces import Piece, as_piece, whole
-from dure.training.durable_files import write_new_file
+from dure.training.durable_files import Buffer, write_new_file
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
-from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
+from dure.training.safetensors_file import DTYPE_NAMES, check_dtype, file_buffers, lay_out
 from dure.training.snapshot import Snapshot
 from dure.training.state_tree import encode
 
 PARTS = ("model", "optimizer")
 STATE_NAME = "state.json"
+_HEADER_BYTES = 256
+"""Of a file's header for each tensor, beside its names and shape, and for all of them."""
+TURN_BYTES = 4 * 2**20
+"""Of a file, hashed and written before the next."""
 
 PieceTable = dict[str, dict[str, Any]]
 """Of each part the pieces that a rank has, by name: dtype, whole shape, offsets, sizes. Plain JSON values."""
@@ -75,12 +79,32 @@ class Share:
         written = {name: tensors for name, tensors in files.items() if tensors or self.rank == 0}
         return {**written, rank_file_name(self.rank): dict(self.per_rank)}
 
-    def num_bytes(self) -> int:
-        """Count the bytes of this rank's files exactly."""
-        return len(self.state) + sum(lay_out(*_split(tensors)).num_bytes for tensors in self.files().values())
+    def check_dtypes(self) -> None:
+        """Refuse what no file can hold before anything is written.
 
-    def write(self, directory: Path) -> dict[str, FileEntry]:
+        Raises:
+            TypeError: A tensor has a dtype that safetensors does not know.
+        """
+        for tensors in self.files().values():
+            for name, value in tensors.items():
+                check_dtype(name, value.tensor if isinstance(value, Piece) else value)
+
+    def most_bytes(self) -> int:
+        """Return what this rank's files take at most; training waits, so they are not laid out for it."""
+        total = len(self.state)
+        for tensors in self.files().values():
+            total += _HEADER_BYTES
+            for name, value in tensors.items():
+                tensor = value.tensor if isinstance(value, Piece) else value
+                total += tensor.nbytes + 2 * len(name.encode()) + _HEADER_BYTES + 16 * tensor.dim()
+        return total
+
+    def write(self, directory: Path, between: Callable[[], None]) -> dict[str, FileEntry]:
         """Write this rank's files, each forced to the disk, and return their sizes and hashes.
+
+        Args:
+            directory: Where to.
+            between: Called after every few megabytes; what it raises ends the writing.
 
         Raises:
             DiskFull: There is no room.
@@ -88,7 +112,8 @@ class Share:
         written = {}
         for name, mixed in self.files().items():
             tensors, offsets = _split(mixed)
-            size, digest = write_new_file(directory / name, file_buffers(tensors, lay_out(tensors, offsets)))
+            buffers = _in_turns(file_buffers(tensors, lay_out(tensors, offsets)), between)
+            size, digest = write_new_file(directory / name, buffers)
             written[name] = FileEntry(num_bytes=size, sha256=digest)
         if self.rank == 0:
             size, digest = write_new_file(directory / STATE_NAME, [self.state])
@@ -123,6 +148,15 @@ def _whole_entry(tensor: Tensor, file: str) -> TensorEntry:
 def _split(mixed: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
     tensors = {name: value.tensor if isinstance(value, Piece) else value for name, value in mixed.items()}
     return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, Piece)}
+
+
+def _in_turns(buffers: Iterable[Buffer], between: Callable[[], None]) -> Iterator[Buffer]:
+    """Cut buffers, so that what was hashed is still near when it is written, and a thread can be stopped."""
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for begin in range(0, len(view), TURN_BYTES):
+            yield view[begin : begin + TURN_BYTES]
+            between()
 
 
 def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
@@ -167,7 +201,7 @@ def share_of(snapshot: Snapshot, rank: int) -> Share:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
         share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases)
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
-        share.num_bytes()  # refuses dtypes before anything is written
+        share.check_dtypes()
     except TypeError as error:
         raise TaskInvalid(
             f"this run cannot be checkpointed: {error}; nothing is pickled, so a model's and an optimiser's state may"

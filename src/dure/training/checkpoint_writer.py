@@ -1,23 +1,28 @@
 """One save in progress: the temporary directory, every rank's files, the manifest last, and the rename."""
 
 import fcntl
+import json
 import os
 import platform
 import re
+import secrets
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from dure.comm.groups import Group
-from dure.errors import DiskFull, PeerLost
+from dure.errors import CheckpointNotWritten, DiskFull, PeerLost
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
-from dure.training.durable_files import raise_if_full, sync_directory, write_new_file
-from dure.training.manifest import MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
+from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
+from dure.training.host_copies import HostCopies
+from dure.training.manifest import MANIFEST_MAX_BYTES, MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
 from dure.training.snapshot import Position, Snapshot
 from dure.training.state_tree import encode
 from dure.units import format_bytes
@@ -28,135 +33,238 @@ WRITING = ".writing-"
 MARGIN_BYTES = 2**20
 """What the directory and a few lines of records may need beside the files."""
 MANIFEST_BYTES_PER_TENSOR = 512
+_LOCK_PATIENCE_SECONDS = 2.0
+"""Within which rank 0 has locked the directory, if it lives."""
+MOST_OF_MEMORY = 0.5
+"""Of the host's free memory that the copies of all ranks may take."""
 
 
 class CheckpointWriter:
     """What one rank does for one checkpoint. Rank 0 makes the directory, writes the manifest and renames.
 
-    Each method is one phase, run on every rank and followed by an exchange of its answers, which are plain JSON
-    values: no rank begins a phase before the one before has succeeded everywhere.
+    `begin` is for all ranks together; a failure of one is a failure of all. What comes after it exchanges nothing, so
+    that a thread beside the training may do it.
     """
 
     def __init__(self, root: Path, snapshot: Snapshot, position: Position, group: Group) -> None:
         """Prepare to save `snapshot` under `root`; nothing is done yet."""
-        self._root = root
+        self.root = root
+        self.position = position
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.is_copied = False
+        """Whether what is written is a copy, and the tensors themselves may change."""
+        self.copied_bytes = self.free_bytes = 0
+        """What all ranks' copies would take beyond what they have already, and the memory that is free."""
         self._snapshot = snapshot
-        self._position = position
         self._group = group
         self._share: Share | None = None
         self._pieces: list[PieceTable] = []
         self._needed = 0
         self._directory: Path | None = None
+        self._begun_at = time.monotonic()
         self._lock: int | None = None
 
-    def run(self, metrics: Any, is_best: bool) -> tuple[Path, int]:
-        """Go through all phases and return the checkpoint's path and its bytes.
+    def begin(self, copies: HostCopies | None = None) -> None:
+        """Agree on who writes what, make the directory when there is room, and copy the tensors if asked to.
+
+        Args:
+            copies: Takes the copy, unless memory is short: `is_copied` says which.
+
+        Communication: two gathered JSON messages, about 200 bytes per rank and, with sharded tensors, 100 per piece.
 
         Raises:
-            DiskFull: On every rank, when any of them lacks the room.
+            DiskFull: On every rank, when there is no room.
+            CheckpointNotWritten: On a rank that could not do its part.
             PeerLost: Another rank could not do its part.
         """
         try:
-            shares = self._agree("prepare", self._describe)
-            self._adopt(shares)
-            name = self._agree("begin", self._begin)[0]
-            files = self._agree("write", lambda: self._write(name))
-            final = self._agree("finish", lambda: self._commit(files, metrics, is_best))[0]
-        finally:
-            self._abandon()
-        return self._root / final, sum(entry["num_bytes"] for answer in files for entry in answer.values())
+            self._adopt(self._agree("prepare", lambda: self._describe(copies)))
+            name = self._agree("begin", self._name_directory)[0]
+            self._directory = self.root / name
+            if copies is not None and self.copied_bytes <= MOST_OF_MEMORY * self.free_bytes:
+                assert self._share is not None
+                self._share, self.is_copied = copies.of(self._share), True
+        except BaseException:
+            self.abandon()
+            raise
+        # what is in it lives longer than this save where it is another one's
+        self._snapshot = Snapshot()
 
     def _agree(self, phase: str, action: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of a phase and exchange the answers; a failure anywhere is an error everywhere."""
         mine: Exception | None = None
         try:
-            answer = {"answer": self._naming_full_disks(action)}
+            answer = {"answer": self._saying(action)}
         except Exception as error:
             mine = error
-            answer = {"error": f"{error}" or type(error).__name__, "is_full": isinstance(error, DiskFull)}
+            answer = word_of(error)
         answers = self._group.all_gather_json(answer)
         if mine is not None:
             raise mine
+        self.raise_what_others_said(answers, phase)
+        return [other["answer"] for other in answers]
+
+    def raise_what_others_said(self, answers: Sequence[Mapping[str, Any]], phase: str) -> None:
+        """Raise what went wrong on another rank, if anything did.
+
+        Raises:
+            DiskFull: It found no room.
+            PeerLost: Anything else.
+        """
         for rank, other in enumerate(answers):
             if other.get("is_full"):
                 raise DiskFull(other["error"])
             if "error" in other:
                 raise PeerLost(
                     f"rank {rank} could not {phase} its part of the checkpoint"
-                    f" at {self._position.samples_seen} samples: {other['error']}"
+                    f" at {self.position.samples_seen} samples: {other['error']}"
                 )
-        return [other["answer"] for other in answers]
 
-    def _naming_full_disks(self, action: Callable[[], Any]) -> Any:
+    def _saying(self, action: Callable[[], Any]) -> Any:
+        """Turn what the system says into a sentence, with the bytes needed where there were too few."""
+        place = self.root / base_name(self.position)
         try:
-            return action()
-        except OSError as error:
-            raise_if_full(error, self._root / base_name(self._position))
-            raise
+            try:
+                return action()
+            except OSError as error:
+                raise_if_full(error, place)
+                what = f"{error.strerror or error}{f' ({Path(error.filename).name})' if error.filename else ''}"
+                raise CheckpointNotWritten(
+                    f"the checkpoint at {self.position.samples_seen} samples could not be written to {self.root}:"
+                    f" {what}; those before it are untouched: mend the disk and go on with `dure train --resume`"
+                ) from error
+        except DiskFull as error:
+            if not self._needed or FULL_WORDS not in str(error):
+                raise
+            raise DiskFull(f"a checkpoint needs {format_bytes(self._needed)}, and {error}") from error
 
-    def _describe(self) -> Any:
-        self._share = share_of(self._snapshot, self._group.rank)
+    def _describe(self, copies: HostCopies | None) -> Any:
+        self._share = share_of(self._snapshot, self.rank)
         tensors = sum(len(part) for part in self._share.parts.values())
-        needed = self._share.num_bytes() + tensors * MANIFEST_BYTES_PER_TENSOR
+        needed = self._share.most_bytes() + tensors * MANIFEST_BYTES_PER_TENSOR
         described = {"pieces": self._share.pieces(), "num_bytes": needed, "aliases": self._share.aliases}
+        if copies is not None:
+            missing = copies.missing_bytes(self._share)
+            described |= {"copied": missing, "free": psutil.virtual_memory().available if missing else None}
         return {**described, "state": self._share.state.decode()} if self._snapshot.is_spread else described
 
     def _adopt(self, shares: list[Any]) -> None:
         assert self._share is not None
         self._pieces = without_copies([share["pieces"] for share in shares])
-        self._share.keep_only(self._pieces[self._group.rank])
-        if self._snapshot.is_spread and self._group.rank == 0:
+        self._share.keep_only(self._pieces[self.rank])
+        if self._snapshot.is_spread and self.rank == 0:
             self._share.state = merged_state([share["state"].encode() for share in shares])
             for share in shares:
                 self._share.aliases = {**share["aliases"], **self._share.aliases}
         self._needed = sum(share["num_bytes"] for share in shares) + MARGIN_BYTES
+        self.copied_bytes = sum(share.get("copied", 0) for share in shares)
+        free = [share["free"] for share in shares if share.get("free") is not None]
+        self.free_bytes = min(free, default=0)
 
-    def _begin(self) -> str | None:
-        """Make the directory, on rank 0, when there is room for all that will be in it."""
-        if self._group.rank:
+    def _name_directory(self) -> str | None:
+        """Choose the directory's name, on rank 0, when there is room for all that will be in it.
+
+        It is not made here: while a disk is busy with what was written before, that alone may take longer than a step.
+        """
+        if self.rank:
             return None
-        self._root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._root).free
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
         if free < self._needed:
             raise DiskFull(
-                f"a checkpoint needs {format_bytes(self._needed)} but {format_bytes(free)} is free in {self._root}:"
+                f"a checkpoint needs {format_bytes(self._needed)} but {format_bytes(free)} is free in {self.root}:"
                 " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir;"
                 " the checkpoints before it are untouched"
             )
-        self._directory, self._lock = make_writing_directory(self._root, self._position)
-        return self._directory.name
+        return f"{WRITING}{base_name(self.position)}-{secrets.token_hex(8)}"
 
-    def _write(self, name: str) -> Any:
-        assert self._share is not None
-        return {file: entry.model_dump() for file, entry in self._share.write(self._root / name).items()}
+    def _make_directory(self) -> None:
+        """Make the directory, on whatever rank comes first, and lock it on rank 0."""
+        assert self._directory is not None
+        self._directory.mkdir(exist_ok=True)
+        if self.rank == 0:
+            self._lock = lock_writing_directory(self._directory)
 
-    def _commit(self, files: list[Any], metrics: Any, is_best: bool) -> str | None:
-        """Write the manifest and make the checkpoint visible, on rank 0.
+    def write(self, between: Callable[[], None]) -> dict[str, Any]:
+        """Write this rank's files, and return their sizes and hashes as plain JSON values.
+
+        Args:
+            between: Called after every few megabytes; what it raises ends the writing.
+
+        Raises:
+            DiskFull: There is no room.
+            CheckpointNotWritten: The system refuses.
+        """
+        share, directory = self._share, self._directory
+        assert share is not None
+        assert directory is not None
+
+        def write() -> dict[str, FileEntry]:
+            self._make_directory()
+            return share.write(directory, between)
+
+        written = self._saying(write)
+        return {file: entry.model_dump() for file, entry in written.items()}
+
+    def leave_word(self, word: Mapping[str, Any]) -> None:
+        """Tell rank 0, by a file in the directory, how this rank's part has ended."""
+        assert self._directory is not None
+        new = self._directory / f"{_word_name(self.rank)}.writing"
+        with suppress(OSError):  # rank 0 hears of it when all meet
+            new.write_text(json.dumps(word))
+            new.rename(self._directory / _word_name(self.rank))
+
+    def words(self) -> list[Any] | None:
+        """Return what the other ranks left, in the order of ranks, or None as long as one is missing.
+
+        A rank that failed is not waited for: with its word alone the others are none.
+        """
+        assert self._directory is not None
+        found = []
+        for rank in range(1, self.world_size):
+            path = self._directory / _word_name(rank)
+            if path.exists():
+                with open(open_regular(path, at_most=MANIFEST_MAX_BYTES), "rb") as file:
+                    found.append(json.loads(file.read()))
+        is_settled = len(found) == self.world_size - 1 or any("error" in word for word in found)
+        return found if is_settled else None
+
+    def commit(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> str:
+        """Write the manifest and make the checkpoint visible, on rank 0; return its name.
 
         The order is the whole protection: files and manifest are on the disk before the name is, and the name is
         before anybody is told of it.
+
+        Args:
+            files: What `write` returned, of every rank.
+            metrics: For the manifest.
+            is_best: For the manifest.
         """
-        if self._group.rank:
-            return None
-        assert self._directory is not None
-        manifest = self._manifest(files, metrics, is_best)
-        write_new_file(self._directory / MANIFEST_NAME, [seal(manifest)])
-        sync_directory(self._directory)
-        final = free_name(self._root, self._position)
-        self._directory.rename(self._root / final)
+        return str(self._saying(lambda: self._commit(files, metrics, is_best)))
+
+    def _commit(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> str:
+        directory = self._directory
+        assert directory is not None
+        for rank in range(1, self.world_size):
+            (directory / _word_name(rank)).unlink(missing_ok=True)
+        write_new_file(directory / MANIFEST_NAME, [seal(self._manifest(files, metrics, is_best))])
+        sync_directory(directory)
+        final = free_name(self.root, self.position)
+        directory.rename(self.root / final)
         self._directory = None
-        sync_directory(self._root)
+        sync_directory(self.root)
         return final
 
-    def _manifest(self, files: list[Any], metrics: Any, is_best: bool) -> Manifest:
+    def _manifest(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> Manifest:
         assert self._share is not None
         entries = {part: self._share.entries(part, self._pieces) for part in PARTS}
-        position = self._position
+        position = self.position
         return Manifest(
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             written_with={"torch": str(torch.__version__), "python": platform.python_version()},
             position=PositionEntry(samples_seen=position.samples_seen, step=position.step, epoch=position.epoch),
-            world_size=self._group.world_size,
+            world_size=self.world_size,
             is_best=is_best,
             metrics=encode(metrics, "metrics"),
             model=entries["model"],
@@ -165,29 +273,39 @@ class CheckpointWriter:
             files={name: FileEntry(**entry) for answer in files for name, entry in answer.items()},
         )
 
-    def _abandon(self) -> None:
+    def is_still_written(self) -> bool:
+        """Whether rank 0 is still at it, as the others can tell from the directory."""
+        if self._directory is None or not self._directory.exists():
+            return False
+        return time.monotonic() - self._begun_at < _LOCK_PATIENCE_SECONDS or is_being_written(self._directory)
+
+    def abandon(self) -> None:
         """Leave nothing half-written behind; after a rename there is nothing to leave."""
-        if self._directory is not None:
+        if self._directory is not None and self.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-        self._directory = self._lock = None
+        self._directory = self._lock = self._share = None
 
 
-def make_writing_directory(root: Path, position: Position) -> tuple[Path, int]:
-    """Make the temporary directory of a save, locked as long as the returned descriptor is open.
+def word_of(error: Exception) -> dict[str, Any]:
+    """Return a failure as what the other ranks are told of it."""
+    return {"error": f"{error}" or type(error).__name__, "is_full": isinstance(error, DiskFull)}
+
+
+def _word_name(rank: int) -> str:
+    return f".rank{rank:05d}.json"
+
+
+def lock_writing_directory(directory: Path) -> int:
+    """Lock the temporary directory of a save, as long as the returned descriptor is open.
 
     The lock ends with the process, whatever ends it: so a leftover is told from a save in progress without trusting
     process ids, which are used again and mean nothing in another container.
     """
-    for attempt in range(1000):
-        directory = root / f"{WRITING}{base_name(position)}-{os.getpid()}{f'.{attempt}' if attempt else ''}"
-        with suppress(FileExistsError):
-            directory.mkdir()
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            return directory, descriptor
-    raise FileExistsError(f"a thousand leftovers of {WRITING}{base_name(position)} in {root}: remove them")
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def is_being_written(directory: Path) -> bool:

@@ -13,6 +13,9 @@ from dure.units import format_bytes
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
+FULL_WORDS = "found no space left"
+"""In every sentence about a disk that turned out to be full while a file was written."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -69,7 +72,7 @@ def raise_if_full(error: OSError, path: Path) -> None:
     if error.errno in NO_SPACE_ERRNOS:
         free = format_bytes(shutil.disk_usage(path.parent).free)
         raise DiskFull(
-            f"writing {path.name} found no space left in {path.parent} ({free} free): free some, or put the run"
+            f"writing {path.name} {FULL_WORDS} in {path.parent} ({free} free): free some, or put the run"
             " elsewhere with --runs-dir; the checkpoints before it are untouched"
         ) from error
 

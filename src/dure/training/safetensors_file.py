@@ -64,8 +64,7 @@ def lay_out(tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] 
         TypeError: A tensor has a dtype that safetensors does not know.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"tensor {name} has dtype {tensor.dtype}, which safetensors files cannot hold")
+        check_dtype(name, tensor)
     order = tuple(sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)))
     header: dict[str, Any] = {"__metadata__": _metadata(tensors, offsets or {})}
     end = 0
@@ -81,6 +80,16 @@ def lay_out(tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] 
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(PREFIX_BYTES, "little")
     return FileLayout(header=prefix + text, order=order, num_bytes=PREFIX_BYTES + len(text) + end)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that no file can hold.
+
+    Raises:
+        TypeError: Names it.
+    """
+    if tensor.dtype not in DTYPE_NAMES:
+        raise TypeError(f"tensor {name} has dtype {tensor.dtype}, which safetensors files cannot hold")
 
 
 def _metadata(tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -5,19 +5,36 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
+import psutil
+
+from dure.errors import DiskFull, GroupShrank
 from dure.measure.records import Metric
 from dure.rundir import RunDir
-from dure.training.checkpoint import Checkpoint, CheckpointStore
+from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
+from dure.training.checkpoint_share import share_of
+from dure.training.checkpoint_writer import MOST_OF_MEMORY
+from dure.training.host_copies import HostCopies
 from dure.training.memory_saver import MemorySaver
 from dure.training.seeds import seed_rank
 from dure.training.session import Session
 from dure.training.session_state import Progression, captured, restore
 from dure.training.snapshot import Position
+from dure.training.stop import StoppedAtOnce
+
+
+def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
+    return {name: asdict(metric) for name, metric in metrics.items()} if metrics else None
 
 
 class Saver:
-    """Saves and restores a session together with its progression."""
+    """Saves and restores a session together with its progression.
+
+    One checkpoint at a time is on its way to the disk while training goes on. The next one waits for it, so does the
+    end of the run; the last one is written straight from the tensors, because nothing changes them any more.
+    """
 
     def __init__(self, session: Session, run: RunDir, progression: Progression, event: Callable[..., None]) -> None:
         self.session = session
@@ -30,49 +47,164 @@ class Saver:
         self.last_time = time.monotonic()
         self.last_step = -1
         self.last_samples = -1
+        self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
+        self.pending: PendingSave | None = None
+        self._is_full_told = False
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all; another may after the first was lost."""
         return self.session.group.rank == 0
 
-    def is_due_by_time(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint; only the first's is asked, so that clocks need not agree."""
-        if self.interval_seconds is None or not self.is_first:
+    def is_asking(self) -> bool:
+        """Whether this rank asks all to save, or to hear that the save under way has failed.
+
+        Only the first's clock is asked, so that clocks need not agree.
+        """
+        if self.pending is not None and self.pending.has_failed:
+            return True
+        if self.interval_seconds is None or not self.is_first or (self.pending is not None and self.pending.is_busy):
             return False
         return time.monotonic() - self.last_time >= self.interval_seconds
 
-    def save(self, metrics: Mapping[str, Metric] | None) -> None:
+    def save(self, metrics: Mapping[str, Metric] | None, *, is_last: bool = False) -> None:
         """Save a checkpoint, unless this very position is saved already.
 
         Args:
             metrics: Of the last evaluation; they are kept if it was at this position.
+            is_last: Return only when it is on the disk, and let a full disk be an error.
         """
-        now, strategy = self.progression, self.session.strategy
+        now, strategy, group = self.progression, self.session.strategy, self.session.group
+        # one that all were waiting for when a rank was lost is begun again
+        is_beside = self.pending is None or self.pending.is_copied
+        if now.samples_seen == self.last_samples and not is_last and is_beside:
+            return
+        self.settle()
         if now.samples_seen == self.last_samples:
             return
+        started = time.perf_counter()
         strategy.before_reading()
-        snapshot = captured(self.session, now)
         is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
-        is_evaluated = metrics is not None and now.evaluated_samples == now.samples_seen
-        epoch = now.samples_seen // self.session.order.epoch_samples
-        saved = self.store.save(
-            snapshot,
-            Position(samples_seen=now.samples_seen, step=now.step, epoch=epoch),
-            self.session.group,
-            metrics={name: asdict(metric) for name, metric in metrics.items()} if metrics and is_evaluated else None,
-            is_best=is_best,
+        is_evaluated = now.evaluated_samples == now.samples_seen
+        self.last_step, self.last_time = now.step, time.monotonic()
+        try:
+            pending = self.store.begin(
+                captured(self.session, now),
+                Position(
+                    samples_seen=now.samples_seen,
+                    step=now.step,
+                    epoch=now.samples_seen // self.session.order.epoch_samples,
+                ),
+                group,
+                metrics=_plain(metrics) if is_evaluated else None,
+                is_best=is_best,
+                copies=None if is_last else self.copies,
+                on_saved=partial(self._say_saved, step=now.step, samples_seen=now.samples_seen, is_best=is_best),
+                started=started,
+            )
+        except DiskFull as error:
+            self._go_on_without(now.samples_seen, error, is_last=is_last)
+            return
+        self.pending, self.last_samples = pending, now.samples_seen
+        if pending.is_copied:
+            pending.start()
+            return
+        if self.copies is not None and not is_last:
+            self._give_up_copies(pending)
+        pending.write()
+        self.settle(is_last=is_last)
+
+    def prepare(self) -> None:
+        """Get the memory for copies early, beside the next steps: new pages cost more than the copying itself.
+
+        To be called once, after a first step, when the optimiser has its state.
+        """
+        session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
+        epoch_samples = session.order.epoch_samples
+        until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint_every_samples or epoch_samples)
+        is_soon = spec.checkpoint_every_minutes is not None or until_next < session.total_samples - seen
+        if self.copies is None or not is_soon or not session.strategy.is_in_step:
+            return
+        share = share_of(captured(session, self.progression), session.group.rank)
+        on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size
+        if on_this_host <= MOST_OF_MEMORY * psutil.virtual_memory().available:
+            self.copies.prepare(share)
+
+    def settle(self, *, is_last: bool = False) -> bool | None:
+        """Wait for the save under way; return whether it is on the disk, and None when there is none.
+
+        All ranks call it at the same step, and get the same answer.
+
+        Args:
+            is_last: Whether a full disk is an error.
+        """
+        pending = self.pending
+        if pending is None:
+            return None
+        seen = pending.position.samples_seen
+        try:
+            saved = pending.settle(self.session.group)
+        except GroupShrank:
+            raise  # and again, without the rank that was lost
+        except DiskFull as error:
+            self.pending = None
+            self._go_on_without(seen, error, is_last=is_last)
+            return False
+        except BaseException:
+            self.pending = None
+            raise
+        self.pending = None
+        if saved is None:
+            self._forget(seen)
+            return False
+        self._is_full_told = False
+        return True
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Let go of threads and memory; by an error, complete the save under way, unless somebody is in a hurry."""
+        if self.pending is not None:
+            self.pending.leave(is_hurried=kind is not None and issubclass(kind, StoppedAtOnce))
+            self.pending = None
+        if self.copies is not None:
+            self.copies.close()
+
+    def _go_on_without(self, samples_seen: int, error: DiskFull, *, is_last: bool) -> None:
+        """Let training go on where a checkpoint found no room, and say so once."""
+        self._forget(samples_seen)
+        if is_last:
+            raise error
+        if not self._is_full_told:
+            self.warn(f"{error}; training goes on, and the next checkpoint is tried again")
+        self._is_full_told = True
+
+    def _forget(self, samples_seen: int) -> None:
+        """Take a checkpoint for one that was never begun: what it was the best of is not there."""
+        now = self.progression
+        self.last_samples, self.last_step = -1, now.step
+        if now.best is not None and now.best["samples_seen"] == samples_seen:
+            now.best = now.best_before
+
+    def _give_up_copies(self, pending: PendingSave) -> None:
+        if self.copies is not None:
+            self.copies.close()
+        self.copies = None
+        self.warn(
+            f"a copy of what a checkpoint holds would take {pending.memory_words} of memory that are free, so training "
+            "waits while checkpoints are written"
         )
-        self.last_samples, self.last_step, self.last_time = now.samples_seen, now.step, time.monotonic()
-        self.event(
-            "checkpoint",
-            path=saved.path.name,
-            samples_seen=now.samples_seen,
-            step=now.step,
-            bytes=saved.num_bytes,
-            seconds=saved.seconds,
-            is_best=is_best,
-        )
+
+    def _say_saved(self, saved: SavedCheckpoint, *, step: int, samples_seen: int, is_best: bool) -> None:
+        with suppress(DiskFull):  # it is saved all the same
+            self.event(
+                "checkpoint",
+                path=saved.path.name,
+                samples_seen=samples_seen,
+                step=step,
+                num_bytes=saved.num_bytes,
+                stall_seconds=saved.stall_seconds,
+                write_seconds=saved.write_seconds,
+                is_best=is_best,
+            )
 
     def resume(self) -> None:
         """Take up the newest good checkpoint, on every rank the same one, and undo the records of what came after."""
@@ -108,12 +240,22 @@ class Saver:
         if self.is_first:
             self.store.remove_leftovers()
         memory.load(found)
+        self._drop_lost_best()
         self._undo_records()
 
     def newest_name(self) -> str | None:
         """Return the name of the newest checkpoint, on the first rank."""
         found = self.store.positions() if self.is_first else []
         return found[0][0].name if found else None
+
+    def _drop_lost_best(self) -> None:
+        """Forget a best whose checkpoint was still being written when the ranks ended."""
+        best = self.progression.best
+        if best is None:
+            return
+        is_there = self.is_first and any(seen == best["samples_seen"] for _, seen in self.store.positions())
+        if not self.session.group.all_gather_json(is_there)[0]:
+            self.progression.best = self.progression.best_before
 
     def _newest_samples(self) -> int:
         return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)
@@ -132,7 +274,8 @@ class Saver:
 
     def warn(self, message: str) -> None:
         """Say one sentence of what is wrong without ending the run, on the first rank, and write it down."""
-        self.event("warning", message=message)
+        with suppress(DiskFull):  # of which this may be the warning
+            self.event("warning", message=message)
         if self.is_first:
             with suppress(OSError):  # nobody may be reading any more
                 print(f"dure: {message}", file=sys.stderr, flush=True)

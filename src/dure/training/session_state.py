@@ -25,6 +25,8 @@ class Progression:
     step: int = 0
     best: dict[str, Any] | None = None
     """The best evaluation so far: `metric`, `value`, `samples_seen`."""
+    best_before: dict[str, Any] | None = None
+    """The best before `best`, which holds again if no checkpoint of `best` comes about."""
     evaluated_samples: int = -1
     """Position of the last evaluation."""
     loss_sum: float = 0.0

@@ -85,6 +85,7 @@ class Conductor:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
+            resources.push(self.saver.leave)
             position, trusted = self.position, session.place.trusted_samples
             self.saver.go_on(self.memory, trusted)
             if trusted is not None:
@@ -138,19 +139,21 @@ class Conductor:
             requests = self._note(boundary.outcomes)
             if requests.stop:
                 self._settle()
-                self._save()
+                self._save(is_last=True)
                 self._event("interrupted", signal=self._agreed_signal())
                 return "interrupted"
             if self.replicas.is_due():
                 self._compare()
             self._act(boundary, before, requests)
+            if boundary.step == self.begun_at[1] + 1:
+                self.saver.prepare()
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
                 self.memory.take(self._settle)
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
-        self._save()
+        self._save(is_last=True)
         self.replicas.close()
         return "completed"
 
@@ -162,11 +165,12 @@ class Conductor:
             before, seen, spec.eval_every_epochs * epoch_samples
         )
         is_late_request = boundary.step - self.saver.last_step <= self.loop.lag
-        is_save = (
-            is_epoch_end
-            or (spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples))
-            or (requests.save and not is_late_request)
+        is_save = is_epoch_end or (
+            spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples)
         )
+        if requests.save and not is_late_request:
+            # it was asked for by a clock, or by a rank whose part of the one before could not be written
+            is_save = self._together(self.saver.settle) is not False or is_save
         if not (is_evaluation or is_save) or seen >= session.total_samples:
             return
         self._settle()
@@ -209,9 +213,10 @@ class Conductor:
         self.scalars.step(record, rate, self.session.spec.global_batch_size)
 
     def _requests(self) -> Requests:
-        if self.stop.received is None and not self.saver.is_due_by_time():
+        is_asking = self.saver.is_asking()
+        if self.stop.received is None and not is_asking:
             return _NOTHING
-        return Requests(stop=self.stop.received is not None, save=self.saver.is_due_by_time())
+        return Requests(stop=self.stop.received is not None, save=is_asking)
 
     def _agreed_signal(self) -> int:
         received = max(self._together(lambda: self.session.group.all_gather_json(self.stop.received or 0)))
@@ -228,10 +233,10 @@ class Conductor:
             except GroupShrank:
                 continue
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
         self._compare()
         self.current_phase("saving")
-        self._together(lambda: self.saver.save(self.last_metrics))
+        self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
@@ -314,6 +319,7 @@ class Conductor:
         is_best = self.best.is_better(value, None if before is None else before["value"])
         if is_best:
             seen = self.position.samples_seen
+            self.position.best_before = before
             self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
         return is_best
 

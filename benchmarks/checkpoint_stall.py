@@ -1,0 +1,168 @@
+"""How long training is held up by a checkpoint: dure beside `torch.save` of the same state to the same disk.
+
+    python benchmarks/checkpoint_stall.py                     both sizes, stall and whole runs; about three minutes
+    python benchmarks/checkpoint_stall.py --only stall --rounds 5
+
+`stall`: one process holds model and AdamW; in each round `torch.save` (twice, the second as the A/A copy) and dure's
+save have their turns in a random order, and the next turn begins when dure's thread is done. dure's is timed from
+outside: everything between two steps that a checkpoint adds. It is to be at most 0.15 of `torch.save`'s time. The
+first save of a run is shown apart: its memory is new, and was touched by a thread some steps before.
+
+`runs`: the same run without checkpoints between its ends, with them written while training waits, and with them
+written beside it: what the thread takes from the steps it runs beside is in this, and not in the stall.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
+
+import dure
+from dure.rank import Place
+from dure.rundir import RunDir
+from dure.spec import RunSpec
+from dure.training.saving import Saver
+from dure.training.session import open_rank_group, open_session
+from dure.training.session_state import Progression
+
+BOUND = 0.15
+BATCH = 64
+STEPS_BETWEEN = 16
+
+
+def main() -> None:
+    """Measure what is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 256])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--run-rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["stall", "runs"], action="append")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the system's temporary one)")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    parts = options.only or ["stall", "runs"]
+    record: dict[str, Any] = surroundings()
+    page = [f"# The stall of a checkpoint\n\n{describe_surroundings(record)}\n"]
+    with tempfile.TemporaryDirectory(prefix="dure-stall-", dir=options.folder) as folder:
+        if "stall" in parts:
+            record["stall"] = {size: stall(Path(folder), size, options.rounds) for size in options.megabytes}
+            page.append(_stall_table(record["stall"]))
+        if "runs" in parts:
+            record["runs"] = {size: runs(Path(folder), size, options.run_rounds) for size in options.megabytes}
+            page.append(_runs_table(record["runs"]))
+    write_results(options.results, "checkpoint_stall", record, "\n".join(page))
+
+
+def stall(folder: Path, megabytes: int, num_rounds: int) -> dict[str, Any]:
+    """Return seconds of each turn, by name."""
+    spec = RunSpec(task=f"{HERE / 'stacked.py'}:Stacked", task_options={"megabytes": megabytes}, device="cpu", epochs=9)
+    place = Place(threads=torch.get_num_threads(), is_supervised=False)
+    session = open_session(spec, place, *open_rank_group(spec, place))
+    strategy = session.strategy
+    for parameter in strategy.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    strategy.optimizer.step()
+    strategy.zero_gradients()
+    run = RunDir.create(folder, f"stall{megabytes}")
+    saver = Saver(session, run, Progression(), run.append_event)
+    file = folder / "state.pt"
+
+    def by_torch() -> None:
+        torch.save({"model": strategy.model.state_dict(), "optimizer": strategy.optimizer.state_dict()}, file)
+
+    def by_dure() -> None:
+        saver.progression.samples_seen += BATCH
+        saver.progression.step += 1
+        saver.save(None)
+
+    turns: dict[str, Callable[[], None]] = {"torch.save": by_torch, "torch.save again": by_torch, "dure": by_dure}
+    saver.prepare()
+    time.sleep(1.0)  # as long as a few steps
+    first = _seconds(by_dure)
+    saver.settle()
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for _, name in random_rounds(list(turns), num_rounds + 1, seed=0):
+        file.unlink(missing_ok=True)
+        seconds[name].append(_seconds(turns[name]))
+        saver.settle()
+    saves = [event for event in run.events() if event["event"] == "checkpoint"]
+    return {
+        "first": first,
+        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "write_seconds": statistics.median(event["write_seconds"] for event in saves),
+        "num_bytes": saves[-1]["num_bytes"],
+    }
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def runs(folder: Path, megabytes: int, num_rounds: int) -> dict[str, list[float]]:
+    """Return seconds per step of whole runs, by how they save; the steps' own and what saves held them up."""
+    ways: dict[str, dict[str, Any]] = {
+        "no checkpoints": {},
+        "training waits": {"checkpoint_every_samples": STEPS_BETWEEN * BATCH, "checkpoint_async": False},
+        "beside training": {"checkpoint_every_samples": STEPS_BETWEEN * BATCH},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    num_steps = 6 * STEPS_BETWEEN
+    for number, name in random_rounds(list(ways), num_rounds, seed=0):
+        summary = dure.train(
+            f"{HERE / 'stacked.py'}:Stacked",
+            task_options={"megabytes": megabytes, "num_samples": num_steps * BATCH},
+            global_batch_size=BATCH,
+            device="cpu",
+            runs_dir=folder,
+            name=f"run{megabytes}-{number}-{name.replace(' ', '-')}",
+            quiet=True,
+            max_restarts=0,
+            **ways[name],
+        )
+        # the last one is the same in all: nothing runs beside it
+        events = [e for e in RunDir.open(Path(summary.run)).events() if e["event"] == "checkpoint"]
+        seconds[name].append((summary.wall_seconds - events[-1]["stall_seconds"]) / num_steps)
+    return seconds
+
+
+def _stall_table(found: dict[int, dict[str, Any]]) -> str:
+    rows = []
+    for size, of in found.items():
+        (_, again, ours) = compare(of["seconds"], "torch.save")
+        plain = statistics.median(of["seconds"]["torch.save"])
+        verdict = "holds" if ours.ratio <= BOUND else "**does not hold**"
+        rows.append(
+            f"| {of['num_bytes'] / 1e6:.0f} MB (asked for {size}) | {plain * 1e3:.0f} | {ours.median * 1e3:.1f} | "
+            f"{ours.ratio:.3f} ({ours.ratio_low:.3f} to {ours.ratio_high:.3f}) | "
+            f"{again.ratio:.2f} ({again.ratio_low:.2f} to {again.ratio_high:.2f}) | {of['first'] * 1e3:.1f} | "
+            f"{of['write_seconds'] * 1e3:.0f} | {verdict} |\n"
+        )
+    return (
+        "| state | torch.save ms | stall ms | ratio (middle half) | A/A | first save ms | written after ms | "
+        f"at most {BOUND} |\n|---|---|---|---|---|---|---|---|\n" + "".join(rows)
+    )
+
+
+def _runs_table(found: dict[int, dict[str, list[float]]]) -> str:
+    rows = [
+        f"| {size} MB | {row.name} | {row.median * 1e3:.1f} | {row.ratio:.3f} ({row.ratio_low:.3f} to "
+        f"{row.ratio_high:.3f}) |\n"
+        for size, seconds in found.items()
+        for row in compare(seconds, "training waits")
+    ]
+    return (
+        f"Whole runs with a checkpoint every {STEPS_BETWEEN} steps, ms per step with all that held them up:\n\n"
+        "| state | checkpoints | ms per step | of the time where training waits |\n|---|---|---|---|\n" + "".join(rows)
+    )
+
+
+if __name__ == "__main__":
+    main()

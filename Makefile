@@ -26,7 +26,7 @@ endif
 INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes, and says nothing)" && \
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format lint types floors slow faults gpu-check bench clean
+.PHONY: help demo test check format lint types floors slow faults gpu-check bench soak clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -63,6 +63,9 @@ gpu-check: $(CORE) ## conformance, precision and memory on CUDA; the script exit
 
 bench: $(BENCH) ## overhead per step beside the bare loop, DDP by hand, Accelerate and Fabric
 	$(PY) benchmarks/overhead.py
+
+soak: $(DEMO) ## train for half an hour with a fault every 30 seconds
+	$(PY) benchmarks/soak.py
 
 clean: ## remove the environment, caches and builds; runs stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

@@ -1,10 +1,14 @@
 """Every interface in torchcompat, on whatever torch this is: the test to run on a new version."""
 
+import io
+import os
+import pickle
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,3 +290,26 @@ def test_rpc_when_a_parameter_is_elsewhere_then_it_is_referred_to_and_stepped_th
         return THE_PARAMETER.tolist()
 
     assert on_ranks(2, work) == [[1.0, 1.0], [-1.0, -1.0]]
+
+
+def test_flight_record_then_names_calls_and_lines(solo_group: None) -> None:
+    dist.all_reduce(torch.ones(3))
+    last = torchcompat.flight_record()[-1]
+    assert (last["op"], last["sizes"], last["dtypes"], last["is_pending"]) == ("all_reduce", [[3]], ["Float"], False)
+    assert [__file__, "test_flight_record_then_names_calls_and_lines"] in [
+        [file, function] for file, _, function in last["frames"]
+    ]
+
+
+def test_flight_record_when_there_is_no_group_then_is_empty() -> None:
+    assert torchcompat.flight_record() == []
+
+
+def test_plain_data_when_it_names_a_function_then_nothing_runs(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    with pytest.raises(pickle.UnpicklingError, match="is no plain data"):
+        torchcompat._PlainData(io.BytesIO(pickle.dumps([Runs()]))).load()
+    assert not (tmp_path / "made").exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import (
+    FAILED,
     DureError,
     EnvironmentLacks,
     Interrupted,
@@ -21,10 +22,12 @@ from dure.errors import (
     TaskInvalid,
     WorkerFailed,
 )
-from dure.launch.child import is_worker
+from dure.launch.child import Output, is_worker
+from dure.launch.hang import HangVerdict
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
-from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
+from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
+from dure.launch.watchdog import HangPolicy
 from dure.launch.workers import Launch
 from dure.lifeline import die_with_parent
 from dure.machine import check_devices, count_cores, resolve_device
@@ -316,12 +319,14 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
             job=job,
             num_processes=num_processes,
             threads=threads,
-            log_paths=[None, *(run.log_path(rank) for rank in range(1, num_processes))],
+            outputs=[Output(), *(Output(log=str(run.log_path(rank))) for rank in range(1, num_processes))],
             store_prefix=f"{run.name}/{time.time_ns()}",
             start=spec.start,
             expendable=_expendable(spec),
             restarts=_restart_policy(spec, job),
             on_restart=lambda restart: _note_restart(run, restart, spec),
+            hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
+            on_hang=lambda hang: _note_hang(run, hang),
         )
     )
 
@@ -353,6 +358,14 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
     if not spec.quiet:
         with suppress(OSError):
             print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
+
+
+def _note_hang(run: RunDir, hang: HangVerdict) -> None:
+    """Tell of ranks that hang, and keep all that was found out."""
+    with suppress(DureError):
+        run.note_hang(hang.to_json())
+    with suppress(OSError):
+        print(f"dure: {hang.text}", file=sys.stderr, flush=True)
 
 
 def _expendable(spec: RunSpec) -> range:
@@ -392,6 +405,9 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
             error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
+    if outcome.hang is not None:
+        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
+        verdict = Verdict(text=text, exit_code=FAILED, first=None)
     if verdict is not None:
         status = "failed"
         refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"

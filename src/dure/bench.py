@@ -10,6 +10,7 @@ from typing import Any
 
 from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, ReduceOp, find_algorithm
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
+from dure.launch.child import Output
 from dure.launch.supervisor import run_workers
 from dure.launch.verdict import judge, stop_signal
 from dure.launch.workers import Launch
@@ -131,7 +132,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
             job=job,
             num_processes=settings.nproc,
             threads=max(1, count_cores() // settings.nproc),
-            log_paths=[None] * settings.nproc,
+            outputs=[Output()] * settings.nproc,
             store_prefix=f"bench/{time.time_ns()}",
             start="auto",
         )

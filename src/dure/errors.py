@@ -18,6 +18,7 @@ DureError                     exit code 1
 │   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
 ├── RunsDiffer                4   `dure diff` found where two runs part
+├── FoundProblem              4   `dure doctor --fail-on` found something as grave as that
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
 """
 
@@ -119,6 +120,12 @@ class WorkerFailed(DureError):
 
 class RunsDiffer(DureError):
     """Two runs that were compared and are not the same."""
+
+    exit_code = FOUND
+
+
+class FoundProblem(DureError):
+    """A diagnosis found what it was asked to fail on."""
 
     exit_code = FOUND
 

@@ -6,9 +6,13 @@ import struct
 import time
 from dataclasses import dataclass
 
-_BEAT = struct.Struct("<qd")
+_BEAT = struct.Struct("<qdqq")
 _LINE_BYTES = 64
 """One cache line for each rank, so that none waits for another's."""
+
+
+PHASES = ("starting", "training", "evaluating", "saving")
+"""What a rank may be at. In a phase it has told of more than once, it is known how long it may be silent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +22,10 @@ class Beat:
     step: int
     """Steps begun since the start of the run; -1 before training."""
     time: float
-    """Of the monotonic clock, which all processes of a host share."""
+    """Of the monotonic clock, which all processes of a host share; 0 before the first."""
+    phase: str = PHASES[0]
+    count: int = 0
+    """How often it told something."""
 
 
 class Heartbeats:
@@ -35,15 +42,18 @@ class Heartbeats:
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         self._memory = mmap.mmap(descriptor, size)
+        self._count = 0
 
-    def beat(self, rank: int, step: int) -> None:
-        """Tell that a rank has begun a step; under a microsecond."""
-        _BEAT.pack_into(self._memory, rank * _LINE_BYTES, step, time.monotonic())
+    def beat(self, rank: int, step: int, phase: str = "training") -> None:
+        """Tell that a rank has begun a step, or a part of a phase; about a microsecond."""
+        self._count += 1
+        told = step, time.monotonic(), PHASES.index(phase), self._count
+        _BEAT.pack_into(self._memory, rank * _LINE_BYTES, *told)
 
     def last(self, rank: int) -> Beat:
         """Return what a rank told last."""
-        step, told = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
-        return Beat(step=step if told else -1, time=told)
+        step, told, phase, count = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
+        return Beat(step=step if told else -1, time=told, phase=PHASES[phase], count=count)
 
     def forget(self) -> None:
         """Begin anew: no rank has told anything."""

@@ -26,6 +26,15 @@ def total_memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
+def count_oom_kills() -> int | None:
+    """Return how many processes the kernel has killed because memory ran out, since it was started; None: not known."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
+    except OSError:
+        return None
+
+
 def count_accelerators(kind: str) -> int:
     """Return the number of visible devices of a kind, `cuda` or `mps`.
 

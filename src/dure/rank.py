@@ -91,6 +91,10 @@ class Place:
     """How often the ranks of this run were started before, by the same supervisor."""
     heartbeat_fd: int | None = None
     """Memory in which ranks tell where they are: `dure.heartbeat`."""
+    stacks_fd: int | None = None
+    """Where this rank's Python stacks are written when it is asked for them or crashes."""
+    questions_fd: int | None = None
+    """A socket on which the supervisor asks what this rank is at."""
     snapshot_fds: tuple[int, ...] = ()
     """Of each rank, memory that outlives it: what is written there is there in the next round."""
     microbatch_size: int | None = None

@@ -1,6 +1,7 @@
 """The run folder: its name, and the atomic write and tolerant read of its records.
 
 runs/<name>/
+  script.json     of a script that was run as it is: which, on how many ranks; it has no spec, records or checkpoints
   spec.json       the resolved spec, where each value came from, the versions it was begun with
   rank<r>.jsonl   a StepRecord per step
   undone.jsonl    steps after the checkpoint that a resumed run did again
@@ -31,7 +32,7 @@ from pydantic import ValidationError
 from dure.errors import DiskFull, DureError, EnvironmentLacks, RunInvalid
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
 
-SPEC, EVENTS, SUMMARY, LOCK = "spec.json", "events.jsonl", "summary.json", ".lock"
+SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
 _LOCK_PATIENCE_SECONDS = 0.5
 """`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
@@ -47,7 +48,7 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, *, or_numbered: bool = False) -> "RunDir":
+    def create(cls, runs_dir: Path, name: str, *, or_numbered: bool = False, for_script: bool = False) -> "RunDir":
         """Make the folder of a new run, with `logs/` and `checkpoints/`.
 
         Args:
@@ -55,6 +56,7 @@ class RunDir:
             name: Its name and the folder's.
             or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
                 that begin in the same second share.
+            for_script: Whether it is for a script, which keeps its own checkpoints.
 
         Raises:
             RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
@@ -68,7 +70,8 @@ class RunDir:
             with contextlib.suppress(FileExistsError), _saying(path, "made"):
                 path.mkdir()
                 (path / "logs").mkdir()
-                (path / "checkpoints").mkdir()
+                if not for_script:
+                    (path / "checkpoints").mkdir()
                 return cls(path)
         raise RunInvalid(
             f"{runs_dir / name} exists already: choose another --name, or continue that run with"
@@ -76,8 +79,12 @@ class RunDir:
         )
 
     @classmethod
-    def open(cls, path: Path) -> "RunDir":
+    def open(cls, path: Path, *, or_script: bool = False) -> "RunDir":
         """Open an existing run.
+
+        Args:
+            path: Its folder.
+            or_script: Whether the run of a script will do, which has nothing to resume or to evaluate.
 
         Raises:
             RunInvalid: There is no such folder, or it is a folder that is no run.
@@ -86,6 +93,11 @@ class RunDir:
         if not path.is_dir():
             what = "is a file, not a run folder" if path.exists() else "does not exist"
             raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
+        is_script = cls(path).is_script
+        if or_script and is_script:
+            return cls(path)
+        if is_script:
+            raise RunInvalid(f"{path} is the run of a script (`dure run`), which only the script itself can go on with")
         if not (path / SPEC).is_file():
             raise RunInvalid(
                 f"{path} is a folder that is no run (it has no {SPEC}): `dure runs` shows the runs in ./runs"
@@ -95,6 +107,11 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
+        return (self.path / SCRIPT).is_file()
 
     @property
     def checkpoints(self) -> Path:
@@ -150,6 +167,10 @@ class RunDir:
         spec = resolved.spec.model_dump(mode="json")
         self.write_json(SPEC, {"spec": spec, "origin": resolved.origin, "versions": _versions(), "time": time.time()})
 
+    def write_script(self, record: Mapping[str, Any]) -> None:
+        """Write which script is run; from here on the folder is a run."""
+        self.write_json(SCRIPT, {**record, "versions": _versions(), "time": time.time()})
+
     def read_spec(self) -> RunSpec:
         """Read the run's spec.
 
@@ -199,6 +220,18 @@ class RunDir:
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events; a line that a crash tore is left out."""
         return _json_lines(self.path / EVENTS)
+
+    # --- hangs
+
+    def note_hang(self, record: Mapping[str, Any]) -> None:
+        """Keep what was found out while ranks hung, and an event that says so in short."""
+        name = f"logs/hang-{len(self.hangs()) + 1}.json"
+        self.write_json(name, {"time": time.time(), **record})
+        self.append_event("hang", message=str(record["text"]).partition("\n")[0], file=name)
+
+    def hangs(self) -> list[Path]:
+        """Return the records of hangs, the oldest first."""
+        return sorted(self.path.glob("logs/hang-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
 
     # --- is it running?
 
@@ -293,12 +326,15 @@ def list_runs(runs_dir: Path) -> list[RunOverview]:
     if not runs_dir.is_dir():
         raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
     with _saying(runs_dir, "read"):
-        paths = sorted(path for path in runs_dir.iterdir() if (path / SPEC).is_file())
-    return [_overview(RunDir(path)) for path in paths]
+        paths = sorted(path for path in runs_dir.iterdir() if RunDir(path).is_script or (path / SPEC).is_file())
+    return [overview(RunDir(path)) for path in paths]
 
 
-def _overview(run: RunDir) -> RunOverview:
+def overview(run: RunDir) -> RunOverview:
+    """Return how a run stands; a damaged one is `unreadable`."""
     try:
+        if run.is_script:
+            return _script_overview(run)
         spec = run.read_spec()
         summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
         status = _status(run, summary)
@@ -316,6 +352,20 @@ def _overview(run: RunDir) -> RunOverview:
         )
     except (DureError, AttributeError, TypeError):
         return RunOverview(name=run.name, path=str(run.path), status="unreadable")
+
+
+def _script_overview(run: RunDir) -> RunOverview:
+    record = run.read_json(SCRIPT)
+    summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
+    return RunOverview(
+        name=run.name,
+        path=str(run.path),
+        status=_status(run, summary),
+        task=record["script"],
+        strategy="script",
+        world_size=record["world_size"],
+        num_devices=record["world_size"],
+    )
 
 
 def _status(run: RunDir, summary: Mapping[str, Any]) -> str:

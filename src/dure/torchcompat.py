@@ -6,7 +6,9 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 
 import importlib
 import importlib.util
+import io
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -97,6 +99,47 @@ def give_gloo(
         one._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         one._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return plain
+
+
+class _PlainData(pickle.Unpickler):
+    """Reads numbers, texts, lists and dictionaries; what names a class or a function is refused, so nothing runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Return the collectives that this process's flight recorder still knows, oldest first (private in torch).
+
+    The answer with frames exists pickled only; it is this process's own, made in the same line, and read as plain
+    data. torch's analyser of such records fails on those of gloo. Under NCCL the recorder has to be on
+    (`TORCH_FR_BUFFER_SIZE`).
+
+    Returns:
+        Of each: `group` (its name), `sequence` (the number of its collectives so far), `op`, `sizes`, `dtypes`,
+        `time` (of the call, seconds since the epoch), `is_pending`, and `frames` of the call as
+        `[file, line, function]`, the innermost first.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)
+    if dump is None:
+        return []
+    entries = _PlainData(io.BytesIO(dump())).load().get("entries", [])
+    return [
+        {
+            "group": entry["process_group"][0],
+            "sequence": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "op": entry["profiling_name"].partition(":")[2],
+            "sizes": entry["input_sizes"],
+            "dtypes": entry["input_dtypes"],
+            "time": entry["time_created_ns"] / 1e9,
+            "is_pending": not entry["retired"],
+            "frames": [[frame["filename"], frame["line"], frame["name"]] for frame in entry["frames"]],
+        }
+        for entry in entries
+    ]
 
 
 # -- stores ------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@ import time
 
 import torch
 
-from dure.comm.groups import Solo, is_peer_lost
+from dure.comm.groups import Solo
 from dure.errors import PeerLost, SpecInvalid
+from dure.failure import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 

@@ -11,9 +11,9 @@ import torch
 from dure.comm import shared_memory, shm_collectives
 from dure.comm.algorithms import shm
 from dure.comm.calls import call_number, describe
-from dure.comm.groups import is_peer_lost
 from dure.comm.shared_memory import Peer, SharedMemory, open_shared_memory, start_time_of
 from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
+from dure.failure import is_peer_lost
 from tests.comm.memory_threads import SLOT_BYTES, in_threads
 
 RANKS = [1, 2, 3, 4]

@@ -3,10 +3,10 @@ import torch
 import torch.distributed as dist
 
 from dure.comm import thread_wire
-from dure.comm.groups import is_peer_lost
 from dure.comm.thread_wire import on_threads
 from dure.comm.wire import Message, Wire
 from dure.errors import PeerLost
+from dure.failure import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dure import torchcompat
-from dure.comm.groups import is_peer_lost
 from dure.errors import PeerLost
+from dure.failure import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 pytestmark = pytest.mark.faults

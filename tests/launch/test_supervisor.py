@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dure.launch.child import Output
 from dure.launch.restarts import Restart
 from dure.launch.supervisor import Outcome, as_decided, run_workers
 from dure.launch.workers import KeptMemory, Launch
@@ -33,7 +34,7 @@ def launch(folder: Path, start: str, deeds: list, expendable: tuple[int, ...] = 
             job={"deeds": deeds, "folder": str(folder), **job},
             num_processes=len(deeds),
             threads=1,
-            log_paths=[folder / f"log{rank}" for rank in range(len(deeds))],
+            outputs=[Output(log=str(folder / f"log{rank}")) for rank in range(len(deeds))],
             store_prefix="test",
             start=start,
             expendable=expendable,

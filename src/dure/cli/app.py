@@ -38,6 +38,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("train", "Train a task, or go on with a run."),
+    "run": Verb("run", "Run any PyTorch script on many ranks, unchanged: torchrun's variables are set."),
     "eval": Verb("evaluate", "Measure a run's best checkpoint on the evaluation data, every sample once."),
     "export": Verb("export", "Write a run's weights, under the model's own names, into one safetensors file."),
     "strategies": Verb(
@@ -45,6 +46,10 @@ VERBS = {
     ),
     "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
     "diff": Verb("diff", "Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."),
+    "doctor": Verb(
+        "doctor",
+        "Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done.",
+    ),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }
 

@@ -14,30 +14,12 @@ import torch
 import torch.distributed as dist
 
 from dure import torchcompat
-from dure.errors import PeerLost
 from dure.rank import RankInfo, StoreAddress
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Of one JSON message."""
 
 # How gloo, NCCL and the store word the loss of a peer. Seen on torch 2.11 and 2.13.
-_PEER_LOST_WORDS = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out waiting",
-    "remote process exited",
-    "socket closed",
-    "failed to recv",
-    "recvvalue failed",
-    "application timeout",
-    "wait timeout",
-    "connect timeout",
-    "processgroup not initialized",
-    "originated at tensorpipe",
-    "peerlost: ",  # ours, after torch's C++ has carried it: by DDP's communication hooks, for one
-)
 
 
 _TRANSPORTS = {"dure_shm": "shared memory", "gloo": "sockets (gloo)", "nccl": "NCCL"}
@@ -232,12 +214,3 @@ def tell_all(rank: RankInfo, key: str, say: Callable[[], Any] | None, *, timeout
     if say is not None:
         store.set(key, json.dumps(say()))
     return json.loads(store.get(key))
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Whether an exception only says that another rank went away."""
-    if isinstance(error, PeerLost):
-        return True
-    if not isinstance(error, RuntimeError | ConnectionError):
-        return False
-    return any(words in str(error).lower() for words in _PEER_LOST_WORDS)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group, is_peer_lost
+from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group
 from dure.errors import GroupShrank
+from dure.failure import is_peer_lost
 
 TAG = 42
 """Of the messages here, beside those of others between the same ranks."""

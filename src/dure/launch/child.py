@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
 from dure.rank import Place
 from dure.stopping import STOP_SIGNALS, heeded_signals
@@ -22,7 +23,19 @@ def is_worker() -> bool:
     return _is_worker
 
 
-def run_in_child(entry: Callable[[], int], place: Place, log: Path | None, parent_pid: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a worker's output goes, and whether it reads the terminal."""
+
+    log: str | None = None
+    """A file for both streams; None: the terminal, where stdout is joined to stderr, or the descriptors below."""
+    descriptors: tuple[int, int] | None = None
+    """For stdout and stderr."""
+    is_terminal: bool = False
+    """Whether all three streams stay as they are."""
+
+
+def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_pid: int) -> None:
     """Make this new process a worker, run it, and end without going back into the parent's code.
 
     `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: of plain
@@ -33,11 +46,12 @@ def run_in_child(entry: Callable[[], int], place: Place, log: Path | None, paren
     try:
         _is_worker = True
         die_with_parent(parent_pid)
-        redirect_output(log)
+        redirect_output(output)
         os.environ.update(place.rank.to_environment())
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()
+        observe(place)
         code = entry()
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback
@@ -63,16 +77,21 @@ def _leave(code: int) -> None:
         os._exit(code)  # also when the terminal is gone and flushing raises
 
 
-def redirect_output(log: Path | None) -> None:
-    """Send what is printed to the rank's log; rank 0 (no log) keeps the terminal, its stdout joined to stderr.
+def redirect_output(output: Output) -> None:
+    """Send what is printed to where it belongs.
 
-    Results go to stdout, and a worker has none: `--json` must find nothing else there.
+    The results of a run go to stdout, and its workers have none: `--json` must find nothing else there.
     """
     sys.stdout.flush()
-    if log is None:
+    if output.is_terminal:
+        return
+    if output.descriptors is not None:
+        os.dup2(output.descriptors[0], 1)
+        os.dup2(output.descriptors[1], 2)
+    elif output.log is None:
         os.dup2(2, 1)
     else:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dure.launch.hang import HangVerdict
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
 
 
@@ -16,6 +17,8 @@ class RestartPolicy:
     """Restarts within the window; 0: none."""
     window_seconds: float = 600.0
     """Restarts longer ago do not count: a run of weeks may meet more failures than one of minutes."""
+    after_any: bool = False
+    """Whether every failure is worth one: of what knows nothing of dure, nobody can tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Restarts:
             return None
         if first.failure is not None and (size := first.failure.get("microbatch_size")):
             return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
-        if not _may_help(first, step_of):
+        if not (self.policy.after_any or _may_help(first, step_of)):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         go_back_to = None if first.failure is None else first.failure.get("go_back_to")
@@ -73,6 +76,22 @@ class Restarts:
         if same:
             self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
             return None
+        return self._granted(first.rank, step, cause, go_back_to)
+
+    def after_hang(self, hang: HangVerdict) -> Restart | None:
+        """Decide about ranks that were ended because they hung. It may be the network's, and come again: that counts.
+
+        Args:
+            hang: Who was where.
+        """
+        self.refusal = None
+        if self.policy.most == 0:
+            return None
+        rank = next(iter(hang.culprits), 0)
+        step = next(state.step for state in hang.states if state.rank == rank)
+        return self._granted(rank, step, "the ranks were ended because they hung")
+
+    def _granted(self, rank: int, step: int, cause: str, go_back_to: int | None = None) -> Restart | None:
         now = time.monotonic()
         while self._times and now - self._times[0] > self.policy.window_seconds:
             self._times.popleft()
@@ -83,7 +102,7 @@ class Restarts:
             return None
         self._times.append(now)
         self.count += 1
-        return Restart(number=self.count, rank=first.rank, step=step, cause=cause, go_back_to=go_back_to)
+        return Restart(number=self.count, rank=rank, step=step, cause=cause, go_back_to=go_back_to)
 
     def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
         """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.

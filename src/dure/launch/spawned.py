@@ -3,10 +3,9 @@
 import importlib
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from dure.launch.child import run_in_child
+from dure.launch.child import Output, run_in_child
 from dure.rank import Place, RankInfo, StoreAddress
 
 
@@ -27,7 +26,9 @@ def main() -> None:
     def entry() -> int:
         return int(importlib.import_module(told["entry"]).main(told["job"], place))
 
-    run_in_child(entry, place, None if told["log"] is None else Path(told["log"]), told["parent_pid"])
+    output = told["output"]
+    descriptors = output["descriptors"] and tuple(output["descriptors"])
+    run_in_child(entry, place, Output(**{**output, "descriptors": descriptors}), told["parent_pid"])
 
 
 if __name__ == "__main__":

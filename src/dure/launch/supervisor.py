@@ -9,14 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 
 from dure.errors import EnvironmentLacks
+from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
+from dure.launch.hang import HangVerdict, explain
 from dure.launch.restarts import Restart, Restarts
+from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
+from dure.launch.watchdog import Watchdog
 from dure.launch.workers import KeptMemory, Launch, Worker, start_worker
 from dure.stopping import STOP_SIGNALS, heeded_signals
 
@@ -24,10 +28,6 @@ _FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
 _RESTART_GRACE_SECONDS = 0.1
 """What they get where all are started again anyway and the first to fail has said why."""
-_END_GRACE_SECONDS = 10.0
-"""What the other ranks get after one ended in order. They have met in a barrier before, so this is ample."""
-_STOP_GRACE_SECONDS = 2.0
-"""What they get after one followed a signal: its checkpoint is written, or there was nothing to save yet."""
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
@@ -43,6 +43,8 @@ class Outcome:
     """The first signal that asked the run to stop, if any."""
     refusal: str | None = None
     """Why the ranks were not started once more, where the failure alone does not say it."""
+    hang: HangVerdict | None = None
+    """Why the supervisor ended ranks that were not getting on."""
 
 
 class _StoppedBeforeStart(BaseException):
@@ -64,18 +66,24 @@ def run_workers(launch: Launch) -> Outcome:
     workers: list[Worker] = []
     restarts = Restarts(launch.restarts)
     memory = KeptMemory(launch)
+    hang: HangVerdict | None = None
     with closing(memory), _passing_signals_on(workers) as received:
         try:
             if by_fork:
                 # once, before any rank exists: a second and a half of imports that every rank would pay
                 importlib.import_module(launch.entry).before_fork(launch.job)
             for round_number in itertools.count():
-                _run_round(launch, workers, memory, round_number, by_fork=by_fork)
+                hang = _run_round(launch, workers, memory, round_number, by_fork=by_fork)
                 ends = [worker.end for worker in workers if worker.end is not None]
-                restart = None if received else restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
+                if received or (hang is not None and launch.hangs is not None and launch.hangs.action == "stop"):
+                    restart = None
+                elif hang is not None:
+                    restart = restarts.after_hang(hang)
+                else:
+                    restart = restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
                 if restart is None:
                     break
-                _end_open_line(workers)
+                _end_open_line(launch, workers)
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
@@ -84,11 +92,12 @@ def run_workers(launch: Launch) -> Outcome:
             pass
         finally:
             _kill(workers)
-            _end_open_line(workers)
+            _end_open_line(launch, workers)
         return Outcome(
             ends=[w.end for w in workers if w.end is not None],
             signal=received[0] if received else None,
             refusal=restarts.refusal,
+            hang=hang,
         )
 
 
@@ -103,22 +112,31 @@ def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
     return replace(launch, trusted_samples=None) if has_begun else launch
 
 
-def _run_round(launch: Launch, workers: list[Worker], memory: KeptMemory, round_number: int, *, by_fork: bool) -> None:
-    """Start all ranks once, and return when all have ended."""
+def _run_round(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, round_number: int, *, by_fork: bool
+) -> HangVerdict | None:
+    """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
     memory.heartbeats.forget()
-    with _listening_socket() as listener:
+    with _listening_socket() as listener, _store_served(launch, listener, by_fork=by_fork):
         with _signals_held_back():
             for rank in range(launch.num_processes):
                 worker = start_worker(launch, rank, listener, memory, round_number=round_number, by_fork=by_fork)
                 workers.append(worker)  # one by one: those started must be known if the next cannot be
         listener.close()
-        _wait(workers, is_restartable=launch.restarts.most > 0)
-    _kill(workers)
+        hang = _wait(launch, workers, memory)
+        _kill(workers)
+    return hang
 
 
-def _end_open_line(workers: list[Worker]) -> None:
+def _end_open_line(launch: Launch, workers: list[Worker]) -> None:
     """Begin a fresh line in the terminal when rank 0 could not end its live line itself."""
-    if sys.stderr.isatty() and any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+    if any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+        _begin_line(launch)
+
+
+def _begin_line(launch: Launch) -> None:
+    has_live_line = sys.stderr.isatty() and launch.outputs[0].descriptors is None
+    if has_live_line:
         print(file=sys.stderr)
 
 
@@ -139,6 +157,10 @@ def _listening_socket() -> Iterator[socket.socket]:
         yield listener
     finally:
         listener.close()
+
+
+def _store_served(launch: Launch, listener: socket.socket, *, by_fork: bool) -> AbstractContextManager[object]:
+    return closing(StoreServer(listener, by_fork=by_fork)) if launch.serves_store else nullcontext()
 
 
 @contextmanager
@@ -179,20 +201,42 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(workers: list[Worker], *, is_restartable: bool) -> None:
-    """Wait until all have ended; after the first end, only as long as its grace lasts."""
+def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory) -> HangVerdict | None:
+    """Wait until all have ended; after the first end, only as long as its grace lasts.
+
+    Returns:
+        Why they will not end by themselves, if they hang and are not to be waited for.
+    """
+    watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     deadline: float | None = None
     while True:
         alive = _still_alive(workers)
         if not alive:
-            return
-        grace = _grace([worker.end for worker in workers if worker.end is not None], is_restartable)
+            return None
+        grace = _grace([worker.end for worker in workers if worker.end is not None], launch)
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            return
+            return None
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left))
+        if watchdog is not None and deadline is None:
+            hang = _hang(launch, workers, memory, watchdog)
+            if hang is not None:
+                return hang
+
+
+def _hang(launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog) -> HangVerdict | None:
+    """Tell of ranks that are not getting on; return why, if they are to be ended."""
+    seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
+    if seconds is None or launch.hangs is None:
+        return None
+    verdict = explain(examine(workers, memory.heartbeats), seconds)
+    if launch.on_hang is not None:
+        _begin_line(launch)
+        launch.on_hang(verdict)
+    acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
+    return verdict if acts else None
 
 
 def _still_alive(workers: list[Worker]) -> list[Worker]:
@@ -202,17 +246,19 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.end is None]
 
 
-def _grace(ends: list[WorkerEnd], is_restartable: bool) -> float | None:
+def _grace(ends: list[WorkerEnd], launch: Launch) -> float | None:
     ends = [end for end in ends if not end.is_tolerated]
     if not ends:
         return None
     failed = [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS]
     if failed:
-        if not is_restartable:
+        if not launch.restarts.most:
             return _FAILURE_GRACE_SECONDS
         was_killed = any(end.failure is None and end.exit_code < 0 for end in failed)
         return 0.0 if was_killed else _RESTART_GRACE_SECONDS
-    return _STOP_GRACE_SECONDS if any(end.exit_code in STOP_ENDS for end in ends) else _END_GRACE_SECONDS
+    if any(end.exit_code in STOP_ENDS for end in ends):
+        return launch.stop_grace_seconds
+    return launch.end_grace_seconds
 
 
 def _sleep_until_one_ends(alive: list[Worker], most_seconds: float) -> None:

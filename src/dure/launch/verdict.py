@@ -2,11 +2,12 @@
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.frames import Frame, users_frame
 from dure.stopping import STOP_SIGNALS, stop_exit_code
 
 _SAID_BY_SIGNAL = {
@@ -14,6 +15,11 @@ _SAID_BY_SIGNAL = {
     signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
     signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
+}
+
+_KILLED = {
+    True: "killed (SIGKILL) by the kernel, which had run out of the host's memory: use fewer ranks or --num-workers",
+    False: "killed (SIGKILL) by somebody: the kernel has ended nothing for want of memory meanwhile",
 }
 
 STOP_ENDS: Mapping[int, int] = {
@@ -40,6 +46,10 @@ class WorkerEnd:
     """The rank's own record of why it failed, if it could leave one."""
     is_tolerated: bool = False
     """Whether the others could go on without it."""
+    is_out_of_memory: bool | None = None
+    """Of one that was killed: whether the kernel ended processes for want of memory meanwhile, if known."""
+    crash: tuple[Frame, ...] = ()
+    """Where it was when native code crashed, the innermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,9 @@ class Verdict:
     """The failure record of the first cause, when that rank left one."""
 
 
-def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Verdict | None:
+def judge(
+    run: Path, ends: list[WorkerEnd], stopped_by: int | None = None, *, is_script: bool = False
+) -> Verdict | None:
     """Find the first cause among the ranks that failed; None when none did, or a signal explains every end.
 
     An exception that only says that a peer went away is never the cause while there is another; a rank that died
@@ -62,6 +74,7 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
         run: The run's folder.
         ends: How each rank ended.
         stopped_by: The signal that asked the run to stop, if any.
+        is_script: Whether what ran knows nothing of dure, and so cannot be resumed by it.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
     failed = _failed(ends)
@@ -69,14 +82,18 @@ def judge(run: Path, ends: list[WorkerEnd], stopped_by: int | None = None) -> Ve
         return None
     first = _first_cause(ends, failures)
     failure = failures[first.rank]
-    lines = [_silent_end(first, len(ends)) if failure is None else _told(failure, len(ends), run)]
+    told = _silent_end(first, len(ends), is_script=is_script) if failure is None else _told(failure, len(ends), run)
     others = [end for end in failed if end is not first]
+    lines = [told, *(_waits(first, others, failures) if failure is None else ())]
     same = [e for e in others if (f := failures[e.rank]) and failure and f["message"] == failure["message"]]
     followed = [e for e in others if e not in same]
     if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
-    return Verdict(text="\n".join(lines), exit_code=1 if failure is None else int(failure["exit_code"]), first=failure)
+    code = 1 if failure is None else int(failure["exit_code"])
+    if is_script and failure is None and first.exit_code > 0:
+        code = first.exit_code  # what it chose to say with it is between it and its user
+    return Verdict(text="\n".join(lines), exit_code=code, first=failure)
 
 
 def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
@@ -167,15 +184,39 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
 
 
-def _silent_end(end: WorkerEnd, num_ranks: int) -> str:
+def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> str:
     who = f"rank {end.rank}" if num_ranks > 1 else "the worker"
     if end.was_stopped:
         return f"{who} did not answer, and the others waited in vain; it was ended"
     if end.exit_code < 0:
         number = signal.Signals(-end.exit_code)
         said = _SAID_BY_SIGNAL.get(number, f"ended by {number.name}")
-        return f"{who} was {said}; `dure train --resume` continues from the last good checkpoint"
+        if end.is_out_of_memory is not None:
+            said = _KILLED[end.is_out_of_memory]
+        line = users_frame(end.crash)
+        where = "" if line is None else f" at {line}"
+        cure = "" if is_script else "; `dure train --resume` continues from the last good checkpoint"
+        return f"{who} was {said}{where}{cure}"
+    if is_script:
+        return f"{who} ended with exit code {end.exit_code}" + (
+            ", and the others lost it in a call that needs all" if end.exit_code == 0 else ""
+        )
     return (
         f"{who} ended with exit code {end.exit_code} before the run was done, and said nothing: something that the "
         "task calls leaves the process (os._exit, or native code that calls exit)"
     )
+
+
+def _waits(
+    first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]
+) -> Iterator[str]:
+    """Say what the others were waiting in for a rank that left without a word."""
+    for end in sorted(others, key=lambda end: end.rank):
+        failure = failures[end.rank]
+        call = failure.get("collective") if failure else None
+        if failure and call:
+            line = failure["user_line"]
+            where = f" at {line['file']}:{line['line']} in {line['function']}" if line else ""
+            yield f"  rank {end.rank} was in {call}{where}"
+    if first.exit_code == -signal.SIGABRT and first.crash:
+        yield "  gloo aborts so where ranks do not agree on the shape or the type of what they send"

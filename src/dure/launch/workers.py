@@ -12,15 +12,20 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
-from dure.launch.child import run_in_child
+from dure.launch.child import Output, run_in_child
+from dure.launch.examination import crash_frames
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
+from dure.launch.watchdog import HangPolicy
+from dure.machine import count_oom_kills
 from dure.rank import Place, RankInfo, StoreAddress
+
+if TYPE_CHECKING:
+    from dure.launch.hang import HangVerdict
 
 _REPORT_LIMIT_BYTES = 2**20
 
@@ -34,14 +39,24 @@ class Launch:
     job: Mapping[str, Any]
     num_processes: int
     threads: int
-    log_paths: Sequence[Path | None]
-    """Per rank; None keeps the terminal."""
+    outputs: Sequence[Output]
+    """Per rank."""
     store_prefix: str
     start: str
     """`auto`, `fork` or `spawn`."""
     expendable: Collection[int] = ()
     """Ranks that the others go on without when a signal kills them."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    serves_store: bool = False
+    """Whether a process of its own serves the store; otherwise rank 0 does."""
+    stop_grace_seconds: float = 2.0
+    """What the other ranks get after one followed a signal: its checkpoint is written, or there was nothing to save."""
+    end_grace_seconds: float | None = 10.0
+    """What they get after one ended in order; ample where they have met in a barrier before. None: any time."""
+    hangs: HangPolicy | None = None
+    """None: nobody looks whether ranks hang."""
+    on_hang: Callable[["HangVerdict"], None] | None = None
+    """Told of each hang, before anything is done about it."""
     on_restart: Callable[[Restart], None] | None = None
     """Told of each restart before it happens."""
     microbatch_size: int | None = None
@@ -58,12 +73,17 @@ class Worker:
     pid: int
     report_fd: int
     """An unnamed file in which a rank that fails says why: it works on a full disk too."""
+    stacks_fd: int
+    """An unnamed file in which its Python stacks are written, when it is asked for them or crashes."""
+    questions: socket.socket
+    """On which it can be asked what it is at."""
     process: "subprocess.Popen[bytes] | None" = None
     """Of a spawned worker; a forked one has none."""
     pidfd: int | None = None
     is_expendable: bool = False
     end: WorkerEnd | None = None
     was_stopped: bool = False
+    oom_kills_before: int | None = field(default_factory=count_oom_kills)
 
     def poll(self) -> None:
         """Take note of the end, if it has ended."""
@@ -83,8 +103,14 @@ class Worker:
                 was_stopped=self.was_stopped,
                 failure=failure,
                 is_tolerated=self.is_expendable and was_killed,
+                is_out_of_memory=self._was_memory_short() if was_killed and code == -signal.SIGKILL else None,
+                crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
             )
             self._close()
+
+    def _was_memory_short(self) -> bool | None:
+        before, now = self.oom_kills_before, count_oom_kills()
+        return None if before is None or now is None else now > before
 
     def send(self, number: int) -> None:
         """Send a signal, unless it is gone."""
@@ -99,6 +125,8 @@ class Worker:
 
     def _close(self) -> None:
         os.close(self.report_fd)
+        os.close(self.stacks_fd)
+        self.questions.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -140,24 +168,38 @@ def start_worker(
     Raises:
         EnvironmentLacks: The system starts no more processes.
     """
-    report_fd = unnamed_file(f"dure-rank{rank}")
+    report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
+    questions, answers = socket.socketpair()
     place = replace(
         _place(launch, rank, listener, report_fd, round_number),
         heartbeat_fd=memory.heartbeat_fd,
         snapshot_fds=memory.snapshot_fds,
+        stacks_fd=stacks_fd,
+        questions_fd=answers.fileno(),
     )
-    log = launch.log_paths[rank]
     try:
         start = _fork if by_fork else _spawn
-        worker = start(launch, place, log, listener, report_fd)
+        pid, process = start(launch, place, launch.outputs[rank], listener)
     except OSError as error:
         os.close(report_fd)
+        os.close(stacks_fd)
+        questions.close()
         raise EnvironmentLacks(
             f"rank {rank} of {launch.num_processes} could not be started: {error.strerror}; use a smaller --nproc, or "
             "raise the limit on processes (ulimit -u)"
         ) from error
-    worker.is_expendable = rank in launch.expendable
-    return worker
+    finally:
+        answers.close()
+    return Worker(
+        rank=rank,
+        pid=pid,
+        report_fd=report_fd,
+        stacks_fd=stacks_fd,
+        questions=questions,
+        process=process,
+        pidfd=_pidfd(pid),
+        is_expendable=rank in launch.expendable,
+    )
 
 
 def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, round_number: int) -> Place:
@@ -170,7 +212,7 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
             host=host,
             port=port,
             prefix=f"{launch.store_prefix}/{round_number}",
-            listen_fd=listener.fileno() if rank == 0 else None,
+            listen_fd=listener.fileno() if rank == 0 and not launch.serves_store else None,
         ),
         threads=launch.threads,
         is_supervised=True,
@@ -181,7 +223,11 @@ def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, r
     )
 
 
-def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socket, report_fd: int) -> Worker:
+_Started = tuple[int, "subprocess.Popen[bytes] | None"]
+"""The process, and what Python knows of one that was spawned."""
+
+
+def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,8 +236,8 @@ def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socke
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
-        return Worker(place.rank.rank, pid, report_fd, pidfd=_pidfd(pid))
-    if place.rank.rank == 0:
+        return pid, None
+    if place.store is not None and place.store.listen_fd is not None:
         listener.detach()
     else:
         listener.close()
@@ -199,23 +245,25 @@ def _fork(launch: Launch, place: Place, log: Path | None, listener: socket.socke
     def entry() -> int:
         return int(importlib.import_module(launch.entry).main(launch.job, place))
 
-    run_in_child(entry, place, log, parent)
+    run_in_child(entry, place, output, parent)
     raise AssertionError("a child does not return")
 
 
-def _spawn(launch: Launch, place: Place, log: Path | None, listener: socket.socket, report_fd: int) -> Worker:
+def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
     told = {
         "entry": launch.entry,
         "job": dict(launch.job),
         "place": asdict(place),
-        "log": None if log is None else str(log),
+        "output": asdict(output),
         "parent_pid": os.getpid(),
     }
-    kept = [fd for fd in (place.heartbeat_fd, *place.snapshot_fds) if fd is not None]
-    fds = [report_fd, *kept, *([listener.fileno()] if place.rank.rank == 0 else [])]
+    own = place.report_fd, place.stacks_fd, place.questions_fd, place.heartbeat_fd, *place.snapshot_fds
+    fds = [fd for fd in (*own, *(output.descriptors or ())) if fd is not None]
+    if place.store is not None and place.store.listen_fd is not None:
+        fds.append(place.store.listen_fd)
     command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
-    process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-    return Worker(place.rank.rank, process.pid, report_fd, process, _pidfd(process.pid))
+    process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)
+    return process.pid, process
 
 
 def _pidfd(pid: int) -> int | None:

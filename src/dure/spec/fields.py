@@ -137,6 +137,12 @@ class RunSpec(BaseModel):
     faults: Path | None = Field(None, description="TOML file of failures on purpose: which rank, which step, how")
     max_restarts: int = Field(3, ge=0, description="restarts of all ranks after one failed, within the window")
     restart_window_seconds: float = Field(600.0, gt=0, description="restarts longer ago do not count")
+    on_hang: Literal["restart", "stop", "wait"] = Field(
+        "restart", description="when no step finishes: start all ranks again, end the run, or only say why"
+    )
+    hang_after: float | None = Field(
+        None, gt=0, description="seconds without a finished step that are a hang (default: 10, or 10 median steps)"
+    )
     snapshot_every: int | None = Field(
         None, gt=0, description="steps between snapshots in memory, to go on from (default: for 2 % of the time)"
     )
@@ -191,7 +197,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("checkpoint_every_minutes", "keep_checkpoints"),
     ),
     "After a failure": (
-        *("on_nonfinite", "check_replicas_every", "on_divergence"),
+        *("on_nonfinite", "check_replicas_every", "on_divergence", "on_hang", "hang_after"),
         *("max_restarts", "restart_window_seconds", "snapshot_every", "faults"),
     ),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),

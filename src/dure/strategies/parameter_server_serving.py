@@ -11,8 +11,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from dure.comm.groups import Group, is_peer_lost
+from dure.comm.groups import Group
 from dure.errors import PeerLost
+from dure.failure import is_peer_lost
 from dure.strategies import StrategyInfo
 from dure.strategies.base import Requests, StepFacts, StrategyOptions
 from dure.strategies.batches import Microbatch

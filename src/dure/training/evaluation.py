@@ -32,7 +32,15 @@ def evaluation_batch_size(num_samples: int, asked: int | None) -> int:
     return max(1, min(_MOST_SAMPLES_PER_BATCH, math.ceil(num_samples / _LEAST_BATCHES)))
 
 
-def evaluate(task: Task, strategy: Strategy, loader: Loader, *, num_samples: int, batch_size: int) -> dict[str, Metric]:
+def evaluate(
+    task: Task,
+    strategy: Strategy,
+    loader: Loader,
+    *,
+    num_samples: int,
+    batch_size: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
 
     Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `math.fsum`, whose
@@ -57,6 +65,7 @@ def evaluate(task: Task, strategy: Strategy, loader: Loader, *, num_samples: int
         with torch.no_grad():
             batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
             for together in _grouped(batches, len(models)):
+                on_batch()
                 places = zip(models, strategy.devices, together, strict=False)
                 calls = [_evaluation_call(task, strategy, model, device, *b) for model, device, b in places]
                 sums.extend(threads.run(calls))

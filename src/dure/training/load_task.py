@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from dure.errors import TaskInvalid
+from dure.frames import traceback_in_user_code
 from dure.spec import unknown_name
 from dure.training.task import Task
 
@@ -178,24 +178,6 @@ def plain_options(task: Task) -> dict[str, Any]:
             continue
         plain[field.name] = value
     return plain
-
-
-def traceback_in_user_code(error: BaseException) -> str:
-    """Format a traceback without dure's, torch's and the import system's own frames in front.
-
-    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, all is shown.
-    """
-    ours = str(Path(__file__).resolve().parents[1])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, "<frozen")) and "site-packages" not in frame.filename
-    ]
-    if isinstance(error, SyntaxError):
-        frames = []
-    kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)] if kept else []
-    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
 def _is_task(value: object) -> bool:

@@ -3,8 +3,9 @@
 import hashlib
 import inspect
 import math
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def open_session(
         loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
     seed_everything(spec.seed)
     model = _built_model(task)
-    _check_ranks_agree(group, spec, task, model, order)
+    _check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
@@ -202,21 +203,27 @@ def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
     return build
 
 
-def _check_ranks_agree(group: Group, spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder) -> None:
-    """Compare what every rank built, before a difference becomes silent nonsense or an abort.
-
-    Communication: one gathered JSON message of about 100 bytes per parameter.
-    """
-    if group.world_size == 1:
-        return
-    mine = {
+def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder, eval_samples: int) -> dict[str, Any]:
+    """Return what must be the same on every rank, about 100 bytes per parameter."""
+    return {
+        "Python version": platform.python_version(),
         "torch version": torch.__version__,
         "task code": _code_digest(task),
         "seed": spec.seed,
         "global_batch_size": spec.global_batch_size,
         "training samples": order.num_samples,
+        "evaluation samples": eval_samples,
         "parameters": [[name, list(p.shape), str(p.dtype)] for name, p in model.named_parameters()],
     }
+
+
+def _check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
+    """Compare what every rank built, before a difference becomes silent nonsense or an abort.
+
+    Communication: one gathered JSON message.
+    """
+    if group.world_size == 1:
+        return
     everyone = group.all_gather_json(mine)
     for rank, theirs in enumerate(everyone):
         for field, value in everyone[0].items():

@@ -36,6 +36,7 @@ class Conductor:
         run: RunDir,
         stop: StopSignals,
         current_step: Callable[[int], None],
+        current_phase: Callable[[str], None] = lambda phase: None,
         begin_step: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare to conduct.
@@ -45,12 +46,14 @@ class Conductor:
             run: Where its records go.
             stop: The signals that ask it to stop.
             current_step: Told of each step that is done.
+            current_phase: Told of what is done besides training, and of training again.
             begin_step: Told of each step before it is computed.
         """
         self.session = session
         self.run = run
         self.stop = stop
         self.current_step = current_step
+        self.current_phase = current_phase
         self.begin_step = begin_step
         self.is_restart = session.place.round > 0
         self.position = Progression()
@@ -227,7 +230,9 @@ class Conductor:
 
     def _save(self) -> None:
         self._compare()
+        self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics))
+        self.current_phase("training")
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
 
@@ -273,8 +278,10 @@ class Conductor:
                 loader,
                 num_samples=session.eval_samples,
                 batch_size=session.eval_batch_size,
+                on_batch=lambda: self.current_phase("evaluating"),
             )
         )
+        self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
         is_best = self._note_best(metrics)

@@ -4,7 +4,6 @@ import gc
 import json
 import multiprocessing.util
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.comm.groups import Group, is_peer_lost
+from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
+from dure.failure import describe_failure, is_peer_lost, told_undisturbed
 from dure.heartbeat import Heartbeats
 from dure.rank import Place
 from dure.rundir import RunDir
@@ -26,7 +26,6 @@ from dure.strategies.base import Strategy
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
-from dure.training.failure import describe_failure
 from dure.training.load_task import load_task_class
 from dure.training.planned_faults import PlannedFaults, read_faults
 from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
@@ -59,7 +58,8 @@ class Worker:
             with stop:
                 return self._work(stop)
         except BaseException as error:
-            code = self._fail_undisturbed(error, stop)
+            failure = error
+            code = told_undisturbed(lambda: self._fail(failure, stop))
             # frames hold the model, DDP and loader processes, and those the process group
             traceback.clear_frames(error.__traceback__)
         self._leave_disorderly()
@@ -97,7 +97,7 @@ class Worker:
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
         begin_step = None if self.faults is None else self.faults.begin_step
-        conductor = Conductor(session, self.run, stop, self._note_step, begin_step)
+        conductor = Conductor(session, self.run, stop, self._note_step, self._note_phase, begin_step)
         stop.defer()
         try:
             status = conductor.train()
@@ -139,18 +139,11 @@ class Worker:
 
     def _note_step(self, step: int) -> None:
         self.step = step
-        if self.heartbeats is not None:
-            self.heartbeats.beat(self.place.rank.rank, step + 1)
+        self._note_phase("training")
 
-    def _fail_undisturbed(self, error: BaseException, stop: StopSignals) -> int:
-        # the death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-        try:
-            return self._fail(error, stop)
-        except RuntimeError:
-            return self._fail(error, stop)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def _note_phase(self, phase: str) -> None:
+        if self.heartbeats is not None and self.step is not None:
+            self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase)
 
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
         if isinstance(error, StoppedAtOnce):

@@ -3,24 +3,35 @@
 import errno
 import os
 import re
+import signal
 import socket
-import sysconfig
 import time
 import traceback
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dure.comm.groups import is_peer_lost
-from dure.errors import DiskFull, DureError, Misuse, ReplicasDiverged
-from dure.training.load_task import traceback_in_user_code
+from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
+from dure.frames import OWN_ROOT, traceback_in_user_code, users_first
 
-_OWN_ROOT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
-_STANDARD_LIBRARY = tuple(
-    {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
+_PEER_LOST_WORDS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "remote process exited",
+    "socket closed",
+    "failed to recv",
+    "recvvalue failed",
+    "application timeout",
+    "wait timeout",
+    "connect timeout",
+    "processgroup not initialized",
+    "originated at tensorpipe",
+    "peerlost: ",  # ours, after torch's C++ has carried it: by DDP's communication hooks, for one
 )
-_ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
@@ -75,6 +86,29 @@ def describe_failure(
         "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception only says that another rank went away."""
+    if isinstance(error, PeerLost):
+        return True
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    return any(words in str(error).lower() for words in _PEER_LOST_WORDS)
+
+
+def told_undisturbed(tell: Callable[[], int]) -> int:
+    """Write down why this process fails, even if it is told again meanwhile.
+
+    The death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+    try:
+        return tell()
+    except RuntimeError:
+        return tell()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _named(error: BaseException) -> BaseException:
@@ -137,10 +171,7 @@ def _said_in_loader(message: str) -> str:
 
 
 def _user_line(error: BaseException) -> dict[str, Any] | None:
-    """Return the innermost line of the task's code that the exception went through.
-
-    A task may be installed as a package: only where no frame lies outside `site-packages` do those inside count.
-    """
+    """Return the innermost line of the task's code that the exception went through."""
     message = str(error)
     if _LOADER_MARK in message:
         frames = [
@@ -149,19 +180,11 @@ def _user_line(error: BaseException) -> dict[str, Any] | None:
         ]
     else:
         frames = list(traceback.extract_tb(error.__traceback__))
-    foreign = [frame for frame in frames if not _is_known(frame.filename)]
-    chosen = [frame for frame in foreign if "site-packages" not in frame.filename] or foreign
+    chosen = users_first([frame.filename for frame in frames])
     if not chosen:
         return None
-    last = chosen[-1]
+    last = frames[chosen[-1]]
     return {"file": last.filename, "line": last.lineno, "function": last.name, "text": last.line}
-
-
-def _is_known(file: str) -> bool:
-    """Whether a file is dure's, Python's or torch's, and so never the task's."""
-    if file.startswith((_OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
-        return True
-    return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
 def _origin(error: BaseException) -> str:
@@ -170,7 +193,7 @@ def _origin(error: BaseException) -> str:
     Native code leaves no frame: what torch's raises (a RuntimeError) seems to come from the line that called it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not frames[-1].filename.startswith(_OWN_ROOT):
+    if not frames or not frames[-1].filename.startswith(OWN_ROOT):
         return "library" if frames else "dure"
     is_native = isinstance(error, RuntimeError) and not (frames[-1].line or "").startswith("raise")
     return "library" if is_native else "dure"

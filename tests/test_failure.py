@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dure.errors import DiskFull, LossNotFinite
+from dure.failure import describe_failure
 from dure.training.evaluation import evaluate
-from dure.training.failure import describe_failure
 from dure.training.fetch import Loader, SampleFetch
 from dure.training.order import SampleOrder
 from tests.faulty_task import fail

@@ -1,0 +1,62 @@
+"""`dure doctor`: what happened to a run, from the files that it left."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json, show
+from dure.errors import FoundProblem
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from dure.doctor.findings import Diagnosis
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
+
+
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, doctor
+
+
+def doctor(
+    run: Annotated[Path, Parameter(help="the run's folder")],
+    /,
+    *,
+    fail_on: Annotated[
+        Literal["never", "warning", "error"], Parameter(help="end with 4 if something so grave is found")
+    ] = "never",
+    json: JsonFlag = False,
+) -> None:
+    """Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done."""
+    from dure.doctor.findings import SEVERITIES, diagnose
+    from dure.rundir import RunDir
+
+    found = diagnose(RunDir.open(run, or_script=True))
+    if json:
+        print_json(found.to_json())
+    else:
+        for line in _told(found):
+            show(line)
+    if fail_on != "never" and found.worst is not None and SEVERITIES.index(found.worst) >= SEVERITIES.index(fail_on):
+        raise FoundProblem(f"{found.run}: the gravest finding is of kind {found.worst} (--fail-on {fail_on})")
+
+
+def _told(found: "Diagnosis") -> Iterator["Text"]:
+    from rich.text import Text
+
+    yield Text.assemble((found.run, "bold"), f"  {found.status}")
+    if not found.findings:
+        yield Text("nothing is wrong with it, as far as its records tell")
+    for finding in found.findings:
+        first, _, rest = finding.what.partition("\n")
+        yield Text.assemble("\n", (finding.severity, _STYLES[finding.severity]), f"  {first}", overflow="fold")
+        if rest:
+            yield Text(rest, overflow="fold")
+        if finding.remedy:
+            yield Text.assemble(("  remedy: ", "bold"), finding.remedy, overflow="fold")
+        if finding.evidence:
+            yield Text(f"  see {', '.join(finding.evidence)}", style="dim", overflow="fold")

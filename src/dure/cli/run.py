@@ -1,0 +1,94 @@
+"""`dure run`: any script on many ranks, as torchrun runs it."""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from dure.errors import Misuse
+
+_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--help", "-h"})
+"""Flags without a value: what comes after another flag is its value and not the script."""
+
+
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens up to the script, and the verb with the script's own arguments, which are not looked at."""
+    own, position = [tokens[0]], 1
+    while position < len(tokens) and tokens[position].startswith("-"):
+        flag = tokens[position]
+        has_value = flag not in _TRUTHS and "=" not in flag
+        own += tokens[position : position + 1 + has_value]
+        position += 1 + has_value
+    own += tokens[position : position + 1]
+    arguments = tokens[position + 1 :]
+
+    @wraps(run)
+    def command(*args: Any, **settings: Any) -> None:
+        run(*args, **settings, arguments=tuple(arguments))
+
+    return own, command
+
+
+def run(
+    script: Annotated[str | None, Parameter(help="a script's path, or a module's name after -m")] = None,
+    /,
+    *,
+    nproc: Annotated[
+        str,
+        Parameter(name=("--nproc", "--nproc-per-node"), help="ranks: a number, or auto: one per accelerator"),
+    ] = "auto",
+    module: Annotated[
+        bool, Parameter(name=("--module", "-m"), negative=(), show_default=False, help="it is a module's name")
+    ] = False,
+    start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = ("auto"),
+    max_restarts: Annotated[int, Parameter(help="restarts of all ranks after one failed")] = 0,
+    on_hang: Annotated[
+        Literal["wait", "restart", "stop"], Parameter(help="when no step finishes: say why, and then")
+    ] = "wait",
+    hang_after: Annotated[
+        float | None,
+        Parameter(help="seconds without an optimiser's step (default: 10, or 10 median steps)", show_default=False),
+    ] = None,
+    threads: Annotated[
+        int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)
+    ] = None,
+    local_rank_argument: Annotated[
+        Literal["auto", "none", "dash", "underscore"],
+        Parameter(
+            help="give --local-rank or --local_rank, as the old launcher did; auto looks whether the script wants it"
+        ),
+    ] = "auto",
+    no_prefix: Annotated[
+        bool, Parameter(name="--no-prefix", negative=(), show_default=False, help="show lines without their rank")
+    ] = False,
+    runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
+    name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
+    arguments: Annotated[tuple[str, ...], Parameter(parse=False)] = (),
+) -> None:
+    """Run any PyTorch script on many ranks, unchanged: torchrun's variables are set.
+
+    Flags stand before the script; what stands after it is the script's own.
+    """
+    if script is None:
+        raise Misuse("no script is given: write `dure run --nproc 2 train.py ARGUMENTS`")
+    from dure.script import ScriptSettings, run_script
+
+    run_script(
+        ScriptSettings(
+            script=script,
+            arguments=arguments,
+            is_module=module,
+            nproc=nproc,
+            start=start,
+            max_restarts=max_restarts,
+            on_hang=on_hang,
+            hang_after=hang_after,
+            threads=threads,
+            local_rank_argument=local_rank_argument,
+            with_prefix=not no_prefix,
+            runs_dir=runs_dir,
+            name=name,
+        )
+    )

@@ -1,0 +1,1 @@
+"""What is wrong with a run, from the files that it left: evidence, cause, remedy."""

@@ -1,0 +1,72 @@
+"""Whose code a file is: the user's, or what the user's code stands on."""
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+OWN_ROOT = f"{Path(__file__).resolve().parent}{os.sep}"
+"""Where dure's own modules are."""
+
+_STANDARD_LIBRARY = tuple(
+    {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
+)
+_ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
+
+
+def is_foreign(file: str) -> bool:
+    """Whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
+    if file.startswith((OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
+        return False
+    return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
+
+
+def users_first(files: list[str]) -> list[int]:
+    """Return which of some files are the user's, as indices.
+
+    What the user runs may itself be installed as a package: only where no file lies outside `site-packages` do those
+    inside count.
+    """
+    foreign = [index for index, file in enumerate(files) if is_foreign(file)]
+    return [index for index in foreign if "site-packages" not in files[index]] or foreign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A line of Python that a thread is in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Say where it is, with the path as one would type it from here."""
+        with suppress(ValueError):
+            return f"{Path(self.file).relative_to(Path.cwd())}:{self.line} in {self.function}"
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def users_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's code, of frames that begin with the innermost."""
+    chosen = users_first([frame.file for frame in frames])
+    return frames[chosen[0]] if chosen else None
+
+
+def traceback_in_user_code(error: BaseException) -> str:
+    """Format a traceback without dure's, torch's and the import system's own frames in front.
+
+    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, all is shown.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((OWN_ROOT, "<frozen")) and "site-packages" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError):
+        frames = []
+    kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)] if kept else []
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

@@ -1,0 +1,191 @@
+"""The entry of a rank that runs somebody's script: all is as under `torchrun`, and no line of it changed."""
+
+import ast
+import atexit
+import importlib
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dure.frames import OWN_ROOT
+from dure.heartbeat import Heartbeats
+from dure.launch.examination import collective_from
+from dure.rank import Place
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    """Import once, in the process that forks the ranks, what all of them need."""
+    from dure.torchcompat import import_late_parts
+
+    import_late_parts()
+    importlib.import_module("dure.failure")
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    """Run one rank's script in this process and return its exit code.
+
+    Args:
+        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`.
+        place: Where this rank is.
+    """
+    before_fork(job)  # of a spawned rank; a forked one has it
+    os.environ.update(environment(job, place))
+    _set_threads(place.threads)
+    step = _tell_of_steps(place)
+    try:
+        code = _run(job, place)
+    except BaseException as error:
+        code = _fail_once(error, place, step[0])
+    return _leave_in_order(code)
+
+
+def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
+    """Return what torchrun sets, and so what scripts read."""
+    assert place.store is not None
+    rank = place.rank
+    num_nodes = max(1, rank.world_size // rank.local_world_size)
+    # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
+    loopback = {} if num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
+    return {
+        **loopback,
+        **rank.to_environment(),
+        "MASTER_ADDR": place.store.host,
+        "MASTER_PORT": str(place.store.port),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank.rank),
+        "ROLE_WORLD_SIZE": str(rank.world_size),
+        "TORCHELASTIC_RESTART_COUNT": str(place.round),
+        "TORCHELASTIC_MAX_RESTARTS": str(job["max_restarts"]),
+        "TORCHELASTIC_RUN_ID": str(job["run"]),
+        # the store is served already: rank 0 must connect to it and not serve another
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads)),
+    }
+
+
+def _set_threads(threads: int) -> None:
+    """Do what OMP_NUM_THREADS would have done had it been set before torch was imported."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdecimal() else threads)
+
+
+def _tell_of_steps(place: Place) -> list[int]:
+    """Let every optimiser's step be a heartbeat; return the count, which goes on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    count = [0]
+    if place.heartbeat_fd is None:
+        return count
+    heartbeats, rank = Heartbeats(place.heartbeat_fd, place.rank.world_size), place.rank.rank
+    heartbeats.beat(rank, 0, "starting")
+
+    def beat(*_: Any) -> None:
+        count[0] += 1
+        heartbeats.beat(rank, count[0])
+
+    register_optimizer_step_post_hook(beat)
+    return count
+
+
+def _run(job: Mapping[str, Any], place: Place) -> int:
+    arguments = [*job["arguments"]]
+    said = job["local_rank_argument"]
+    flag = _LOCAL_RANK_FLAGS.get(said)
+    if said == "auto" and not job["is_module"]:
+        flag = local_rank_flag(Path(job["script"]))
+    if flag is not None:
+        arguments.insert(0, f"{flag}={place.rank.local_rank}")
+    sys.argv = [job["script"], *arguments]
+    try:
+        if job["is_module"]:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(job["script"], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(job["script"]).resolve().parent))
+            runpy.run_path(job["script"], run_name="__main__")
+    except SystemExit as leave:
+        if leave.code is None or isinstance(leave.code, int):
+            return leave.code or 0
+        print(leave.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def local_rank_flag(script: Path) -> str | None:
+    """Return the flag by which a script written for the old launcher wants its local rank, or None.
+
+    `torch.distributed.launch` gave it as an argument; such a script's parser does not read the environment.
+    """
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if found := next((flag for flag in _LOCAL_RANK_FLAGS.values() if flag in names), None):
+                return found
+    return None
+
+
+def _fail_once(error: BaseException, place: Place, step: int) -> int:
+    from dure.failure import told_undisturbed
+
+    try:
+        return told_undisturbed(lambda: _fail(error, place, step))
+    except RuntimeError:  # the handler that `told_undisturbed` keeps away came just before it could
+        return told_undisturbed(lambda: _fail(error, place, step))
+
+
+def _fail(error: BaseException, place: Place, step: int) -> int:
+    """Show the traceback as Python would, and leave word for the verdict over all ranks."""
+    from dure.failure import describe_failure
+
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not _is_ours(frame.filename))
+    said = "".join(shown.format())
+    print(said, end="", file=sys.stderr, flush=True)
+    failure = {**describe_failure(error, place.rank.rank, step), "user_traceback": None, "collective": _collective()}
+    if place.report_fd is not None:
+        os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _collective() -> str | None:
+    """Name the collective that this rank is in, or was in when it failed."""
+    from dure.torchcompat import flight_record
+
+    try:
+        calls = [collective_from(told) for told in flight_record()]
+    except RuntimeError:  # the group is in no state to be asked
+        return None
+    return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith((OWN_ROOT, "<frozen runpy"))
+
+
+def _leave_in_order(code: int) -> int:
+    """Do what the interpreter does at its end, up to where torch's threads abort: that part is left out."""
+    try:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        code = code or 1
+    return code

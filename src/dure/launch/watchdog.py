@@ -1,0 +1,104 @@
+"""Notices that no step finishes, from the heartbeats that ranks leave in shared memory."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dure.heartbeat import Beat, Heartbeats
+
+LEAST_SECONDS = 10.0
+"""Shorter waits are no hang: a loader starts, a file system hesitates."""
+TIMES_MEDIAN = 10.0
+TIMES_LONGEST = 3.0
+"""What has once taken so long and went on may take three times as long the next time."""
+UNKNOWN_SECONDS = 300.0
+"""Where it is not known yet how long things take: the first step may compile, a checkpoint may be large."""
+TIMES_UNCERTAIN = 6.0
+_FEWEST_KNOWN = 3
+_MOST_KNOWN = 101
+_GAP_SECONDS = 5.0
+"""A supervisor that has not looked for so long was stopped itself, with all ranks: `Ctrl-Z`, then `fg`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangPolicy:
+    """When no news is bad news, and what then happens."""
+
+    hang_after: float | None = None
+    """Seconds of silence, whatever a rank is at; None: by what has been seen of the run."""
+    action: str = "restart"
+    """`restart`, `stop` or `wait`."""
+
+    def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
+        """Whether it is time to do something. A rank that computes or loads data may only be slow: it gets longer."""
+        if self.action == "wait":
+            return False
+        return is_certain or self.hang_after is not None or seconds > TIMES_UNCERTAIN * threshold
+
+
+class Watchdog:
+    """Looks at the heartbeats of ranks; every look costs some microseconds for each."""
+
+    def __init__(
+        self, heartbeats: Heartbeats, hang_after: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.heartbeats = heartbeats
+        self.hang_after = hang_after
+        self.clock = clock
+        self._last_look = clock()
+        self._not_before = 0.0
+        """Silence is counted from here at the earliest."""
+        self._seen: dict[int, Beat] = {}
+        self._known: dict[str, deque[float]] = {}
+        """By phase: how long one beat took to follow another."""
+        self.last_threshold = UNKNOWN_SECONDS
+        self._tell_at = 0.0
+        """Silence below this has been told already."""
+
+    def silent_seconds(self, ranks: Sequence[int]) -> float | None:
+        """Return how long no step has finished, once that is too long, and again each time it has doubled.
+
+        None while all is well, or there is nothing new.
+
+        Args:
+            ranks: Those that are there.
+        """
+        now = self.clock()
+        if now - self._last_look > _GAP_SECONDS:
+            self._not_before = now
+        self._last_look = now
+        silent: list[float] = []
+        for rank in ranks:
+            beat = self.heartbeats.last(rank)
+            if not beat.time:
+                continue  # it has nothing to tell, or not yet
+            self._learn(rank, beat)
+            seconds = now - max(beat.time, self._not_before)
+            self.last_threshold = self.threshold(beat.phase)
+            if seconds > self.last_threshold:
+                silent.append(seconds)
+        longest = max(silent, default=0.0)
+        if not silent:
+            self._tell_at = 0.0
+        if longest <= self._tell_at or not silent:
+            return None
+        self._tell_at = 2 * longest
+        return longest
+
+    def threshold(self, phase: str) -> float:
+        """Return how many seconds of silence are too many."""
+        if self.hang_after is not None:
+            return self.hang_after
+        known = self._known.get(phase, ())
+        if len(known) < _FEWEST_KNOWN:
+            return UNKNOWN_SECONDS
+        return max(LEAST_SECONDS, TIMES_MEDIAN * statistics.median(known), TIMES_LONGEST * max(known))
+
+    def _learn(self, rank: int, beat: Beat) -> None:
+        before = self._seen.get(rank)
+        self._seen[rank] = beat
+        if before is not None and beat.phase == before.phase and beat.count > before.count:
+            known = self._known.setdefault(beat.phase, deque(maxlen=_MOST_KNOWN))
+            known.append((beat.time - before.time) / (beat.count - before.count))

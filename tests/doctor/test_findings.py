@@ -1,0 +1,87 @@
+"""What `dure doctor` reads out of a run's folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dure.doctor.findings import diagnose
+from dure.launch.hang import explain
+from dure.rundir import SCRIPT, SUMMARY, RunDir
+from tests.launch.test_hang import call, rank
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path, "run", for_script=True)
+    run.write_script({"script": "/x/train.py", "world_size": 2})
+    run.append_event("attempt")
+    return run
+
+
+def ended(run: RunDir, status: str, error: str | None = None) -> RunDir:
+    run.write_json(SUMMARY, {"status": status, "message": error, "world_size": 2})
+    return run
+
+
+def found(run: RunDir) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.what.splitlines()[0]) for finding in diagnose(run).findings]
+
+
+def test_run_when_completed_then_nothing_is_found(run):
+    assert (found(ended(run, "completed")), diagnose(run).worst) == ([], None)
+
+
+def test_run_when_it_died_then_says_so(run):
+    ((severity, what),) = found(run)
+    assert severity == "error"
+    assert what.startswith("it ended without a word: its supervisor was killed")
+
+
+def test_run_when_failed_then_the_verdict_comes_first_and_the_evidence_is_named(run):
+    run.write_json("logs/failure-rank1.json", {"rank": 1})
+    finding = diagnose(ended(run, "failed", "rank 1 failed: ValueError: no\n  train.py:3")).findings[0]
+    assert finding.what == "rank 1 failed: ValueError: no\n  train.py:3"
+    assert finding.evidence == ("logs/failure-rank1.json",)
+
+
+def test_hang_then_is_told_as_it_was_with_its_file(run):
+    run.note_hang(explain([rank(0, call()), rank(1, call(is_pending=False), line=33)], 12.0).to_json())
+    (finding,) = diagnose(ended(run, "completed")).findings
+    assert (finding.severity, finding.evidence) == ("warning", ("logs/hang-1.json",))
+    assert "rank 1 is idle at /home/me/train.py:33 in train" in finding.what
+
+
+def test_hang_when_its_record_is_damaged_then_the_rest_is_told(run):
+    (run.path / "logs" / "hang-1.json").write_text('{"text": "cut o')
+    assert found(ended(run, "failed", "why")) == [("error", "why"), ("warning", "the record of a hang is damaged")]
+
+
+def test_restarts_when_always_of_one_rank_then_its_device_is_suspected(run):
+    for number in range(1, 6):
+        run.append_event("restart", number=number, rank=1, step=10 * number, message="rank 1 was killed")
+    (finding,) = diagnose(ended(run, "completed")).findings
+    assert finding.what.splitlines()[0] == "all ranks were started again 5 times"
+    assert finding.what.splitlines()[-1] == "  … and 2 before"
+    assert finding.remedy is not None
+    assert "each time it was rank 1" in finding.remedy
+
+
+def test_steps_when_left_out_then_are_counted(run):
+    for step in (3, 9):
+        run.append_event("step_skipped", step=step, message="the loss is nan: rank 0, samples [1, 2]")
+    ((_, what),) = found(ended(run, "completed"))
+    assert what.startswith("2 step(s) were left out because the loss was not finite, the first step 3")
+
+
+def test_hung_run_when_it_still_hangs_then_its_hang_is_told(run):
+    with run.lock():
+        run.note_hang(explain([rank(0, call()), rank(1, line=33)], 12.0).to_json())
+        diagnosis = diagnose(run)
+    assert diagnosis.status == "running"
+    assert json.loads(json.dumps(diagnosis.to_json()))["findings"][0]["severity"] == "warning"
+
+
+def test_run_when_its_record_is_damaged_then_is_unreadable(run):
+    (run.path / SCRIPT).write_text("{")
+    assert found(run) == [("error", "its records are damaged or of another version of dure")]

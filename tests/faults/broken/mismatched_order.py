@@ -1,0 +1,13 @@
+"""Ranks that do not agree on what comes first."""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+weights, loss = torch.ones(8), torch.ones(2)
+if dist.get_rank() == 0:
+    dist.broadcast(weights, 1)  # blamed: 0
+    dist.all_reduce(loss)
+else:
+    dist.all_reduce(loss)  # blamed: 1
+    dist.broadcast(weights, 1)

@@ -1,0 +1,10 @@
+"""Rank 0 logs a mean that needs all ranks, and asks nobody else."""
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+loss = torch.ones(())
+if dist.get_rank() == 0:
+    dist.all_reduce(loss)  # blamed: 0 waits
+dist.barrier()  # blamed: 1 waits

@@ -1,0 +1,52 @@
+"""Scripts that hang or fail as people's scripts do: the verdict names the rank and the line, and blames nobody else."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parent / "broken").glob("*.py"))
+HANG_AFTER_SECONDS = 2
+MOST_SECONDS_LATER = 5
+
+pytestmark = pytest.mark.faults
+
+
+def expected_lines(script: Path) -> dict[int, tuple[list[int], bool]]:
+    """By rank: the lines that are marked as its own, and whether it is only one that waits."""
+    marks: dict[int, tuple[list[int], bool]] = {}
+    for number, text in enumerate(script.read_text().splitlines(), 1):
+        if mark := re.search(r"# blamed: ([\d ]+?)( waits)?$", text):
+            for rank in mark[1].split():
+                lines, _ = marks.get(int(rank), ([], False))
+                marks[int(rank)] = ([*lines, number], mark[2] is not None)
+    return marks
+
+
+def told(script: Path, folder: Path) -> tuple[str, float]:
+    """What `dure run` says about a script, and how long it took."""
+    command = [sys.executable, "-m", "dure", "run", "--nproc", "2", "--hang-after", str(HANG_AFTER_SECONDS)]
+    began = time.monotonic()
+    run = subprocess.run(
+        [*command, "--on-hang", "stop", str(script)], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1, run.stderr
+    lines = [line for line in run.stderr.splitlines() if not line.startswith("[rank ")]
+    return "\n".join(lines), time.monotonic() - began
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_broken_script_when_run_then_the_verdict_names_rank_and_line(script: Path, tmp_path: Path) -> None:
+    text, seconds = told(script, tmp_path)
+    for rank, (lines, waits) in expected_lines(script).items():
+        line = f"({'|'.join(map(str, lines))})"
+        where = rf"rank {rank} [^;\n]*{script.name}:{line} in"
+        beside = rf"rank {rank} (failed|was)[^\n]*\n\s*\S*{script.name}:{line} in"
+        assert re.search(f"{where}|{beside}", text), text
+        if waits:
+            assert not re.search(rf"\A[^,\n]*rank {rank} (is|computes|was stopped|failed|has left)", text), text
+    # imports and processes take their time before the first step, and gloo before it gives up
+    assert seconds < HANG_AFTER_SECONDS + MOST_SECONDS_LATER + 10, text

@@ -1,0 +1,102 @@
+"""A rank hangs: who, where, since when; and the run goes on without a lost sample."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dure.errors import WorkerFailed
+from tests.commands import RunFiles, wait_until
+from tests.conformance.cases import largest_difference, weights_of
+from tests.conformance.tasks import Regression
+from tests.faults.test_restarts import each_step_once, train
+
+pytestmark = pytest.mark.faults
+
+HANG_AFTER_SECONDS = 1.5
+
+
+class Hangs(Regression):
+    """One rank stops getting on, once."""
+
+    how: str = ""
+    flag: str = ""
+    """A file that is written when it does."""
+
+    def loss(self, model, batch):
+        self.done = getattr(self, "done", 0) + 1
+        if self.how and os.environ.get("RANK") == "1" and self.done == 9 and not Path(self.flag).exists():
+            Path(self.flag).write_text("")
+            getattr(self, self.how)()
+        return super().loss(model, batch)
+
+    def sleeps(self):
+        time.sleep(1000)  # HERE
+
+    def loops(self):
+        while True:
+            pass  # HERE
+
+    def locks(self):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()  # HERE
+
+    def stops(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+LINES = [number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# HERE" in text]
+
+
+def hung(run: Path) -> str:
+    return json.loads((run / "logs" / "hang-1.json").read_text())["text"]
+
+
+@pytest.mark.parametrize("how", ["sleeps", "loops", "locks", "stops"])
+@pytest.mark.parametrize("backend", ["gloo", "dure_shm"])
+def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, tmp_path, capfd):
+    settings = {"backend": backend, "hang_after": HANG_AFTER_SECONDS}
+    undisturbed = train(tmp_path, "undisturbed", "ddp", 2, Hangs(), **settings)
+    run = train(tmp_path, "hung", "ddp", 2, Hangs(how=how, flag=str(tmp_path / "flag")), **settings)
+    text = hung(run)
+    # the three lines stand in the order of sleeps, loops (of two lines, the innermost) and locks
+    expected = {"sleeps": 0, "loops": 1, "locks": 2}.get(how)
+    if expected is None:
+        assert "rank 1 was stopped from outside (SIGSTOP, Ctrl-Z or a debugger)" in text
+    else:
+        near = LINES[expected] - (how == "loops"), LINES[expected]
+        assert any(f"test_hangs.py:{line} in {how}" in text for line in near), text
+    assert "rank 0 waits for it in all_" in text
+    assert "no step has finished for" in capfd.readouterr().err
+    assert [event["rank"] for event in RunFiles(run).events("restart")] == [1]
+    assert each_step_once(run, 2)
+    assert largest_difference(weights_of(run), weights_of(undisturbed)) == 0.0
+
+
+def test_run_when_it_hangs_and_is_to_stop_then_says_why_and_can_be_resumed(tmp_path):
+    settings = {"hang_after": HANG_AFTER_SECONDS, "on_hang": "stop"}
+    with pytest.raises(WorkerFailed, match=r"ended because they hung \(--on-hang\); `dure train --resume .*` goes on"):
+        train(tmp_path, "hung", "ddp", 2, Hangs(how="sleeps", flag=str(tmp_path / "flag")), **settings)
+    assert json.loads((tmp_path / "hung" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_run_when_it_is_to_wait_then_says_why_and_waits(tmp_path):
+    helper = threading.Thread(target=do_what_the_verdict_says, args=(tmp_path / "waits",))
+    helper.start()
+    task = Hangs(how="stops", flag=str(tmp_path / "flag"))
+    run = train(tmp_path, "waits", "ddp", 2, task, on_hang="wait", hang_after=HANG_AFTER_SECONDS, start="spawn")
+    helper.join()
+    assert "`kill -CONT" in hung(run)
+    assert RunFiles(run).events("restart") == []
+
+
+def do_what_the_verdict_says(run: Path) -> None:
+    found = run / "logs" / "hang-1.json"
+    wait_until(found.is_file, "the verdict", seconds=60)
+    ranks = json.loads(found.read_text())["ranks"]
+    os.kill(next(rank["pid"] for rank in ranks if rank["is_stopped"]), signal.SIGCONT)

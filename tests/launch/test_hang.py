@@ -1,0 +1,125 @@
+"""Who is to blame for a hang, from what each rank was at."""
+
+import json
+
+import pytest
+
+from dure.frames import OWN_ROOT, Frame
+from dure.launch.examination import Collective, RankState, parse_stacks, state_from_json
+from dure.launch.hang import explain, verdict_from_json
+
+TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def user(line, function="train"):
+    return Frame(file="/home/me/train.py", line=line, function=function)
+
+
+def call(op="all_reduce", sequence=7, sizes=((4,),), line=10, *, is_pending=True):
+    return Collective(
+        group="0", sequence=sequence, op=op, sizes=[list(size) for size in sizes], dtypes=["Float"], time=1.0,
+        is_pending=is_pending, frames=(Frame(file=TORCH, line=1, function=op), user(line)),
+    )  # fmt: skip
+
+
+def rank(number, *calls, line=20, **fields):
+    return RankState(
+        **{
+            "rank": number, "pid": 100 + number, "step": 5, "phase": "training", "silent_seconds": 12.0,
+            "main": (user(line),), "collectives": calls, **fields,
+        }
+    )  # fmt: skip
+
+
+def blamed(*states):
+    verdict = explain(states, 12.0)
+    return verdict.culprits, verdict.text
+
+
+def test_rank_when_elsewhere_then_is_blamed_with_both_lines():
+    culprits, text = blamed(rank(0, call(line=10)), rank(1, call(is_pending=False), line=33))
+    assert culprits == (1,)
+    first = text.splitlines()[0]
+    assert first == (
+        "no step has finished for 12.0 s: rank 1 is idle at /home/me/train.py:33 in train, and rank 0 waits for it "
+        "in all_reduce #7 of [4] float at /home/me/train.py:10 in train"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "is_certain"),
+    [
+        ({"busy_fraction": 1.0}, "computes", False),
+        ({"busy_fraction": 1.0, "collectives": None}, "holds Python's lock", True),
+        ({"is_stopped": True}, "`kill -CONT 101` lets it go on", True),
+        ({"exit_code": 0}, "has left with exit code 0", True),
+        ({"exit_code": -9}, "has left with SIGKILL", True),
+        (
+            {"main": (Frame(file="/v/torch/utils/data/dataloader.py", line=1, function="_next"), user(33))},
+            "waits for data",
+            False,
+        ),
+    ],
+)
+def test_rank_when_elsewhere_then_is_said_how(fields, words, is_certain):
+    verdict = explain([rank(0, call()), rank(1, call(is_pending=False), **fields)], 12.0)
+    assert verdict.culprits == (1,)
+    assert words in verdict.text.splitlines()[0]
+    assert verdict.is_certain is is_certain
+
+
+def test_ranks_when_in_different_calls_then_both_lines_are_named():
+    culprits, text = blamed(rank(0, call("broadcast", line=10)), rank(1, call("all_reduce", line=11)))
+    assert culprits == (0, 1)
+    assert "ranks do not agree on what comes next" in text
+    assert "rank 0 waits in broadcast #7 of [4] float at /home/me/train.py:10" in text
+    assert "rank 1 waits in all_reduce #7 of [4] float at /home/me/train.py:11" in text
+
+
+def test_ranks_when_shapes_differ_then_the_one_that_is_alone_is_blamed():
+    culprits, text = blamed(rank(0, call()), rank(1, call(sizes=((8,),))), rank(2, call()))
+    assert culprits == (1,)
+    assert "of [8] float" in text
+
+
+def test_ranks_when_all_wait_in_one_call_then_the_link_is_suspected():
+    culprits, text = blamed(rank(0, call()), rank(1, call()))
+    assert culprits == ()
+    assert "a link between them is cut or very slow" in text
+
+
+def test_ranks_when_many_wait_then_stand_on_one_line():
+    _, text = blamed(*(rank(number, call()) for number in range(20)), rank(20, call(is_pending=False)))
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait" in text.splitlines()[0]
+    assert len(text.splitlines()) <= 5
+
+
+def test_wait_when_through_shared_memory_then_is_known_by_the_frames_of_its_thread():
+    inside = Frame(file=f"{OWN_ROOT}comm/shm_backend.py", line=5, function="_all_reduce")
+    waits = rank(0, others=((Frame(file="x", line=1, function="wait"), inside),))
+    culprits, text = blamed(waits, rank(1, line=33))
+    assert culprits == (1,)
+    assert "rank 0 waits for it in all_reduce" in text
+
+
+def test_rank_when_no_frame_is_the_users_then_no_line_is_made_up():
+    ours = (Frame(file=f"{OWN_ROOT}training/loop.py", line=5, function="_launch"),)
+    _, text = blamed(rank(0, main=ours, busy_fraction=1.0))
+    assert text.splitlines()[1] == "  rank 0 computes, in step 5"
+
+
+def test_verdict_when_written_down_then_is_read_as_it_was():
+    verdict = explain([rank(0, call()), rank(1, collectives=None)], 12.0)
+    assert verdict_from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert state_from_json(json.loads(json.dumps(verdict.states[0].to_json()))) == verdict.states[0]
+
+
+def test_stacks_when_parsed_then_the_main_thread_is_known_and_the_launcher_left_out():
+    text = (
+        'Thread 0x00007f01 (most recent call first):\n  File "/a b/queue.py", line 3 in get\n\n'
+        "Current thread 0x00007f02 [python] (most recent call first):\n"
+        f'  File "/home/me/train.py", line 33 in train\n  File "{OWN_ROOT}launch/child.py", line 9 in run_in_child\n'
+    )
+    main, others = parse_stacks("main thread 0x7f02\n", text)
+    assert main == (user(33),)
+    assert others == ((Frame(file="/a b/queue.py", line=3, function="get"),),)

@@ -1,0 +1,123 @@
+"""When silence is a hang."""
+
+import os
+
+import pytest
+
+from dure.heartbeat import Heartbeats
+from dure.launch import watchdog as module
+from dure.launch.watchdog import HangPolicy, Watchdog
+from dure.launch.workers import unnamed_file
+
+
+class Ranks:
+    """Two ranks whose clock is ours."""
+
+    def __init__(self, monkeypatch, hang_after=None):
+        descriptor = unnamed_file("test")
+        self.now = 100.0
+        monkeypatch.setattr("dure.heartbeat.time.monotonic", lambda: self.now)
+        self.writers = [Heartbeats(descriptor, 2) for _ in range(2)]
+        self.watchdog = Watchdog(Heartbeats(descriptor, 2), hang_after, clock=lambda: self.now)
+        os.close(descriptor)
+        self.step = 0
+
+    def steps(self, number, seconds=1.0, phase="training", ranks=(0, 1)):
+        for _ in range(number):
+            self.now += seconds
+            self.step += 1
+            for rank in ranks:
+                self.writers[rank].beat(rank, self.step, phase)
+            self.watchdog.silent_seconds([0, 1])
+
+    def wait(self, seconds):
+        """Look twice a second, as the supervisor does; return what was seen first, if anything."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            silent = self.watchdog.silent_seconds([0, 1])
+            if silent is not None:
+                return silent
+        return None
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch)
+
+
+def test_silence_when_steps_are_short_then_ten_seconds_are_a_hang(ranks):
+    ranks.steps(5, seconds=0.1)
+    assert ranks.wait(10.0) is None
+    assert ranks.wait(1.0) == pytest.approx(10.5)
+
+
+def test_silence_when_steps_are_long_then_ten_of_them_are_a_hang(ranks):
+    ranks.steps(5, seconds=4.0)
+    assert ranks.wait(40.0) is None
+    assert ranks.wait(1.0) == pytest.approx(40.5)
+
+
+def test_silence_when_one_step_took_long_before_then_three_times_that_is_waited_for(ranks):
+    ranks.steps(5, seconds=0.1)
+    for _ in range(8):  # nine seconds with the supervisor looking
+        ranks.wait(1.0)
+    ranks.steps(1, seconds=1.0)
+    assert ranks.watchdog.threshold("training") == pytest.approx(27.0)
+
+
+def test_silence_when_one_rank_goes_on_then_the_other_hangs_all_the_same(ranks):
+    ranks.steps(5, seconds=0.1)
+    ranks.steps(20, seconds=0.5, ranks=(0,))
+    assert ranks.wait(1.0) == pytest.approx(10.5)
+
+
+def test_silence_when_the_first_step_compiles_then_it_has_minutes(ranks):
+    ranks.steps(1)
+    assert ranks.wait(module.UNKNOWN_SECONDS) is None
+    assert ranks.wait(1.0) is not None
+
+
+def test_silence_when_a_phase_is_new_then_it_has_minutes(ranks):
+    ranks.steps(5, seconds=0.1)
+    ranks.steps(1, phase="saving")
+    assert ranks.wait(60.0) is None
+
+
+def test_silence_when_told_then_it_is_told_again_when_it_has_doubled(ranks):
+    ranks.steps(5, seconds=0.1)
+    assert ranks.wait(20.0) == pytest.approx(10.5)
+    assert ranks.wait(10.0) is None
+    assert ranks.wait(2.0) == pytest.approx(21.5)
+
+
+def test_silence_when_ranks_have_told_nothing_then_is_none(ranks):
+    assert ranks.wait(1000.0) is None
+
+
+def test_silence_when_the_supervisor_was_stopped_too_then_begins_anew(ranks):
+    ranks.steps(5, seconds=0.1)
+    ranks.now += 3600.0
+    assert ranks.watchdog.silent_seconds([0, 1]) is None
+    assert ranks.wait(9.0) is None
+
+
+def test_hang_after_when_given_then_holds_in_every_phase(monkeypatch):
+    ranks = Ranks(monkeypatch, hang_after=3.0)
+    ranks.steps(1, phase="starting")
+    assert ranks.wait(10.0) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("action", "hang_after", "seconds", "is_certain", "acts"),
+    [
+        ("restart", None, 11.0, True, True),
+        ("restart", None, 11.0, False, False),  # it may only be slow
+        ("restart", None, 61.0, False, True),
+        ("stop", 5.0, 6.0, False, True),
+        ("wait", 5.0, 600.0, True, False),
+    ],
+)
+def test_policy_then_acts_when_it_is_time(action, hang_after, seconds, is_certain, acts):
+    policy = HangPolicy(action=action, hang_after=hang_after)
+    assert policy.acts(seconds, 10.0, is_certain=is_certain) is acts

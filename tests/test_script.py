@@ -1,0 +1,158 @@
+"""`dure run`: scripts as they are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dure.launch.script_worker import environment, local_rank_flag
+from dure.rank import Place, RankInfo, StoreAddress
+
+SCRIPT = """
+import argparse, atexit, json, os, sys
+import torch, torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--fail", action="store_true")
+parsed = parser.parse_args()
+atexit.register(lambda: print("left", os.environ["RANK"]))
+
+class Here: pass
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    if parsed.fail and dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    import pickle
+    told = [dist.get_rank(), parsed.local_rank, number.item(), os.path.basename(sys.argv[0]), __file__ == sys.argv[0]]
+    told += [type(pickle.loads(pickle.dumps(Here()))) is Here, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
+    os.write(1, (json.dumps(told) + "\\n").encode())
+    dist.barrier()
+    sys.exit(int(os.environ.get("LEAVE", "0")))
+"""
+
+
+def dure_run(folder: Path, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "script.py").write_text(SCRIPT)
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "dure", "run", *words],
+        cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def test_script_when_run_on_two_ranks_then_is_as_under_torchrun(tmp_path):
+    run = dure_run(tmp_path, "--nproc", "2", "--threads", "1", "--name", "one", "script.py")
+    assert run.returncode == 0, run.stderr
+    told = sorted(line for line in run.stdout.splitlines() if "left" not in line)
+    assert told == [
+        f'[rank {rank}] [{rank}, {rank}, 2.0, "script.py", true, true, 1, "1"]' for rank in range(2)
+    ]  # fmt: skip
+    assert run.stdout.count("left ") == 2
+    assert json.loads((tmp_path / "runs/one/summary.json").read_text())["status"] == "completed"
+    assert "left 1" in (tmp_path / "runs/one/logs/rank1.log").read_text()
+
+
+@pytest.mark.slow
+def test_script_when_a_rank_fails_then_the_first_cause_is_named(tmp_path):
+    run = dure_run(tmp_path, "--nproc=2", "--name", "one", "script.py", "--fail")
+    assert run.returncode == 1
+    assert "dure: rank 1 failed: ValueError: on purpose\n  script.py:18 in <module>: raise ValueError" in run.stderr
+    assert "[rank 1] ValueError: on purpose" in run.stderr
+    record = json.loads((tmp_path / "runs/one/logs/failure-rank1.json").read_text())
+    assert record["user_line"]["line"] == 18
+
+
+@pytest.mark.slow
+def test_script_when_alone_then_keeps_the_terminal_and_its_exit_code(tmp_path):
+    run = dure_run(tmp_path, "--nproc", "1", "script.py", LEAVE="3")
+    assert run.returncode == 3
+    assert '[0, 0, 1.0, "script.py", true, true' in run.stdout
+    assert not run.stdout.startswith("[rank")
+
+
+@pytest.mark.slow
+def test_module_when_run_by_spawn_then_finds_itself(tmp_path):
+    run = dure_run(tmp_path, "--nproc", "2", "--start", "spawn", "--local-rank-argument", "underscore", "-m", "script")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count('"script.py"') == 2
+
+
+@pytest.mark.slow
+def test_script_when_it_fails_once_then_is_started_again(tmp_path):
+    (tmp_path / "again.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and dist.get_rank() == 1: os.kill(os.getpid(), 9)\n"
+        "dist.barrier()\n"
+        "os.write(1, b'met\\n')\n"
+    )
+    run = dure_run(tmp_path, "--nproc", "2", "--max-restarts", "1", "again.py")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("met") == 2
+    assert "restart 1 of 1" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no script is given: write `dure run --nproc 2 train.py ARGUMENTS`"),
+        (["nope.py"], "nope.py does not exist: give the path of a Python script, or a module with -m"),
+        (["."], ". is a folder: give the path"),
+        (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
+        (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, or auto"),
+        (["--max-restarts", "-1", "script.py"], "max_restarts is -1 but must be a number of at least 0"),
+        (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),
+        (["--nprocs", "2", "script.py"], "unknown flag '--nprocs': did you mean --nproc?"),
+        (["--name", "../x", "script.py"], "'../x' cannot name a run"),
+    ],
+)
+def test_call_when_it_cannot_be_then_one_sentence_says_so(words, sentence, tmp_path, monkeypatch, capsys):
+    from dure.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    assert main(["run", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ('p.add_argument("--local_rank", type=int)', "--local_rank"),
+        ('p.add_argument("-r", "--local-rank")', "--local-rank"),
+        ('print("--local_rank")', None),
+        ("this is no python", None),
+    ],
+)
+def test_flag_of_the_old_launcher_when_the_script_has_it_then_is_found(text, flag, tmp_path):
+    (tmp_path / "script.py").write_text(text)
+    assert local_rank_flag(tmp_path / "script.py") == flag
+
+
+def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    place = Place(
+        rank=RankInfo(rank=1, local_rank=1, world_size=2, local_world_size=2),
+        store=StoreAddress(host="127.0.0.1", port=1234, prefix=""),
+        threads=3,
+        is_supervised=True,
+        round=2,
+    )
+    told = environment({"max_restarts": 4, "run": "name"}, place)
+    assert told == {
+        "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "4", "TORCHELASTIC_RUN_ID": "name",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "3",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
+    }  # fmt: skip

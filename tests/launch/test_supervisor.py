@@ -121,7 +121,7 @@ def test_supervisor_when_it_is_killed_then_no_rank_outlives_it(tmp_path, start):
 def told(*decided, has_begun):
     """Return what the next round is told after some restarts; in the last round a rank had begun a step, or none."""
     first = Launch(
-        entry="-", job={}, num_processes=2, threads=1, outputs=[Output(), Output()], store_prefix="test", start="fork"
+        entry="-", job={}, num_processes=2, threads=1, outputs=[Output()] * 2, store_prefix="test", start="fork"
     )
     memory = KeptMemory(first)
     if has_begun:

@@ -200,13 +200,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("checkpoint_every_minutes", "checkpoint_async", "keep_checkpoints"),
     ),
     "After a failure": (
-<<<<<<< HEAD
         *("on_nonfinite", "check_replicas_every", "on_divergence", "max_restarts", "restart_window_seconds"),
         *("on_hang", "hang_after", "snapshot_every", "faults"),
-=======
-        *("on_nonfinite", "check_replicas_every", "on_divergence", "on_hang", "hang_after"),
-        *("max_restarts", "restart_window_seconds", "snapshot_every", "faults"),
->>>>>>> train
     ),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
 }

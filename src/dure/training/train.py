@@ -36,11 +36,7 @@ class Conductor:
         run: RunDir,
         stop: StopSignals,
         current_step: Callable[[int], None],
-<<<<<<< HEAD
         current_phase: Callable[[str], None] = lambda _: None,
-=======
-        current_phase: Callable[[str], None] = lambda phase: None,
->>>>>>> train
         begin_step: Callable[[int], None] | None = None,
     ) -> None:
         """Prepare to conduct.
@@ -50,11 +46,7 @@ class Conductor:
             run: Where its records go.
             stop: The signals that ask it to stop.
             current_step: Told of each step that is done.
-<<<<<<< HEAD
             current_phase: Told, again and again, what kind of thing is done.
-=======
-            current_phase: Told of what is done besides training, and of training again.
->>>>>>> train
             begin_step: Told of each step before it is computed.
         """
         self.session = session
@@ -241,17 +233,10 @@ class Conductor:
             except GroupShrank:
                 continue
 
-<<<<<<< HEAD
     def _save(self, *, is_last: bool = False) -> None:
         self._compare()
         self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
-=======
-    def _save(self) -> None:
-        self._compare()
-        self.current_phase("saving")
-        self._together(lambda: self.saver.save(self.last_metrics))
->>>>>>> train
         self.current_phase("training")
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)

@@ -165,7 +165,7 @@ def _torch_row(name: str, node_rank: str, proofs: tuple[str, ...]) -> Launcher:
 
 LAUNCHERS = (
     _torch_row("torchrun", "GROUP_RANK", ("TORCHELASTIC_RUN_ID",)),
-    _torch_row("Ray Train", "NODE_RANK", ("RAY_RAYLET_PID", "RAY_JOB_ID")),
+    _torch_row("Ray Train", "NODE_RANK", ("RAY_RAYLET_PID",)),
     Launcher(
         name="mpirun",
         is_here=_has("OMPI_COMM_WORLD_RANK"),

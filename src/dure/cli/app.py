@@ -45,6 +45,7 @@ VERBS = {
     ),
     "runs": Verb("runs", "Show the runs of a folder: status, strategy and devices, samples, best metric."),
     "diff": Verb("diff", "Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."),
+    "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }
 

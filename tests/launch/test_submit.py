@@ -50,7 +50,7 @@ def test_slurm_when_nothing_is_asked_then_the_script_has_what_a_requeue_needs(ca
         assert f"\n#SBATCH {line}\n" in text
     assert f"--chdir={os.getcwd()}\n" in text
     assert "if (( code == 75 )); then\n" in text
-    assert '    scontrol requeue "$SLURM_JOB_ID"\n' in text
+    assert '    scontrol requeue "$SLURM_JOB_ID" && exec sleep 300\n' in text
 
 
 def test_slurm_when_wishes_are_given_then_each_is_a_line(capsys):
@@ -80,12 +80,15 @@ def test_slurm_when_a_value_has_quotes_then_bash_reads_it_as_it_was_written(caps
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(("code", "calls"), [(0, []), (1, []), (143, []), (75, ["requeue 12"])])
-def test_slurms_script_when_the_ranks_end_then_only_75_puts_the_job_back(code, calls, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "requeue_code", "calls"),
+    [(0, 0, []), (1, 0, []), (143, 0, []), (75, 0, ["requeue 12", "sleep 300"]), (75, 1, ["requeue 12"])],
+)
+def test_slurms_script_when_the_ranks_end_then_only_75_puts_the_job_back(code, requeue_code, calls, capsys, tmp_path):
     text = words(capsys, "--to", "slurm", "--name", "run", TASK)
-    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" >> calls')):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    program(tmp_path, "srun", f"exit {code}")
+    program(tmp_path, "scontrol", f'echo "$@" >> calls; exit {requeue_code}')
+    program(tmp_path, "sleep", f'echo sleep "$@" >> calls; exit {code}')
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == code

@@ -85,7 +85,7 @@ def submit(
             group=_SLURM,
             negative=(),
             show_default=False,
-            help="a further #SBATCH line, as --sbatch=--account=me; repeatable",
+            help="a further line as it would follow #SBATCH, as --sbatch=--account=me; repeatable",
         ),
     ] = (),
     image: Annotated[str | None, Parameter(group=_KUBERNETES, help="container image with dure and the task")] = None,

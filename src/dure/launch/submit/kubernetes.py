@@ -166,7 +166,7 @@ def _service(job: Job, options: KubernetesOptions) -> Manifest:
             "selector": {"batch.kubernetes.io/job-name": job.name},
             # ranks look for rank 0 while it starts
             "publishNotReadyAddresses": True,
-            "ports": [{"name": "ranks", "port": PORT}],
+            "ports": [{"name": "ranks", "port": PORT, "protocol": "TCP"}],
         },
     }
 
@@ -207,7 +207,7 @@ def _pod(job: Job, options: KubernetesOptions) -> Manifest:
         "image": options.image,
         "command": _command(job),
         "env": _torchruns_environment(job),
-        "ports": [{"containerPort": PORT}],
+        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
     }
     if resources := _resources(job):

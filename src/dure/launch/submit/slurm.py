@@ -12,6 +12,10 @@ STRAGGLER_SECONDS = 60
 """What the other ranks get after one has ended, before srun ends them: one that lost its peers may hang."""
 
 
+REQUEUE_SECONDS = 300
+"""More than Slurm needs to end a script whose job it has put back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
     """What only Slurm is asked."""
@@ -55,7 +59,8 @@ def script(job: Job, options: SlurmOptions) -> str:
             "code=$?",
             f"if (( code == {RESUMABLE} )); then",
             '    echo "dure: job $SLURM_JOB_ID goes back into the queue and goes on later" >&2',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            "    # Slurm ends this script now: an exit of its own could be taken for that of the next start",
+            f'    scontrol requeue "$SLURM_JOB_ID" && exec sleep {REQUEUE_SECONDS}',
             "fi",
             "exit $code",
             "",

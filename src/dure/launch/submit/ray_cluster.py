@@ -1,7 +1,9 @@
 """A run as actors of Ray: a placement group with a bundle per node, an actor per rank, and what watches them."""
 
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from dure.rank import RankInfo
 from dure.stopping import heeded_signals, stop_exit_code
 
 _LOOK_SECONDS = 0.2
+_CONNECT_SECONDS = 10.0
 _GRACE_SECONDS = 60.0
 """What the other ranks get after one has failed."""
 _SAY_AFTER_SECONDS = 10.0
@@ -135,11 +138,19 @@ def _connect(ray: Any, address: str | None) -> bool:
                 ray.init(address="local", include_dashboard=False, **options)
                 return True
         else:
+            _refuse_unreachable(address)
             ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split())[:500]
         raise EnvironmentLacks(f"no cluster of Ray can be reached at {address or 'this host'}: {said}") from None
     return False
+
+
+def _refuse_unreachable(address: str | None) -> None:
+    """Refuse an address where nobody listens: Ray itself tries for minutes."""
+    match = re.fullmatch(r"(?:ray://)?([^/]+):(\d{1,5})", address or "")
+    if match is not None:
+        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
 def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is_ours: bool) -> None:

@@ -26,7 +26,11 @@ endif
 INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes, and says nothing)" && \
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format lint types floors slow faults gpu-check bench soak clean
+CLUSTER_VENV ?= .venv-cluster
+CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
+CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
+
+.PHONY: help demo test check format lint types floors slow faults cluster gpu-check bench soak clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -58,6 +62,15 @@ slow: $(DEV) ## run the tests that take longer
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults $(PYTEST_ARGS)
 
+cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
+	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \
+	if [ -n "$$missing" ]; then \
+		command -v apt-get >/dev/null || { echo "this needs $(CLUSTER_PROGRAMS): install them" >&2; exit 1; }; \
+		as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+		$$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES); \
+	fi
+	$(CLUSTER_VENV)/bin/python -m pytest -m cluster tests/cluster $(PYTEST_ARGS)
+
 gpu-check: $(CORE) ## conformance, precision and memory on CUDA; the script exits 3 where there is no CUDA device
 	$(PY) benchmarks/gpu_check.py
 
@@ -68,7 +81,7 @@ soak: $(DEMO) ## train for half an hour with a fault every 30 seconds
 	$(PY) benchmarks/soak.py
 
 clean: ## remove the environment, caches and builds; runs stay
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(CLUSTER_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip and not python is the target: a venv that could not get pip is no venv
@@ -91,6 +104,13 @@ $(VENV)/.dure-demo: $(VENV)/bin/pip pyproject.toml constraints.txt
 $(VENV)/.dure-dev: $(VENV)/bin/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.dure-core $(VENV)/.dure-demo
+
+# an environment of its own: Ray brings forty megabytes that nothing else needs
+$(CLUSTER_VENV)/.dure-cluster: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	@echo "installing into $(CLUSTER_VENV) (torch and Ray are large: this can take minutes, and says nothing)"
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster]'
+	@touch $@
 
 $(VENV)/.dure-bench: $(DEV)
 	$(INSTALL) -e '.[dev,bench]'

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from dure.launch.workers import Launch
 from dure.lifeline import die_with_parent
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.records import RunSummary
-from dure.rank import Place, RankInfo
+from dure.rank import Launched, Place, RankInfo, StoreAddress, meeting_point, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
@@ -53,6 +53,9 @@ from dure.training.task import Task
 _WORKER = "dure.training.worker"
 _REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
 
+AUTO = "auto"
+"""In place of the folder of a run to go on with."""
+
 
 def train(
     task: "Task | type[Task] | str | None" = None,
@@ -65,7 +68,8 @@ def train(
 
     Args:
         task: A task, its class, or `file.py:Class`.
-        resume: A run's folder to go on with, under the same or another strategy and number of devices.
+        resume: A run's folder to go on with, under the same or another strategy and number of devices; `auto` for the
+            run of this `name`, if there is one.
         config: A TOML file of settings.
         **settings: Fields of `RunSpec`: `strategy="ddp"`, `nproc=2`, `epochs=3`, ...
 
@@ -80,16 +84,18 @@ def train(
             "dure.train is called while a worker process reads the task's file: put that call under "
             "`if __name__ == '__main__':`, so that only the script itself makes it"
         )
-    launched_as = RankInfo.from_environment()
-    if launched_as is not None:
-        settings = _with_world_size(settings, launched_as)
+    launched = read_launcher()
+    if launched is not None:
+        settings = _with_world_size(settings, launched)
+    if str(resume) == AUTO:
+        resume = _run_to_go_on_with(task, config, settings)
     resolved = resolve_settings(task, resume=resume, config=config, **settings)
-    if launched_as is not None:
-        resolved = _without_extra_processes(resolved, launched_as)
+    if launched is not None:
+        resolved = _without_extra_processes(resolved, launched)
     spec = resolved.spec
-    _check_before_start(spec)
-    if launched_as is not None:
-        return _train_under_launcher(resolved, resume, launched_as)
+    _check_before_start(spec, launched)
+    if launched is not None:
+        return _train_under_launcher(resolved, resume, launched)
     run = _run_folder(spec, resume)
     with run.lock(), _nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)
@@ -199,6 +205,17 @@ def resolve_settings(
     return _with_all_options(resolved, cls)
 
 
+def _run_to_go_on_with(
+    task: "Task | type[Task] | str | None", config: "Path | str | None", settings: Mapping[str, Any]
+) -> Path | None:
+    """Find the run that `--resume auto` means: the one of this name, or none when it is still to begin."""
+    spec = resolve_settings(task, config=config, **settings).spec
+    if spec.name is None:
+        raise SpecInvalid(["resume is auto but the run has no name: add --name, by which it is found again"])
+    path = spec.runs_dir / spec.name
+    return path if (path / SPEC).is_file() else None
+
+
 def _with_all_options(resolved: ResolvedSpec, cls: type[Task]) -> ResolvedSpec:
     """Write every option of the task into the spec, defaults too: a default may change before the run is resumed."""
     task = build_task(cls, resolved.spec.task_options)
@@ -249,10 +266,11 @@ def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecInvalid([f"a task option cannot be written into the run's record: {error}"]) from None
 
 
-def _check_before_start(spec: RunSpec) -> None:
+def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     """Refuse what can be known to fail before a folder or a process exists."""
     build_task(load_task_class(spec.task), spec.task_options)
-    check_devices(resolve_device(spec.device), spec.nproc, shared=spec.share_devices)
+    num_here = spec.nproc if launched is None else min(spec.nproc, launched.rank.local_world_size)
+    check_devices(resolve_device(spec.device), num_here, shared=spec.share_devices)
     if spec.faults is not None:
         read_faults(spec.faults, _num_processes(spec))
     if spec.start == "inline" and _num_processes(spec) > 1:
@@ -483,43 +501,41 @@ def _evaluation_record(
     return record
 
 
-def _with_world_size(settings: dict[str, Any], rank: RankInfo) -> dict[str, Any]:
+def _with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
     """Let the launcher decide how many processes there are."""
-    if rank.world_size == 1:
+    by, world_size = launched.by, launched.rank.world_size
+    if world_size == 1:
         return settings
     said = settings.get("nproc")
-    if said is not None and int(said) != rank.world_size:
-        raise SpecInvalid(
-            [f"nproc is {said} but torchrun started {rank.world_size} processes: leave --nproc out, torchrun decides"]
-        )
-    return {**settings, "nproc": rank.world_size}
+    if said is not None and int(said) != world_size:
+        raise SpecInvalid([f"nproc is {said} but {by} started {world_size} processes: leave --nproc out, {by} decides"])
+    return {**settings, "nproc": world_size}
 
 
-def _without_extra_processes(resolved: ResolvedSpec, rank: RankInfo) -> ResolvedSpec:
+def _without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> ResolvedSpec:
     """Count as devices only those of the launcher's processes that have one: the last ones may be servers."""
-    spec = resolved.spec
+    spec, by, world_size = resolved.spec, launched.by, launched.rank.world_size
     setting = STRATEGIES[spec.strategy or "single"].extra_processes
-    if not setting or rank.world_size == 1:
+    if not setting or world_size == 1:
         return resolved
     extra = getattr(spec, setting)
-    if (extra is None and rank.world_size % 2) or (extra or 0) >= rank.world_size:
+    if (extra is None and world_size % 2) or (extra or 0) >= world_size:
         counted = "as many as there are others" if extra is None else str(extra)
         raise SpecInvalid(
             [
-                f"torchrun started {rank.world_size} processes, of which {setting} is to be {counted}: start more, or "
+                f"{by} started {world_size} processes, of which {setting} is to be {counted}: start more, or "
                 f"set --{setting}"
             ]
         )
-    nproc = rank.world_size - (extra or rank.world_size // 2)
-    return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": "torchrun"})
+    nproc = world_size - (extra or world_size // 2)
+    return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
 
 
-def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", rank: RankInfo) -> RunSummary:
-    """Be one rank of a run whose processes torchrun started."""
-    from dure.comm.groups import tell_all
+def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched) -> RunSummary:
+    """Be one rank of a run whose processes a launcher started."""
     from dure.training.worker import main
 
-    spec = resolved.spec
+    spec, rank = resolved.spec, launched.rank
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
     if spec.on_divergence == "heal":
@@ -531,27 +547,55 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", r
         )
     if STRATEGIES[spec.strategy or "single"].one_process:
         raise SpecInvalid(
-            [f"strategy is {spec.strategy} but torchrun started {rank.world_size} process(es): use --strategy ddp"]
+            [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
         )
+    run, store = _meet(resolved, resume, launched)
+    threads = spec.threads or launched.cores or _threads(spec, rank.local_world_size)
+    place = Place(rank=rank, store=store, threads=threads, is_supervised=False)
+    job = {"kind": "train", "run": str(run.path)}
+    with run.lock() if rank.rank == 0 else nullcontext(), _variables(rank.to_environment()):
+        return _judged_alone(run, spec, main(job, place), rank)
+
+
+def _meet(
+    resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched
+) -> tuple[RunDir, StoreAddress | None]:
+    """Meet the other ranks and learn from rank 0 which folder is the run's."""
 
     def open_folder() -> dict[str, str]:
         try:
-            run = _run_folder(spec, resume)
+            run = _run_folder(resolved.spec, resume)
             run.write_spec(resolved)
         except DureError as error:
             return {"error": str(error)}
         return {"run": str(run.path)}
 
-    told = tell_all(rank, "run", open_folder if rank.rank == 0 else None, timeout_seconds=spec.timeout_seconds)
+    rank, store = launched.rank, None
+    if rank.world_size == 1:
+        told = open_folder()
+    else:
+        from dure.comm.meeting import Meeting
+
+        meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
+        told, store = meeting.tell_all("run", open_folder if rank.rank == 0 else None), meeting.address
     if "error" in told:
         raise RunInvalid(told["error"])
-    run = RunDir.open(Path(told["run"]))
-    place = Place(rank=rank, threads=_threads(spec, rank.local_world_size), is_supervised=False)
-    job = {"kind": "train", "run": str(run.path)}
-    if rank.rank > 0:
-        return _judged_alone(run, spec, main(job, place), rank)
-    with run.lock():
-        return _judged_alone(run, spec, main(job, place), rank)
+    return RunDir.open(Path(told["run"])), store
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while: torchrun's, which user code reads under any launcher."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:

@@ -18,6 +18,7 @@ DureError                     exit code 1
 ├── PeerLost                  1   another rank went away; never the first cause
 │   └── GroupShrank               1   one that the others can do without: what was begun is begun again
 ├── WorkerFailed              1   the verdict over all ranks
+├── SubmissionRefused         1   a cluster's own command did not take a job
 ├── RunsDiffer                4   `dure diff` found where two runs part
 ├── FoundProblem              4   `dure doctor --fail-on` found something as grave as that
 └── Interrupted               129, 130 or 143; 75 after SIGUSR1
@@ -121,6 +122,10 @@ class WorkerFailed(DureError):
     def __init__(self, verdict: str, exit_code: int = FAILED) -> None:
         self.exit_code = exit_code
         super().__init__(verdict)
+
+
+class SubmissionRefused(DureError):
+    """A cluster's own command (`sbatch`, `kubectl`) said no; its words are the message."""
 
 
 class RunsDiffer(DureError):

@@ -50,6 +50,7 @@ VERBS = {
         "doctor",
         "Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done.",
     ),
+    "submit": Verb("submit", "Hand a run to Slurm, Kubernetes or Ray."),
     "bench": Verb("bench", "Measure collectives between processes of this host, and fit what a link costs."),
 }
 

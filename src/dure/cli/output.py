@@ -8,6 +8,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console, RenderableType
 
+from dure.errors import DureError
+from dure.rank import RankInfo
+
 JsonFlag = Annotated[
     bool, Parameter(name="--json", negative=(), show_default=False, help="print one JSON object and nothing else")
 ]
@@ -17,8 +20,12 @@ PIPE_COLUMNS = 160
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is the one that says what all ranks have in common; under torchrun only rank 0 is."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process is the one that says what all ranks have in common; under a launcher only rank 0 is."""
+    try:
+        place = RankInfo.from_environment()
+    except DureError:
+        return True  # nobody knows which rank this is, and that has to be said
+    return place is None or place.rank == 0
 
 
 def print_json(document: Any) -> None:

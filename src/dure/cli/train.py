@@ -68,7 +68,10 @@ def train(
     task: Annotated[str | None, Parameter(help="file.py:Class or package.module:Class; --resume knows it")] = None,
     /,
     *,
-    resume: Annotated[Path | None, Parameter(help="go on with this run's folder, on any strategy and nproc")] = None,
+    resume: Annotated[
+        Path | None,
+        Parameter(help="go on with this run's folder, on any strategy and nproc; auto: with --name's, if any"),
+    ] = None,
     config: Annotated[Path | None, Parameter(help="TOML file of settings; flags and DURE_* go over it")] = None,
     show_spec: Annotated[
         bool, Parameter(negative=(), show_default=False, help="print every setting and its source; do not train")

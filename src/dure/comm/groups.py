@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -155,24 +155,23 @@ def open_group(
 
     Args:
         rank: This process.
-        address: The run's own store; None takes the one that torchrun's environment names.
+        address: The run's own store; None for a process alone.
         device: The device of this rank.
         backend: `gloo` or `nccl`.
         timeout_seconds: For the store and for every collective.
     """
     timeout = timedelta(seconds=timeout_seconds)
     store: dist.Store
-    if address is None and rank.world_size == 1:
+    if address is None:
+        assert rank.world_size == 1
         store, prefix = dist.HashStore(), "alone"
-    elif address is None:
-        store, prefix = _launchers_store(rank, timeout)
     else:
         if rank.rank == 0 and address.listen_fd is not None:
             store = torchcompat.store_on_socket(socket.socket(fileno=address.listen_fd), timeout)
         else:
             store = torchcompat.store_at(address.host, address.port, timeout)
         prefix = address.prefix
-    with _gloo_on_loopback() if rank.local_world_size == rank.world_size else nullcontext():
+    with _gloo_on_loopback() if rank.is_one_host else nullcontext():
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(prefix, store),
@@ -195,22 +194,3 @@ def _gloo_on_loopback() -> Iterator[None]:
         yield
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def _launchers_store(rank: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
-    store, _, _ = next(iter(dist.rendezvous("env://", rank.rank, rank.world_size, timeout=timeout)))
-    # torchrun's store outlives an attempt; the count of restarts keeps their keys apart
-    return store, f"dure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def tell_all(rank: RankInfo, key: str, say: Callable[[], Any] | None, *, timeout_seconds: float) -> Any:
-    """Let rank 0 say something to all ranks before there is a group, through the launcher's store, as JSON.
-
-    Args:
-        say: On rank 0, what makes the message; None on the others.
-    """
-    store, prefix = _launchers_store(rank, timedelta(seconds=timeout_seconds))
-    store = dist.PrefixStore(f"{prefix}/said", store)
-    if say is not None:
-        store.set(key, json.dumps(say()))
-    return json.loads(store.get(key))

@@ -1,0 +1,1 @@
+"""Handing a run to a cluster: what is submitted, and how."""

@@ -112,10 +112,8 @@ def prepare(training: Training, wishes: Wishes, *, now: datetime | None = None) 
     spec = _check_training(training, wishes)
     job = _job(training, wishes, spec, now or datetime.now())
     if wishes.to == "slurm":
-        grace = wishes.grace_seconds
-        options = slurm.SlurmOptions(partition=wishes.partition, lines=wishes.sbatch)
-        if grace is not None:
-            options = slurm.SlurmOptions(partition=wishes.partition, lines=wishes.sbatch, grace_seconds=grace)
+        grace = {} if wishes.grace_seconds is None else {"grace_seconds": wishes.grace_seconds}
+        options = slurm.SlurmOptions(partition=wishes.partition, lines=wishes.sbatch, **grace)
         return Submission(to=wishes.to, job=job, text=slurm.script(job, options))
     if wishes.to == "kubernetes":
         pods = _kubernetes_options(wishes)

@@ -33,3 +33,9 @@ def test_constraints_when_read_then_they_name_no_host() -> None:
 def test_python_when_supported_then_make_checks_for_the_same_version() -> None:
     assert PROJECT["requires-python"] == ">=3.11"
     assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/cluster").glob("test_*.py")), ids=lambda path: path.name)
+def test_clusters_tests_when_others_are_chosen_then_none_of_them_runs(path: Path) -> None:
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", path.read_text(encoding="utf-8"))) - {"parametrize", "timeout"}
+    assert marks == {"cluster"}  # CI asks for `slow or faults`, and installs no Slurm

@@ -33,7 +33,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     """Run one rank's script in this process and return its exit code.
 
     Args:
-        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`.
+        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`,
+            `num_nodes`.
         place: Where this rank is.
     """
     before_fork(job)  # of a spawned rank; a forked one has it
@@ -51,12 +52,11 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
     """Return what torchrun sets, and so what scripts read."""
     assert place.store is not None
     rank = place.rank
-    num_nodes = max(1, rank.world_size // rank.local_world_size)
     return {
         **rank.to_environment(),
         "MASTER_ADDR": place.store.host,
         "MASTER_PORT": str(place.store.port),
-        "GROUP_WORLD_SIZE": str(num_nodes),
+        "GROUP_WORLD_SIZE": str(job.get("num_nodes", 1)),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank.rank),
         "ROLE_WORLD_SIZE": str(rank.world_size),

@@ -83,6 +83,11 @@ class Nodes:
         self._next_beat = 0.0
 
     @property
+    def why_lost(self) -> str | None:
+        """Return the sentence about a node that went away or did not go on."""
+        return str(self.refusal) if self.lost is None and self.refusal is not None else self.lost
+
+    @property
     def interface(self) -> str | None:
         """Return the network interface that has this node's address, as gloo and NCCL want it named."""
         import psutil
@@ -209,7 +214,7 @@ class Nodes:
             if self.me.node_rank == 0 and self._done >= self._channels.keys():
                 self._tell_outcome()
                 break
-            if self.me.node_rank and self.lost is not None:
+            if self.refusal is not None or (self.me.node_rank and self.lost is not None):
                 break
             self._sleep(0.1)
             self.pump()

@@ -47,7 +47,7 @@ class Outcome:
     hang: HangVerdict | None = None
     """Why the supervisor ended ranks that were not getting on."""
     lost: str | None = None
-    """The sentence about a node that went away."""
+    """The sentence about a node that went away, or did not go on."""
 
 
 class _StoppedBeforeStart(BaseException):
@@ -109,7 +109,7 @@ def run_workers(launch: Launch) -> Outcome:
             signal=received[0] if received else None,
             refusal=restarts.refusal,
             hang=hang,
-            lost=None if launch.nodes is None else launch.nodes.lost,
+            lost=None if launch.nodes is None else launch.nodes.why_lost,
         )
 
 

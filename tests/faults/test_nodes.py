@@ -19,8 +19,9 @@ from tests.commands import Command, Prewarmed, RunFiles, wait_until
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
-TRAIN = ("train", TASK, "--global-batch-size", "8", "--epochs", "2", "--quiet", "--name", "run", "--threads", "1")
-LONG = (*TRAIN, "--task.pause-seconds", "0.05", "--epochs", "100")
+UNNAMED = ("train", TASK, "--global-batch-size", "8", "--quiet", "--threads", "1")
+TRAIN = (*UNNAMED, "--name", "run", "--epochs", "2")
+LONG = (*UNNAMED, "--name", "run", "--epochs", "100", "--task.pause-seconds", "0.05")
 HEAD, OTHER = "10.77.1.1", "10.77.1.2"
 ROUNDING = 1e-10
 """Of float64 sums in another order, over a few dozen steps."""
@@ -59,8 +60,10 @@ class Hosts:
     names: tuple[str, str, str]
     servers: tuple[Prewarmed, Prewarmed]
 
-    def start(self, node: int, folder: Path, *words: object, several: bool = True, **environ: str) -> Command:
-        where = ("--nnodes", 2, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", "secret")
+    def start(
+        self, node: int, folder: Path, *words: object, several: bool = True, secret: str = "secret", **environ: str
+    ) -> Command:
+        where = ("--nnodes", 2, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", secret)
         where = (*where, "--rendezvous-timeout", 30) if several else ()
         return self.servers[node].start(folder, words[0], *where, *words[1:], **environ)
 
@@ -121,7 +124,7 @@ def last_weights(run: Path) -> dict[str, np.ndarray]:
 def test_training_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(hosts, tmp_path, nproc):
     commands = hosts.both(tmp_path, *TRAIN, "--nproc", nproc, "--record-samples")
     assert ended(commands) == [0, 0], [command.err for command in commands]
-    alone = hosts.start(0, tmp_path, *TRAIN[:-4], "--name", "alone", "--nproc", nproc, "--threads", 1, several=False)
+    alone = hosts.start(0, tmp_path, *UNNAMED, "--epochs", 2, "--name", "alone", "--nproc", nproc, several=False)
     assert alone.wait() == 0, alone.err
     across, one = last_weights(tmp_path / "runs/run"), last_weights(tmp_path / "runs/alone")
     assert across.keys() == one.keys()
@@ -131,6 +134,15 @@ def test_training_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(host
     assert run.events("training")[0]["transport"] == "sockets (gloo)"
     used = [index for rank in range(nproc) for record in run.records(rank) for index in record["samples"]]
     assert sorted(used) == sorted([*range(97)] * 2)
+
+
+def test_run_when_it_was_on_one_host_then_it_goes_on_on_two(hosts, tmp_path):
+    alone = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2, several=False)
+    assert alone.wait() == 0, alone.err
+    commands = hosts.both(tmp_path, "train", "--resume", "runs/run", "--epochs", 3, "--nproc", 4)
+    assert ended(commands) == [0, 0], [command.err for command in commands]
+    run = RunFiles(tmp_path / "runs/run")
+    assert (run.summary()["epochs"], run.summary()["world_size"]) == (3.0, 4)
 
 
 def test_script_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(hosts, tmp_path):
@@ -152,9 +164,9 @@ def test_rank_when_it_fails_on_the_other_host_then_both_name_it_and_end(hosts, t
     for command in commands:
         said = command.err[command.err.index("dure: rank") :]
         assert said.startswith(
-            f"dure: rank 3 on node 1 ({os.uname().nodename}, {OTHER}) failed: ValueError: on purpose"
+            f"dure: rank 3 on node 1 ({os.uname().nodename}, {OTHER}) failed after step 4: ValueError: on purpose"
         )
-        assert "script.py:16 in <module>" in said
+        assert "script.py:15 in <module>" in said
 
 
 def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_two_seconds(hosts, tmp_path):
@@ -183,8 +195,6 @@ def test_training_when_one_launcher_is_asked_to_stop_then_both_say_so_and_nothin
     steps = [record["step"] for record in run.records(0)]
     assert run.checkpoints()
     assert run.events("checkpoint")[-1]["step"] == steps[-1]
-    resumed = hosts.start(0, tmp_path, "train", "--resume", "runs/run", "--epochs", 1, several=False)
-    assert resumed.wait() == 0, resumed.err
 
 
 def test_node_when_its_launcher_is_killed_then_the_other_names_it_and_ends(hosts, tmp_path):
@@ -219,7 +229,7 @@ def test_node_when_its_secret_is_another_then_it_is_refused_and_the_right_one_co
     other.write_text("another secret of that length")
     other.chmod(0o600)
     head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2)
-    wrong = hosts.start(1, tmp_path, *TRAIN, "--nproc", 2, "--secret-file", "other")
+    wrong = hosts.start(1, tmp_path, *TRAIN, "--nproc", 2, secret="other")
     assert wrong.wait() == 2
     assert f"node 0 at {HEAD}:29400 has another secret than this node" in wrong.err
     assert other.read_text() not in wrong.err + head.err

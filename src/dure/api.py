@@ -335,7 +335,7 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: No
             restarts=_restart_policy(spec, job),
             on_restart=lambda restart: _note_restart(run, restart, spec),
             hangs=HangPolicy(hang_after=spec.hang_after, action=_hang_action(spec)),
-            on_hang=lambda hang: _note_hang(run, hang),
+            on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
             nodes=nodes,
         )
     )
@@ -369,10 +369,11 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
             )
 
 
-def _note_hang(run: RunDir, hang: HangVerdict) -> None:
-    """Tell of ranks that hang, and keep all that was found out."""
+def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
+    """Tell of ranks that hang, and keep all that was found out, where a run's folder is this launcher's to write."""
     with suppress(DureError):
-        run.note_hang(hang.to_json())
+        if run is not None:
+            run.note_hang(hang.to_json())
     with suppress(OSError):
         print(f"dure: {hang.text}", file=sys.stderr, flush=True)
 

@@ -147,7 +147,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 stop_grace_seconds=_GRACE_SECONDS,
                 end_grace_seconds=None,
                 hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang),
-                on_hang=lambda hang: _note_hang(run, hang),
+                on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
                 nodes=nodes,
             )
         )
@@ -212,9 +212,10 @@ def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> No
     _say(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
 
 
-def _note_hang(run: RunDir, hang: HangVerdict) -> None:
+def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
     with suppress(DureError):
-        run.note_hang(hang.to_json())
+        if run is not None:
+            run.note_hang(hang.to_json())
     _say(hang.text)
 
 

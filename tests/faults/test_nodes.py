@@ -197,6 +197,32 @@ def test_training_when_one_launcher_is_asked_to_stop_then_both_say_so_and_nothin
     assert run.events("checkpoint")[-1]["step"] == steps[-1]
 
 
+HANGING = """
+import time, torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+for step in range(10):
+    optimizer.step()
+    if step == 5 and dist.get_rank() == 3: time.sleep(1000)
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_rank_when_it_hangs_on_one_host_then_both_say_where_and_that_the_other_waits(hosts, tmp_path):
+    (tmp_path / "script.py").write_text(HANGING)
+    words = ("run", "--nproc", 2, "--threads", 1, "--name", "run", "--hang-after", 2, "--on-hang", "stop", "script.py")
+    commands = hosts.both(tmp_path, *words)
+    assert ended(commands) == [1, 1]
+    for command in commands:
+        said = command.err[command.err.index("no step has finished") :]
+        assert "rank 3 is idle at " in said
+        assert "script.py:8 in <module>, and ranks 0, 1, 2 wait for it in all_reduce" in said
+        assert f"ranks 2 to 3: node 1 ({os.uname().nodename}, {OTHER})" in said
+        assert "the ranks were ended because they hung" in said
+    assert len(RunFiles(tmp_path / "runs/run").events("hang")) == 1
+
+
 def test_node_when_its_launcher_is_killed_then_the_other_names_it_and_ends(hosts, tmp_path):
     commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])

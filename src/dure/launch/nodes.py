@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -79,6 +80,7 @@ class Nodes:
         self._answers: list[list[Any]] = []
         self._ends: dict[int, list[WorkerEnd]] = {member.node_rank: [] for member in members}
         self._done: set[int] = set()
+        self._looks: list[tuple[int, Mapping[str, Any]]] = []
         self._is_over = False
         self._next_beat = 0.0
 
@@ -196,6 +198,21 @@ class Nodes:
             self._told_ending = True
             self._send_all({"kind": "ending", "why": why})
 
+    def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return what nodes said of looking at ranks that hang, each once, with the node; see `joint_look.py`."""
+        taken, self._looks = self._looks, []
+        return taken
+
+    def send_to_first(self, message: dict[str, Any]) -> None:
+        """Send to node 0; a message that is too long stays here."""
+        with suppress(ValueError):
+            self._send(0, message)
+
+    def send_to_all(self, message: dict[str, Any]) -> None:
+        """Send to all nodes that this one has a connection with."""
+        with suppress(ValueError):
+            self._send_all(message)
+
     # --- the end
 
     def finish(self, ends: Sequence[WorkerEnd], tick: Callable[[], bool]) -> list[WorkerEnd]:
@@ -266,6 +283,8 @@ class Nodes:
             self._is_over = True
         elif kind == "lost":
             self.lost = self.lost or str(message["text"])
+        elif kind in ("look", "state", "looked", "hang"):
+            self._looks.append((rank, message))
         elif kind == "refused":
             self.refusal = self.refusal or refused_error(message)
             self._pass_on(rank, message)

@@ -17,6 +17,7 @@ from dure.errors import EnvironmentLacks
 from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
+from dure.launch.joint_look import JointLook
 from dure.launch.nodes import Nodes, StoppedByPeer
 from dure.launch.restarts import Restarts
 from dure.launch.store_server import StoreServer
@@ -101,8 +102,10 @@ def run_workers(launch: Launch) -> Outcome:
         ends = [worker.end for worker in workers if worker.end is not None]
         if launch.nodes is not None and ends:
             launch.nodes.tell_ending(_ending(ends) or "ended")
+            look = _joint_look(launch, workers, memory, None)
             ends = launch.nodes.finish(
-                [replace(end, node=str(launch.nodes.me)) for end in ends], lambda: _tell_and_heed(launch, received)
+                [replace(end, node=str(launch.nodes.me)) for end in ends],
+                lambda: _tell_and_heed(launch, received, look),
             )
         return Outcome(
             ends=ends,
@@ -113,9 +116,11 @@ def run_workers(launch: Launch) -> Outcome:
         )
 
 
-def _tell_and_heed(launch: Launch, received: list[int]) -> bool:
-    """Exchange stop signals with the other nodes while they finish; False once a second one says not to wait."""
+def _tell_and_heed(launch: Launch, received: list[int], look: JointLook | None) -> bool:
+    """Exchange what concerns all while other nodes finish; False once a second signal says not to wait."""
     assert launch.nodes is not None
+    if look is not None and (found := look.advance()) is not None and launch.on_hang is not None:
+        launch.on_hang(found[0])
     launch.nodes.tell_signals(received)
     received += launch.nodes.take_signals()
     return len(received) < 2
@@ -241,6 +246,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         Why they will not end by themselves, if they hang and are not to be waited for.
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
+    look = _joint_look(launch, workers, memory, watchdog)
     deadline: float | None = None
     while True:
         alive = _still_alive(workers)
@@ -259,14 +265,37 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             return None
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
         if watchdog is not None and deadline is None:
-            hang = _hang(launch, workers, memory, watchdog)
+            hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
                 return hang
 
 
-def _hang(launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog) -> HangVerdict | None:
+def _joint_look(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog | None
+) -> JointLook | None:
+    """Return the look that this node takes together with others, where there are others."""
+    hangs = launch.hangs
+    if launch.nodes is None or hangs is None:
+        return None
+
+    def acts(seconds: float, is_certain: bool) -> bool:
+        return watchdog is not None and hangs.acts(seconds, watchdog.last_threshold, is_certain=is_certain)
+
+    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts)
+
+
+def _hang(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog, look: JointLook | None
+) -> HangVerdict | None:
     """Tell of ranks that are not getting on; return why, if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
+    if look is not None:
+        if seconds is not None:
+            look.ask(seconds)
+        found = look.advance()
+        if found is not None and launch.on_hang is not None:
+            launch.on_hang(found[0])
+        return found[0] if found is not None and found[1] else None
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)

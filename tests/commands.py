@@ -32,9 +32,9 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENC
 class Prewarmed:
     """A process with torch imported, and the commands that it forks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *prefix: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [*prefix, sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self._started: queue.Queue[int] = queue.Queue()
         self._codes: dict[int, int] = {}

@@ -282,3 +282,9 @@ def test_fields_when_listed_then_each_has_help_and_a_rule_in_words() -> None:
 )
 def test_task_references_when_compared_then_paths_may_be_spelled_differently(one: str, other: str, same: bool) -> None:
     assert same_task(one, other) is same
+
+
+def test_resume_when_the_run_was_on_several_hosts_then_where_they_were_is_not_kept(begun: RunSpec) -> None:
+    base = begun.model_copy(update={"nnodes": 2, "node_rank": 1, "rendezvous": "10.0.0.1:29400"})
+    spec = settle(base=base).spec
+    assert (spec.nnodes, spec.node_rank, spec.rendezvous) == (1, None, None)

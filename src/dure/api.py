@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,10 @@ from dure.errors import (
 )
 from dure.launch.child import Output, is_worker
 from dure.launch.hang import HangVerdict
+from dure.launch.nodes import Nodes
+from dure.launch.rendezvous import NodeSettings, join, node_settings
 from dure.launch.restarts import Restart, RestartPolicy
+from dure.launch.shared_folder import meet_in_folder
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
 from dure.launch.watchdog import HangPolicy
@@ -35,7 +39,7 @@ from dure.measure.records import RunSummary
 from dure.rank import Launched, Place, RankInfo, StoreAddress, meeting_point, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
-from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
+from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec, read_toml, resolve
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.training.best import Best
@@ -93,7 +97,10 @@ def train(
     if launched is not None:
         resolved = _without_extra_processes(resolved, launched)
     spec = resolved.spec
+    several = _several_nodes(resolved, launched)
     _check_before_start(spec, launched)
+    if several is not None:
+        return _train_on_nodes(resolved, resume, several)
     if launched is not None:
         return _train_under_launcher(resolved, resume, launched)
     run = _run_folder(spec, resume)
@@ -269,7 +276,7 @@ def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     """Refuse what can be known to fail before a folder or a process exists."""
     build_task(load_task_class(spec.task), spec.task_options)
-    num_here = spec.nproc if launched is None else min(spec.nproc, launched.rank.local_world_size)
+    num_here = spec.nproc // spec.nnodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
     check_devices(resolve_device(spec.device), num_here, shared=spec.share_devices)
     if spec.faults is not None:
         read_faults(spec.faults, _num_processes(spec))
@@ -325,8 +332,9 @@ def _threads(spec: RunSpec, num_processes: int) -> int:
     return spec.threads or max(1, count_cores() // num_processes)
 
 
-def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcome:
-    num_processes = _num_processes(spec)
+def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: Nodes | None = None) -> Outcome:
+    num_processes = _num_processes(spec) if nodes is None else nodes.me.num_ranks
+    ranks = range(num_processes) if nodes is None else range(nodes.first_rank, nodes.first_rank + num_processes)
     for stale in run.path.glob("logs/failure-rank*.json"):
         stale.unlink()
     threads = _threads(spec, num_processes)
@@ -338,14 +346,16 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any]) -> Outcom
             job=job,
             num_processes=num_processes,
             threads=threads,
-            outputs=[Output(), *(Output(log=str(run.log_path(rank))) for rank in range(1, num_processes))],
-            store_prefix=f"{run.name}/{time.time_ns()}",
+            outputs=[Output(log=str(run.log_path(rank))) if rank else Output() for rank in ranks],
+            # of several nodes each asks its own clock; they have a store of their own for every round
+            store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
             start=spec.start,
             expendable=_expendable(spec),
             restarts=_restart_policy(spec, job),
             on_restart=lambda restart: _note_restart(run, restart, spec),
-            hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
-            on_hang=lambda hang: _note_hang(run, hang),
+            hangs=HangPolicy(hang_after=spec.hang_after, action=_hang_action(spec)),
+            on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
+            nodes=nodes,
         )
     )
 
@@ -354,9 +364,15 @@ def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
     """Return how often ranks are started again.
 
     An evaluation is simply asked for once more. Where ranks can be missed, the end of one that cannot ends the run.
+    Snapshots in memory are of one host: a run on several goes on from its checkpoint, with --resume.
     """
-    most = spec.max_restarts if job["kind"] == "train" and not _expendable(spec) else 0
+    may_restart = job["kind"] == "train" and not _expendable(spec) and spec.nnodes == 1
+    most = spec.max_restarts if may_restart else 0
     return RestartPolicy(most=most, window_seconds=spec.restart_window_seconds)
+
+
+def _hang_action(spec: RunSpec) -> str:
+    return "stop" if spec.nnodes > 1 and spec.on_hang == "restart" else spec.on_hang
 
 
 def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
@@ -379,10 +395,11 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
             print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
 
 
-def _note_hang(run: RunDir, hang: HangVerdict) -> None:
-    """Tell of ranks that hang, and keep all that was found out."""
+def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
+    """Tell of ranks that hang, and keep all that was found out, where a run's folder is this launcher's to write."""
     with suppress(DureError):
-        run.note_hang(hang.to_json())
+        if run is not None:
+            run.note_hang(hang.to_json())
     with suppress(OSError):
         print(f"dure: {hang.text}", file=sys.stderr, flush=True)
 
@@ -412,8 +429,15 @@ def _signal_of(outcome: Outcome) -> int | None:
     return outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
 
 
-def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
-    """Write the summary, whatever came of the run, and raise what is not success."""
+def _finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True) -> RunSummary:
+    """Write the summary, whatever came of the run, and raise what is not success.
+
+    Args:
+        run: Its folder.
+        spec: What was run.
+        outcome: How the ranks ended.
+        is_own: Whether this launcher writes the run's records; otherwise another node's does.
+    """
     stopped_by = _signal_of(outcome)
     verdict = judge(run.path, outcome.ends, stopped_by)
     error: DureError | None = None
@@ -424,7 +448,10 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
             error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
-    if outcome.hang is not None:
+    if outcome.lost is not None:
+        text = f"{outcome.lost}; `dure train --resume {run.path}` goes on from the last checkpoint"
+        verdict = Verdict(text=text, exit_code=FAILED, first=None)
+    elif outcome.hang is not None:
         text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     if verdict is not None:
@@ -432,6 +459,10 @@ def _finish(run: RunDir, spec: RunSpec, outcome: Outcome) -> RunSummary:
         refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
         error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
     summary = summarise(run, spec, status, None if error is None else str(error))
+    if not is_own:
+        if error is not None:
+            raise error
+        return summary
     if error is None:
         run.write_json(SUMMARY, summary.to_json())
         return summary
@@ -529,6 +560,88 @@ def _without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Reso
         )
     nproc = world_size - (extra or world_size // 2)
     return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
+
+
+def _several_nodes(resolved: ResolvedSpec, launched: Launched | None) -> NodeSettings | None:
+    """Return what was said of several nodes, or None for a run on one.
+
+    Raises:
+        SpecInvalid: All that cannot be so.
+    """
+    spec = resolved.spec
+    several = node_settings(
+        nnodes=spec.nnodes,
+        node_rank=spec.node_rank,
+        rendezvous=spec.rendezvous,
+        secret_file=spec.secret_file,
+        timeout_seconds=spec.rendezvous_timeout,
+        allow_public_address=spec.allow_public_address,
+    )
+    if several is None:
+        return None
+    info, faults = STRATEGIES[spec.strategy or "single"], []
+    if launched is not None:
+        faults.append(
+            f"nnodes is for runs that dure starts itself: leave it out under {launched.by}, which has its own"
+        )
+    if info.one_process or info.extra_processes:
+        why = "is one process" if info.one_process else "has servers, which are not spread over hosts yet"
+        faults.append(f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use ddp or fsdp")
+    elif spec.nproc % spec.nnodes:
+        faults.append(
+            f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
+            f"each has as many: use --nproc {spec.nnodes * max(1, spec.nproc // spec.nnodes)}"
+        )
+    if spec.start == "inline":
+        faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
+    if spec.max_restarts and resolved.origin["max_restarts"].startswith("flag"):
+        faults.append(
+            "max_restarts is for runs on one host: leave it out; what ended on several goes on with --resume from its "
+            "last checkpoint"
+        )
+    if faults:
+        raise SpecInvalid(faults)
+    return several
+
+
+_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "max_restarts", "hang_after")
+"""Between nodes: what is of one host, or a path on it. The number of nodes is compared before."""
+
+
+def _train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
+    """Train with the ranks of this host, beside those of others.
+
+    Raises:
+        RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
+    """
+    spec = resolved.spec
+    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
+    facts = {"command": "dure train", "task": _task_label(spec.task), "is resumed": resume is not None, **settings}
+
+    def refuse(name: str) -> RunDir:
+        raise RunInvalid(
+            f"node {several.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
+            "put --runs-dir on a file system that all nodes share, under the same path, for every rank writes its "
+            "share of the checkpoints there"
+        )
+
+    job = {"kind": "train"}
+    with join(several, facts, spec.nproc // spec.nnodes) as nodes:
+        met = meet_in_folder(nodes, lambda: _run_folder(spec, resume), refuse, is_new=resume is None)
+        run = met.run
+        if not met.is_own:
+            nodes.gather(None)  # node 0 has written the spec, which ranks read
+            outcome = _start_workers(run, spec, {**job, "run": str(run.path)}, nodes)
+            return _finish(run, spec, outcome, is_own=False)
+        with run.lock(), _nothing_half_written(run, is_new=resume is None):
+            run.write_spec(resolved)
+            nodes.gather(None)
+            return _finish(run, spec, _start_workers(run, spec, {**job, "run": str(run.path)}, nodes))
+
+
+def _task_label(reference: str) -> str:
+    where, _, name = reference.rpartition(":")
+    return f"{Path(where).name}:{name}" if where.endswith(".py") else reference
 
 
 def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched) -> RunSummary:

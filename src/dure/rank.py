@@ -389,6 +389,8 @@ class Place:
     """None for a process alone."""
     threads: int
     """CPU threads for this process."""
+    interface: str | None = None
+    """The network interface that leads to the other hosts of the run."""
     is_supervised: bool
     """Whether a supervisor of ours speaks for all ranks; otherwise each process speaks for itself."""
     report_fd: int | None = None

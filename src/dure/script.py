@@ -15,7 +15,10 @@ from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
 from dure.launch.child import Output
 from dure.launch.hang import HangVerdict
 from dure.launch.log_pump import LogPump
+from dure.launch.nodes import Nodes
+from dure.launch.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
 from dure.launch.restarts import Restart, RestartPolicy
+from dure.launch.shared_folder import meet_in_folder
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import judge, stop_signal
 from dure.launch.watchdog import HangPolicy
@@ -38,7 +41,7 @@ class ScriptSettings:
     arguments: Sequence[str] = ()
     is_module: bool = False
     nproc: str = "auto"
-    """A number, or `auto`: as many as there are accelerators, or one."""
+    """A number, or `auto`: as many as there are accelerators, or one. On each node, as under torchrun."""
     start: str = "auto"
     max_restarts: int = 0
     on_hang: str = "wait"
@@ -48,6 +51,12 @@ class ScriptSettings:
     local_rank_argument: str = "auto"
     """`auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
     with_prefix: bool = True
+    nnodes: int = 1
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    secret_file: Path | None = None
+    rendezvous_timeout: float = DEFAULT_TIMEOUT_SECONDS
+    allow_public_address: bool = False
     runs_dir: Path = Path("runs")
     name: str | None = None
 
@@ -61,27 +70,57 @@ def run_script(settings: ScriptSettings) -> None:
         WorkerFailed: A rank failed; the message names the first cause.
         Interrupted: A signal stopped it.
     """
-    nproc = _check(settings)
-    label = Path(settings.script).stem
-    name = settings.name or default_name(label, "run", datetime.now())
-    run = RunDir.create(settings.runs_dir, name, or_numbered=settings.name is None, for_script=True)
+    nproc, several = _check(settings)
+    if several is None:
+        run = _make_folder(settings)
+        _run_in(run, settings, nproc)
+        return
+    facts = {
+        "command": "dure run",
+        "script": settings.script if settings.is_module else Path(settings.script).name,
+        "arguments": list(settings.arguments),
+        "max_restarts": settings.max_restarts,
+    }
+    with join(several, facts, nproc) as nodes:
+        met = meet_in_folder(
+            nodes,
+            lambda: _make_folder(settings),
+            lambda name: RunDir.create(settings.runs_dir, name, for_script=True),
+        )
+        _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
+
+
+def _make_folder(settings: ScriptSettings) -> RunDir:
+    name = settings.name or default_name(Path(settings.script).stem, "run", datetime.now())
+    return RunDir.create(settings.runs_dir, name, or_numbered=settings.name is None, for_script=True)
+
+
+def _run_in(
+    run: RunDir, settings: ScriptSettings, nproc: int, nodes: Nodes | None = None, *, is_own: bool = True
+) -> None:
+    """Run it with its records in a folder; on a node that sees another node's, only logs are added there."""
+    world_size = nproc if nodes is None else nodes.world_size
     record = {
         "script": settings.script if settings.is_module else str(Path(settings.script).resolve()),
         "is_module": settings.is_module,
         "num_arguments": len(settings.arguments),
-        "world_size": nproc,
+        "world_size": world_size,
+        "hosts": [] if nodes is None else [member.host for member in nodes.members],
     }
-    with run.lock():
-        run.write_script(record)
+    with run.lock() if is_own else nullcontext():
+        if is_own:
+            run.write_script(record)
         began = time.time()
-        outcome = _run(settings, nproc, run)
-        _finish(run, outcome, time.time() - began)
+        outcome = _run(settings, nproc, run, nodes)
+        _finish(run, outcome, time.time() - began, world_size, is_own=is_own)
 
 
-def _run(settings: ScriptSettings, nproc: int, run: RunDir) -> Outcome:
-    paths = [run.log_path(rank) for rank in range(nproc)]
+def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None) -> Outcome:
+    first = 0 if nodes is None else nodes.first_rank
+    is_alone = nproc == 1 and nodes is None
+    paths = [run.log_path(rank) for rank in range(first, first + nproc)]
     # one rank alone keeps the terminal: a debugger and a progress bar need it
-    pump = closing(LogPump(paths, with_prefix=settings.with_prefix)) if nproc > 1 else nullcontext()
+    pump = nullcontext() if is_alone else closing(LogPump(paths, with_prefix=settings.with_prefix, first_rank=first))
     job = {
         "script": settings.script,
         "arguments": list(settings.arguments),
@@ -89,6 +128,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir) -> Outcome:
         "local_rank_argument": settings.local_rank_argument,
         "max_restarts": settings.max_restarts,
         "run": run.name,
+        "num_nodes": 1 if nodes is None else len(nodes.members),
     }
     with pump as pumped:
         outputs = [Output(is_terminal=True)] if pumped is None else [Output(descriptors=d) for d in pumped.descriptors]
@@ -107,14 +147,15 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir) -> Outcome:
                 stop_grace_seconds=_GRACE_SECONDS,
                 end_grace_seconds=None,
                 hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang),
-                on_hang=lambda hang: _note_hang(run, hang),
+                on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
+                nodes=nodes,
             )
         )
 
 
-def _check(settings: ScriptSettings) -> int:
-    """Refuse what cannot be; return the number of ranks."""
-    faults = []
+def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
+    """Refuse what cannot be; return the number of ranks here, and what was said of several nodes."""
+    faults, several = [], None
     script = Path(settings.script)
     if settings.is_module:
         sys.path.insert(0, os.getcwd())
@@ -145,9 +186,25 @@ def _check(settings: ScriptSettings) -> int:
         )
         if not is_right
     ]
+    try:
+        several = node_settings(
+            nnodes=settings.nnodes,
+            node_rank=settings.node_rank,
+            rendezvous=settings.rendezvous,
+            secret_file=settings.secret_file,
+            timeout_seconds=settings.rendezvous_timeout,
+            allow_public_address=settings.allow_public_address,
+        )
+    except SpecInvalid as error:
+        faults += error.faults
+    if settings.nnodes > 1 and (settings.max_restarts > 0 or settings.on_hang == "restart"):
+        faults.append(
+            "ranks on several nodes are not started again: leave --max-restarts and --on-hang restart out, and let the "
+            "script go on from its own checkpoint"
+        )
     if faults:
         raise SpecInvalid(faults)
-    return nproc
+    return nproc, several
 
 
 def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
@@ -155,9 +212,10 @@ def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> No
     _say(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
 
 
-def _note_hang(run: RunDir, hang: HangVerdict) -> None:
+def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
     with suppress(DureError):
-        run.note_hang(hang.to_json())
+        if run is not None:
+            run.note_hang(hang.to_json())
     _say(hang.text)
 
 
@@ -166,12 +224,14 @@ def _say(text: str) -> None:
         print(f"dure: {text}", file=sys.stderr, flush=True)
 
 
-def _finish(run: RunDir, outcome: Outcome, seconds: float) -> None:
+def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, is_own: bool) -> None:
     """Write how it ended, and raise what is not success."""
     stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
     error: DureError | None = None
     verdict = judge(run.path, outcome.ends, stopped_by, is_script=True)
-    if outcome.hang is not None:
+    if outcome.lost is not None:
+        error = WorkerFailed(outcome.lost)
+    elif outcome.hang is not None:
         error = WorkerFailed("the ranks were ended because they hung (--on-hang)")
     elif verdict is not None:
         refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
@@ -181,10 +241,14 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float) -> None:
     for end in outcome.ends:
         if end.failure is not None:
             run.write_json(f"logs/failure-rank{end.rank}.json", end.failure)
+    if not is_own:
+        if error is not None:
+            raise error
+        return
     status = "completed" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
     summary: dict[str, Any] = {
         "status": status,
-        "world_size": len(outcome.ends),
+        "world_size": world_size,
         "wall_seconds": seconds,
         "message": None if error is None else str(error),
     }

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from dure.errors import Misuse
 
-_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--help", "-h"})
+_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--allow-public-address", "--help", "-h"})
 """Flags without a value: what comes after another flag is its value and not the script."""
 
 
@@ -41,10 +41,25 @@ def run(
     *,
     nproc: Annotated[
         str,
-        Parameter(name=("--nproc", "--nproc-per-node"), help="ranks: a number, or auto: one per accelerator"),
+        Parameter(
+            name=("--nproc", "--nproc-per-node"), help="ranks on each node: a number, or auto: one per accelerator"
+        ),
     ] = "auto",
     module: Annotated[
         bool, Parameter(name=("--module", "-m"), negative=(), show_default=False, help="it is a module's name")
+    ] = False,
+    nnodes: Annotated[int, Parameter(help="hosts: start the same command on each, with its own --node-rank")] = 1,
+    node_rank: Annotated[int | None, Parameter(help="which of the hosts this is, from 0", show_default=False)] = None,
+    rendezvous: Annotated[
+        str | None, Parameter(help="where the hosts meet: an address of host 0, as 10.0.0.1:29400", show_default=False)
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        Parameter(help="what the hosts know each other by (default: ~/.config/dure/secret)", show_default=False),
+    ] = None,
+    rendezvous_timeout: Annotated[float, Parameter(help="seconds to wait for the other hosts")] = 600.0,
+    allow_public_address: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="meet at a public address, without encryption")
     ] = False,
     start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = ("auto"),
     max_restarts: Annotated[int, Parameter(help="restarts of all ranks after one failed")] = 0,
@@ -92,6 +107,12 @@ def run(
             threads=threads,
             local_rank_argument=local_rank_argument,
             with_prefix=not no_prefix,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            secret_file=secret_file,
+            rendezvous_timeout=rendezvous_timeout,
+            allow_public_address=allow_public_address,
             runs_dir=runs_dir,
             name=name,
         )

@@ -48,6 +48,7 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         die_with_parent(parent_pid)
         redirect_output(output)
         os.environ.update(place.rank.to_environment())
+        _name_interface(place.interface)
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()
@@ -59,6 +60,14 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         traceback.print_exc()
     finally:
         _leave(code)
+
+
+def _name_interface(interface: str | None) -> None:
+    """Tell gloo and NCCL the way to the other hosts; where the user said one, that stays."""
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # `=`: exactly this one, not all whose names begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _accept_signals() -> None:

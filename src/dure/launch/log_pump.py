@@ -149,12 +149,13 @@ def _write(descriptor: int, data: bytes) -> None:
 class LogPump:
     """The supervisor's side of it."""
 
-    def __init__(self, log_paths: Sequence[Path], *, with_prefix: bool) -> None:
+    def __init__(self, log_paths: Sequence[Path], *, with_prefix: bool, first_rank: int = 0) -> None:
         """Start the process.
 
         Args:
             log_paths: Of each rank.
             with_prefix: Whether shown lines begin with the rank.
+            first_rank: Whose log is the first.
         """
         pipes = [(os.pipe(), os.pipe()) for _ in log_paths]
         self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
@@ -163,7 +164,7 @@ class LogPump:
         told = {
             "logs": [str(path) for path in log_paths],
             "reading": reading,
-            "prefixes": [f"[rank {rank}] " if with_prefix else "" for rank in range(len(log_paths))],
+            "prefixes": [f"[rank {first_rank + i}] " if with_prefix else "" for i in range(len(log_paths))],
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "dure.launch.log_pump", json.dumps(told)],

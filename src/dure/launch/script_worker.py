@@ -38,7 +38,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     """Run one rank's script in this process and return its exit code.
 
     Args:
-        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`.
+        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`,
+            `num_nodes`.
         place: Where this rank is.
     """
     before_fork(job)  # of a spawned rank; a forked one has it
@@ -58,7 +59,7 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
     """Return what torchrun sets, and so what scripts read."""
     assert place.store is not None
     rank = place.rank
-    num_nodes = max(1, rank.world_size // rank.local_world_size)
+    num_nodes = job.get("num_nodes", 1)
     # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
     loopback = {} if num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
     return {

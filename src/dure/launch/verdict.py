@@ -50,6 +50,13 @@ class WorkerEnd:
     """Of one that was killed: whether the kernel ended processes for want of memory meanwhile, if known."""
     crash: tuple[Frame, ...] = ()
     """Where it was when native code crashed, the innermost first."""
+    node: str = ""
+    """Of a run on several nodes: which, for people."""
+
+    def name(self, num_ranks: int, alone: str = "the worker") -> str:
+        """Name the rank as sentences begin: alone it is no rank among others."""
+        where = f" on {self.node}" if self.node else ""
+        return f"rank {self.rank}{where}" if num_ranks > 1 else alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +89,9 @@ def judge(
         return None
     first = _first_cause(ends, failures)
     failure = failures[first.rank]
-    told = _silent_end(first, len(ends), is_script=is_script) if failure is None else _told(failure, len(ends), run)
+    told = (
+        _silent_end(first, len(ends), is_script=is_script) if failure is None else _told(first, failure, len(ends), run)
+    )
     others = [end for end in failed if end is not first]
     lines = [told, *(_waits(first, others, failures) if failure is None else ())]
     same = [e for e in others if (f := failures[e.rank]) and failure and f["message"] == failure["message"]]
@@ -149,11 +158,11 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 
-def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
+def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
     if failure["is_ours"]:
-        return str(failure["message"])
+        return str(failure["message"]) + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
     where = "" if not failure["step"] else f" after step {failure['step']}"
-    who = f"rank {failure['rank']}" if num_ranks > 1 else "the task"
+    who = end.name(num_ranks, "the task")
     text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
     if failure["advice"]:
         text = f"{text.removesuffix('.')}: {failure['advice']}"
@@ -172,7 +181,7 @@ def _told(failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
 
 def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     """Say in one line who failed, and how."""
-    who = f"rank {end.rank}" if num_ranks > 1 else "the worker"
+    who = end.name(num_ranks)
     failure = end.failure
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
@@ -185,7 +194,7 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> str:
-    who = f"rank {end.rank}" if num_ranks > 1 else "the worker"
+    who = end.name(num_ranks)
     if end.was_stopped:
         return f"{who} did not answer, and the others waited in vain; it was ended"
     if end.exit_code < 0:

@@ -26,6 +26,7 @@ from dure.rank import Place, RankInfo, StoreAddress
 
 if TYPE_CHECKING:
     from dure.launch.hang import HangVerdict
+    from dure.launch.nodes import Nodes
 
 _REPORT_LIMIT_BYTES = 2**20
 
@@ -38,6 +39,7 @@ class Launch:
     """Module with `main(job, place) -> exit code` and `before_fork(job)`."""
     job: Mapping[str, Any]
     num_processes: int
+    """On this host."""
     threads: int
     outputs: Sequence[Output]
     """Per rank."""
@@ -63,6 +65,18 @@ class Launch:
     """What the ranks are told of it, in the place of what the job says."""
     trusted_samples: int | None = None
     """What the ranks are told of it."""
+    nodes: "Nodes | None" = None
+    """The run's other hosts, whose launchers have been met."""
+
+    @property
+    def first_rank(self) -> int:
+        """The first of the ranks that this launcher starts."""
+        return 0 if self.nodes is None else self.nodes.first_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all hosts."""
+        return self.num_processes if self.nodes is None else self.nodes.world_size
 
 
 @dataclass
@@ -137,7 +151,7 @@ class KeptMemory:
 
     def __init__(self, launch: Launch) -> None:
         self.heartbeat_fd = unnamed_file("dure-heartbeats")
-        self.heartbeats = Heartbeats(self.heartbeat_fd, launch.num_processes)
+        self.heartbeats = Heartbeats(self.heartbeat_fd, launch.world_size)
         num_snapshots = launch.num_processes if launch.restarts.most else 0
         self.snapshot_fds = tuple(unnamed_file(f"dure-snapshot{rank}") for rank in range(num_snapshots))
 
@@ -152,15 +166,25 @@ class KeptMemory:
             os.close(descriptor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreSocket:
+    """Where the ranks of a round meet."""
+
+    host: str
+    port: int
+    listener: socket.socket | None
+    """The bound socket on which the store is served; None where another host serves it."""
+
+
 def start_worker(
-    launch: Launch, rank: int, listener: socket.socket, memory: KeptMemory, *, round_number: int, by_fork: bool
+    launch: Launch, rank: int, store: StoreSocket, memory: KeptMemory, *, round_number: int, by_fork: bool
 ) -> Worker:
     """Start one rank; stop signals must be blocked meanwhile, and the new process unblocks them when it is ready.
 
     Args:
         launch: What to start.
         rank: Which one.
-        listener: The bound socket on which rank 0 serves the store.
+        store: Where the store is, which rank 0 serves unless another process does.
         memory: What ranks leave to those of the next round.
         round_number: How often the ranks were started before.
         by_fork: Fork; otherwise start a fresh interpreter.
@@ -171,7 +195,7 @@ def start_worker(
     report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
     questions, answers = socket.socketpair()
     place = replace(
-        _place(launch, rank, listener, report_fd, round_number),
+        _place(launch, rank, store, report_fd, round_number),
         heartbeat_fd=memory.heartbeat_fd,
         snapshot_fds=memory.snapshot_fds,
         stacks_fd=stacks_fd,
@@ -179,13 +203,13 @@ def start_worker(
     )
     try:
         start = _fork if by_fork else _spawn
-        pid, process = start(launch, place, launch.outputs[rank], listener)
+        pid, process = start(launch, place, launch.outputs[rank - launch.first_rank], store.listener)
     except OSError as error:
         os.close(report_fd)
         os.close(stacks_fd)
         questions.close()
         raise EnvironmentLacks(
-            f"rank {rank} of {launch.num_processes} could not be started: {error.strerror}; use a smaller --nproc, or "
+            f"rank {rank} of {launch.world_size} could not be started: {error.strerror}; use a smaller --nproc, or "
             "raise the limit on processes (ulimit -u)"
         ) from error
     finally:
@@ -202,18 +226,23 @@ def start_worker(
     )
 
 
-def _place(launch: Launch, rank: int, listener: socket.socket, report_fd: int, round_number: int) -> Place:
-    host, port = listener.getsockname()
+def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_number: int) -> Place:
+    serves = rank == 0 and not launch.serves_store and store.listener is not None
     return Place(
         rank=RankInfo(
-            rank=rank, local_rank=rank, world_size=launch.num_processes, local_world_size=launch.num_processes
+            rank=rank,
+            local_rank=rank - launch.first_rank,
+            node_rank=0 if launch.nodes is None else launch.nodes.me.node_rank,
+            world_size=launch.world_size,
+            local_world_size=launch.num_processes,
         ),
         store=StoreAddress(
-            host=host,
-            port=port,
+            host=store.host,
+            port=store.port,
             prefix=f"{launch.store_prefix}/{round_number}",
-            listen_fd=listener.fileno() if rank == 0 and not launch.serves_store else None,
+            listen_fd=store.listener.fileno() if serves and store.listener is not None else None,
         ),
+        interface=None if launch.nodes is None else launch.nodes.interface,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,
@@ -227,7 +256,7 @@ _Started = tuple[int, "subprocess.Popen[bytes] | None"]
 """The process, and what Python knows of one that was spawned."""
 
 
-def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
+def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -237,9 +266,9 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket)
         pid = os.fork()
     if pid:
         return pid, None
-    if place.store is not None and place.store.listen_fd is not None:
+    if listener is not None and place.store is not None and place.store.listen_fd is not None:
         listener.detach()
-    else:
+    elif listener is not None:
         listener.close()
 
     def entry() -> int:
@@ -249,7 +278,7 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket)
     raise AssertionError("a child does not return")
 
 
-def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket) -> _Started:
+def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
     told = {
         "entry": launch.entry,
         "job": dict(launch.job),

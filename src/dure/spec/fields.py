@@ -150,6 +150,16 @@ class RunSpec(BaseModel):
         None, gt=0, description="steps between snapshots in memory, to go on from (default: for 2 % of the time)"
     )
 
+    # several hosts: said at each start, and not kept for a resume
+    nnodes: int = Field(1, gt=0, description="hosts; each starts nproc / nnodes of the processes")
+    node_rank: int | None = Field(None, ge=0, description="which of the hosts this is, from 0; another on each")
+    rendezvous: str | None = Field(None, description="where the hosts meet: an address of host 0, as 10.0.0.1:29400")
+    secret_file: Path | None = Field(
+        None, description="what the hosts know each other by (default: ~/.config/dure/secret)"
+    )
+    rendezvous_timeout: float = Field(600.0, gt=0, description="seconds to wait for the other hosts")
+    allow_public_address: bool = Field(False, description="meet at a public address, without encryption")
+
     # where, and what is shown
     runs_dir: Path = Field(Path("runs"), description="folder of the runs")
     name: str | None = Field(
@@ -203,6 +213,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("on_nonfinite", "check_replicas_every", "on_divergence", "max_restarts", "restart_window_seconds"),
         *("on_hang", "hang_after", "snapshot_every", "faults"),
     ),
+    "Several hosts": (
+        *("nnodes", "node_rank", "rendezvous", "secret_file", "rendezvous_timeout", "allow_public_address"),
+    ),
     "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
 }
 """Every field once, as `--help` and `--show-spec` group them."""
@@ -212,6 +225,9 @@ LENGTH_FIELDS = ("epochs", "samples")
 
 IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
 """What makes a run this run: refused when a resume would change them."""
+
+NODE_FIELDS = GROUPS["Several hosts"]
+"""Where its processes are: said at each start on each host, never taken from the resumed run."""
 
 PLACE_FIELDS = ("runs_dir", "name")
 """Where a run is: decided once, when its folder is made."""

@@ -1,0 +1,380 @@
+"""The authenticated connections between the launchers of one run: nothing a peer sent is used before it is checked.
+
+Both sides prove that they know the run's secret without sending it (challenge and response, HMAC-SHA256 over both
+sides' random numbers), and take keys for this connection from it, one for each direction. After that every message
+carries a counter and an HMAC, so that none can be changed, repeated, left out or put in. Messages are JSON, not secret,
+and of limited length. Whatever is wrong closes the connection.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+MESSAGE_LIMIT_BYTES = 64 * 2**10
+HANDSHAKE_LIMIT_BYTES = 512
+"""Of what a stranger may send at once."""
+HANDSHAKE_SECONDS = 1.0
+"""What a stranger has to prove itself."""
+MOST_GUESTS = 64
+"""Strangers that are kept waiting; one more, and the one that has waited longest goes."""
+_MOST_UNSENT_BYTES = 8 * 2**20
+_READ_BYTES = 2**18
+_LENGTH = struct.Struct(">I")
+_COUNTER = struct.Struct(">Q")
+_DIGEST_BYTES = 32
+_PROTOCOL = "dure-1"
+
+Address = tuple[Any, ...]
+"""As `socket` has it: host, port, and two more for IPv6."""
+
+
+class ChannelClosed(ConnectionError):
+    """A connection that is no more, and why."""
+
+
+class HandshakeRefused(ChannelClosed):
+    """The other side closed the connection when this one had proved itself, or its own proof is wrong."""
+
+
+_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Keep ranks from holding their launcher's connections: its end must be seen, and the keys are not theirs."""
+    for channel in list(_open):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Frames:
+    """Bytes as they come in, cut into bodies: four bytes of length, then as many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Take in what was received."""
+        self._data += data
+
+    def take(self) -> bytes | None:
+        """Return the next body, or None while it is not whole.
+
+        Raises:
+            ChannelClosed: It would be too long; nothing of that length is ever kept.
+        """
+        if len(self._data) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._data)
+        if size > self.limit:
+            raise ChannelClosed(f"a message of {size} bytes is over the limit of {self.limit}")
+        end = _LENGTH.size + size
+        if len(self._data) < end:
+            return None
+        body = bytes(self._data[_LENGTH.size : end])
+        del self._data[:end]
+        return body
+
+
+def _framed(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ChannelClosed("a message is no JSON") from None
+    if not isinstance(message, dict):
+        raise ChannelClosed("a message is no JSON object")
+    return message
+
+
+def _hash(key: bytes, *parts: str) -> bytes:
+    return hmac.new(key, "|".join((_PROTOCOL, *parts)).encode(), hashlib.sha256).digest()
+
+
+class Channel:
+    """One connection between launchers that know each other; it never blocks."""
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self.own_address = str(connection.getsockname()[0])
+        self.peer_address = str(connection.getpeername()[0])
+        self._send_key, self._receive_key = send_key, receive_key
+        self._num_sent = self._num_received = 0
+        self._unsent = bytearray()
+        self._frames = Frames(MESSAGE_LIMIT_BYTES + _COUNTER.size + _DIGEST_BYTES)
+        self.last_heard = time.monotonic()
+        _open.add(self)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._connection.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for the peer to read."""
+        return bool(self._unsent)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send, or keep for later what does not go out now.
+
+        Raises:
+            ChannelClosed: The peer is gone, or has not read for too long.
+            ValueError: The message is too long.
+        """
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MESSAGE_LIMIT_BYTES:
+            raise ValueError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
+        counted = _COUNTER.pack(self._num_sent) + body
+        self._num_sent += 1
+        self._unsent += _framed(hmac.digest(self._send_key, counted, "sha256") + counted)
+        if len(self._unsent) > _MOST_UNSENT_BYTES:
+            raise ChannelClosed("it does not read what it is sent")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was kept.
+
+        Raises:
+            ChannelClosed: The peer is gone.
+        """
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelClosed(error.strerror or "the connection is broken") from None
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have come, each checked.
+
+        Raises:
+            ChannelClosed: The peer is gone, or sent what cannot be.
+        """
+        try:
+            while True:
+                data = self._connection.recv(_READ_BYTES)
+                if not data:
+                    break
+                self._frames.add(data)
+                if len(data) < _READ_BYTES:
+                    break
+        except BlockingIOError:
+            return self._taken()
+        except OSError as error:
+            raise ChannelClosed(error.strerror or "the connection is broken") from None
+        messages = self._taken()
+        if not data and not messages:  # what came before the end is heard first
+            raise ChannelClosed("it closed the connection")
+        return messages
+
+    def _taken(self) -> list[dict[str, Any]]:
+        messages = []
+        while (body := self._frames.take()) is not None:
+            digest, counted = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
+            if not hmac.compare_digest(digest, hmac.digest(self._receive_key, counted, "sha256")):
+                raise ChannelClosed("a message has a wrong signature")
+            if counted[: _COUNTER.size] != _COUNTER.pack(self._num_received):
+                raise ChannelClosed("a message is not the next one")
+            self._num_received += 1
+            messages.append(_parsed(counted[_COUNTER.size :]))
+            self.last_heard = time.monotonic()
+        return messages
+
+    def close(self) -> None:
+        """End it, and forget the keys."""
+        _open.discard(self)
+        self._connection.close()
+        self._send_key = self._receive_key = b""
+
+
+class _Guest:
+    """A connection whose other side has not proved itself yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.deadline = time.monotonic() + HANDSHAKE_SECONDS
+        self.nonce = secrets.token_hex(16)
+        self.frames = Frames(HANDSHAKE_LIMIT_BYTES)
+        connection.send(_framed(json.dumps({"nonce": self.nonce}).encode()))
+
+    def advance(self, secret: bytes) -> Channel | None:
+        """Read what has come; return the channel once the guest has proved itself.
+
+        Raises:
+            ChannelClosed: It did not.
+            OSError: It is gone.
+        """
+        data = self.connection.recv(HANDSHAKE_LIMIT_BYTES + _LENGTH.size)
+        if not data:
+            raise ChannelClosed("it went away")
+        self.frames.add(data)
+        body = self.frames.take()
+        if body is None:
+            return None
+        said = _parsed(body)
+        nonce, proof = said.get("nonce"), said.get("proof")
+        if not isinstance(nonce, str) or not isinstance(proof, str) or not nonce.isascii() or not proof.isascii():
+            raise ChannelClosed("it did not answer the challenge")
+        if not hmac.compare_digest(proof, _hash(secret, "client", self.nonce, nonce).hex()):
+            raise ChannelClosed("it does not know the secret")
+        mine = _hash(secret, "server", self.nonce, nonce).hex()
+        self.connection.send(_framed(json.dumps({"proof": mine}).encode()))
+        keys = [_hash(secret, way, self.nonce, nonce) for way in ("to client", "to server")]
+        return Channel(self.connection, *keys)
+
+
+class Door:
+    """The listening side: lets in who knows the secret, and soon sends away everybody else."""
+
+    def __init__(self, family: int, address: Address, secret: bytes) -> None:
+        """Listen on one address.
+
+        Raises:
+            OSError: It is not this host's, or taken.
+        """
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+            self._listener.listen(256)
+            self._listener.setblocking(False)
+        except OSError:
+            self._listener.close()
+            raise
+        self._secret = secret
+        self._guests: OrderedDict[int, _Guest] = OrderedDict()
+        self.num_refused = 0
+        """Of those that tried, and did not know the secret."""
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        return tuple(self._listener.getsockname())
+
+    @property
+    def num_guests(self) -> int:
+        """How many strangers are kept waiting now."""
+        return len(self._guests)
+
+    def admit(self, most_seconds: float) -> list[Channel]:
+        """Return who has proved itself, after at most that time; what others sent is gone with them."""
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        for descriptor in self._guests:
+            poll.register(descriptor, select.POLLIN)
+        if self._guests:
+            most_seconds = min(most_seconds, max(0.0, self._first_deadline() - time.monotonic()))
+        ready = {descriptor for descriptor, _ in poll.poll(most_seconds * 1000)}
+        known = [channel for channel in map(self._advanced, ready & self._guests.keys()) if channel is not None]
+        if self._listener.fileno() in ready:
+            self._take_in()
+        while self._guests and self._first_deadline() <= time.monotonic():
+            self._send_away(next(iter(self._guests)))
+        return known
+
+    def _first_deadline(self) -> float:
+        return next(iter(self._guests.values())).deadline
+
+    def _take_in(self) -> None:
+        for _ in range(MOST_GUESTS):
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:  # none is left, or no descriptor is free
+                return
+            try:
+                self._guests[connection.fileno()] = _Guest(connection)
+            except OSError:
+                connection.close()
+            if len(self._guests) > MOST_GUESTS:
+                self._send_away(next(iter(self._guests)))
+
+    def _advanced(self, descriptor: int) -> Channel | None:
+        try:
+            channel = self._guests[descriptor].advance(self._secret)
+        except BlockingIOError:
+            return None
+        except (ChannelClosed, OSError) as error:
+            self.num_refused += isinstance(error, ChannelClosed)
+            self._send_away(descriptor)
+            return None
+        if channel is not None:
+            del self._guests[descriptor]
+        return channel
+
+    def _send_away(self, descriptor: int) -> None:
+        self._guests.pop(descriptor).connection.close()
+
+    def close(self) -> None:
+        """Listen no more. Who came in stays."""
+        self._listener.close()
+        while self._guests:
+            self._send_away(next(iter(self._guests)))
+        self._secret = b""
+
+
+def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: float) -> Channel:
+    """Connect to a door, and prove to each other that both know the secret.
+
+    Raises:
+        HandshakeRefused: One of the two does not.
+        OSError: Nobody answers there.
+    """
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_seconds)
+        connection.connect(address)
+        theirs = str(_asked(connection).get("nonce"))
+        nonce = secrets.token_hex(16)
+        proof = _hash(secret, "client", theirs, nonce).hex()
+        connection.sendall(_framed(json.dumps({"nonce": nonce, "proof": proof}).encode()))
+        try:
+            answer = _asked(connection)
+        except OSError as error:
+            raise HandshakeRefused("it closed the connection when this node had proved itself") from error
+        if not hmac.compare_digest(
+            str(answer.get("proof")).encode(), _hash(secret, "server", theirs, nonce).hex().encode()
+        ):
+            raise HandshakeRefused("it could not prove that it knows the secret")
+        keys = [_hash(secret, way, theirs, nonce) for way in ("to server", "to client")]
+        return Channel(connection, *keys)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _asked(connection: socket.socket) -> dict[str, Any]:
+    """Read one short message and not a byte more."""
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if size > HANDSHAKE_LIMIT_BYTES:
+        raise ChannelClosed("what answers there is no launcher of dure")
+    return _parsed(_exactly(connection, size))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ChannelClosed("it closed the connection")
+        data += part
+    return data

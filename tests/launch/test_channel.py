@@ -1,0 +1,230 @@
+"""The channel between launchers: who gets in, what a stranger can do, what a changed message does."""
+
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+import pytest
+
+from dure.launch.channel import (
+    HANDSHAKE_SECONDS,
+    MESSAGE_LIMIT_BYTES,
+    MOST_GUESTS,
+    Channel,
+    ChannelClosed,
+    Door,
+    Frames,
+    HandshakeRefused,
+    knock,
+)
+
+SECRET = b"a secret of thirty-two characters"
+KEYS = b"1" * 32, b"2" * 32
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with closing(Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as door:
+        yield door
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    listener.close()
+    with closing(Channel(one, *KEYS)) as a, closing(Channel(other, *reversed(KEYS))) as b:
+        yield a, b
+
+
+def admitted(door: Door, seconds: float = 5.0) -> list[Channel]:
+    deadline = time.monotonic() + seconds
+    while not (channels := door.admit(0.05)) and time.monotonic() < deadline:
+        pass
+    return channels
+
+
+def received(channel: Channel) -> list[dict]:
+    deadline = time.monotonic() + 5
+    while not (messages := channel.receive()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return messages
+
+
+def knocked(door: Door, secret: bytes = SECRET) -> Channel:
+    return knock(socket.AF_INET, door.address, secret, timeout_seconds=5)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    with suppress(ConnectionError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+@pytest.fixture
+def serving(door: Door) -> Iterator[list[Channel]]:
+    """Let somebody always be at the door; the channels of those who came in."""
+    known: list[Channel] = []
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            known.extend(door.admit(0.02))
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        yield known
+        is_over.set()
+        served.result()
+    for channel in known:
+        channel.close()
+
+
+def test_channel_when_both_know_the_secret_then_messages_come_in_order(door):
+    with ThreadPoolExecutor(1) as pool:
+        knocking = pool.submit(knocked, door)
+        (inside,) = admitted(door)
+        with closing(knocking.result()) as outside, closing(inside):
+            for number in range(3):
+                outside.send({"number": number})
+            inside.send({"text": "ünïcode\n" * 1000})
+            assert received(outside) == [{"text": "ünïcode\n" * 1000}]
+            assert received(inside) == [{"number": 0}, {"number": 1}, {"number": 2}]
+
+
+def test_guest_when_its_secret_is_another_then_it_is_sent_away_at_once(door, serving):
+    began = time.monotonic()
+    with pytest.raises(HandshakeRefused, match="closed the connection when this node had proved itself"):
+        knocked(door, b"another secret of that length ...")
+    assert time.monotonic() - began < 0.5
+    assert (serving, door.num_refused) == ([], 1)
+
+
+def test_server_when_it_does_not_know_the_secret_then_the_client_does_not_talk_to_it():
+    with closing(Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)) as impostor, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            connection, _ = impostor._listener.accept()
+            with connection:
+                connection.sendall(struct.pack(">I", 15) + b'{"nonce": "00"}')
+                connection.recv(4096)
+                connection.sendall(struct.pack(">I", 15) + b'{"proof": "00"}')
+
+        impostor._listener.setblocking(True)
+        answering = pool.submit(answer)
+        with pytest.raises(HandshakeRefused, match="could not prove that it knows the secret"):
+            knocked(impostor)
+        answering.result()
+
+
+def test_guest_when_it_says_nothing_then_it_is_dropped_within_a_second(door, serving):
+    with socket.create_connection(door.address) as idle:
+        began = time.monotonic()
+        assert is_closed(idle)
+        assert time.monotonic() - began < HANDSHAKE_SECONDS + 0.3
+
+
+def test_door_when_a_thousand_connections_idle_then_few_are_kept_and_who_knows_the_secret_comes_in(door, serving):
+    crowd = [socket.create_connection(door.address) for _ in range(500)]
+    with closing(knocked(door)) as outside:
+        crowd += [socket.create_connection(door.address) for _ in range(500)]
+        assert door.num_guests <= MOST_GUESTS + 1
+        outside.send({"kind": "here"})
+        assert received(serving[0]) == [{"kind": "here"}]
+    began = time.monotonic()
+    assert all(is_closed(connection) for connection in crowd)
+    assert time.monotonic() - began < HANDSHAKE_SECONDS + 1
+    assert door.num_guests == 0
+    for connection in crowd:
+        connection.close()
+
+
+def test_door_when_ten_thousand_random_messages_come_then_none_is_let_in(door, serving):
+    chance = random.Random(0)
+    made = [lambda: chance.randbytes(chance.randint(1, 600)), lambda: framed(chance.randbytes(chance.randint(0, 500)))]
+    made += [lambda: framed(json.dumps(random_json(chance)).encode()[:500])]
+    for number in range(1000):
+        with socket.create_connection(door.address) as connection, suppress(ConnectionError):
+            for _ in range(10):
+                connection.sendall(made[number % 3]())
+    with closing(knocked(door)):
+        pass
+    assert len(serving) == 1
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def random_json(chance: random.Random) -> object:
+    values: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: chance.getrandbits(64),
+        lambda: "ÿ" * chance.randint(0, 40),
+        lambda: [[]] * 3,
+    ]
+    return {chance.choice(["nonce", "proof", "x"]): chance.choice(values)() for _ in range(3)}
+
+
+def test_channel_when_ten_thousand_messages_are_changed_then_each_closes_it(pair):
+    sender, receiver = pair
+    sender.send({"kind": "signal", "number": 15})
+    time.sleep(0.01)
+    frame = receiver._connection.recv(4096)
+    chance = random.Random(0)
+    for _ in range(10_000):
+        changed = bytearray(frame)
+        changed[chance.randrange(4, len(frame))] ^= chance.randint(1, 255)
+        receiver._frames = Frames(receiver._frames.limit)
+        receiver._frames.add(bytes(changed))
+        with pytest.raises(ChannelClosed, match="a message has a wrong signature"):
+            receiver._taken()
+
+
+def test_channel_when_a_message_is_repeated_or_left_out_then_it_closes(pair):
+    sender, receiver = pair
+    sender.send({"number": 0})
+    time.sleep(0.01)
+    frame = receiver._connection.recv(4096)
+    for again in (frame, frame):
+        receiver._frames.add(again)
+    with pytest.raises(ChannelClosed, match="a message is not the next one"):
+        receiver._taken()
+
+
+def test_channel_when_a_message_is_sent_back_then_it_closes(pair):
+    sender, receiver = pair
+    sender.send({"number": 0})
+    time.sleep(0.01)
+    sender._frames.add(receiver._connection.recv(4096))
+    with pytest.raises(ChannelClosed, match="a message has a wrong signature"):
+        sender._taken()
+
+
+def test_frames_when_a_length_is_over_the_limit_then_nothing_is_kept():
+    frames = Frames(MESSAGE_LIMIT_BYTES)
+    frames.add(struct.pack(">I", 2**31))
+    with pytest.raises(ChannelClosed, match="a message of 2147483648 bytes is over the limit of 65536"):
+        frames.take()
+
+
+def test_message_when_it_is_too_long_then_it_is_not_sent(pair):
+    with pytest.raises(ValueError, match="over the limit of 65536"):
+        pair[0].send({"text": "x" * MESSAGE_LIMIT_BYTES})
+
+
+def test_channel_when_the_peer_leaves_then_what_it_said_before_is_heard(pair):
+    sender, receiver = pair
+    sender.send({"number": 0})
+    sender.close()
+    assert received(receiver) == [{"number": 0}]
+    with pytest.raises(ChannelClosed, match="it closed the connection"):
+        received(receiver)

@@ -23,10 +23,11 @@ from dure.errors import (
     TaskInvalid,
     WorkerFailed,
 )
+from dure.hosts import facts_to_agree_on, several_hosts
 from dure.launch.child import Output, is_worker
 from dure.launch.hang import HangVerdict
 from dure.launch.nodes import Nodes
-from dure.launch.rendezvous import NodeSettings, join, node_settings
+from dure.launch.rendezvous import NodeSettings, join
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.shared_folder import meet_in_folder
 from dure.launch.supervisor import Outcome, run_workers
@@ -39,7 +40,7 @@ from dure.measure.records import RunSummary
 from dure.rank import Launched, Place, RankInfo, StoreAddress, meeting_point, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
-from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec, read_toml, resolve
+from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.training.best import Best
@@ -97,7 +98,7 @@ def train(
     if launched is not None:
         resolved = _without_extra_processes(resolved, launched)
     spec = resolved.spec
-    several = _several_nodes(resolved, launched)
+    several = several_hosts(resolved, launched)
     _check_before_start(spec, launched)
     if several is not None:
         return _train_on_nodes(resolved, resume, several)
@@ -562,52 +563,6 @@ def _without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Reso
     return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
 
 
-def _several_nodes(resolved: ResolvedSpec, launched: Launched | None) -> NodeSettings | None:
-    """Return what was said of several nodes, or None for a run on one.
-
-    Raises:
-        SpecInvalid: All that cannot be so.
-    """
-    spec = resolved.spec
-    several = node_settings(
-        nnodes=spec.nnodes,
-        node_rank=spec.node_rank,
-        rendezvous=spec.rendezvous,
-        secret_file=spec.secret_file,
-        timeout_seconds=spec.rendezvous_timeout,
-        allow_public_address=spec.allow_public_address,
-    )
-    if several is None:
-        return None
-    info, faults = STRATEGIES[spec.strategy or "single"], []
-    if launched is not None:
-        faults.append(
-            f"nnodes is for runs that dure starts itself: leave it out under {launched.by}, which has its own"
-        )
-    if info.one_process or info.extra_processes:
-        why = "is one process" if info.one_process else "has servers, which are not spread over hosts yet"
-        faults.append(f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use ddp or fsdp")
-    elif spec.nproc % spec.nnodes:
-        faults.append(
-            f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
-            f"each has as many: use --nproc {spec.nnodes * max(1, spec.nproc // spec.nnodes)}"
-        )
-    if spec.start == "inline":
-        faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
-    if spec.max_restarts and resolved.origin["max_restarts"].startswith("flag"):
-        faults.append(
-            "max_restarts is for runs on one host: leave it out; what ended on several goes on with --resume from its "
-            "last checkpoint"
-        )
-    if faults:
-        raise SpecInvalid(faults)
-    return several
-
-
-_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "max_restarts", "hang_after")
-"""Between nodes: what is of one host, or a path on it. The number of nodes is compared before."""
-
-
 def _train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
     """Train with the ranks of this host, beside those of others.
 
@@ -615,8 +570,7 @@ def _train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several
         RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
     """
     spec = resolved.spec
-    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
-    facts = {"command": "dure train", "task": _task_label(spec.task), "is resumed": resume is not None, **settings}
+    facts = facts_to_agree_on(spec, is_resumed=resume is not None)
 
     def refuse(name: str) -> RunDir:
         raise RunInvalid(
@@ -637,11 +591,6 @@ def _train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several
             run.write_spec(resolved)
             nodes.gather(None)
             return _finish(run, spec, _start_workers(run, spec, {**job, "run": str(run.path)}, nodes))
-
-
-def _task_label(reference: str) -> str:
-    where, _, name = reference.rpartition(":")
-    return f"{Path(where).name}:{name}" if where.endswith(".py") else reference
 
 
 def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched) -> RunSummary:

@@ -182,15 +182,19 @@ def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_t
         assert f"rank 1 on node 0 ({os.uname().nodename}, {HEAD}) was killed (SIGKILL)" in command.err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
-def test_training_when_one_launcher_is_asked_to_stop_then_both_say_so_and_nothing_is_lost(
-    hosts, tmp_path, number, code
+@pytest.mark.parametrize(
+    ("number", "code", "asked"),
+    [(signal.SIGTERM, 143, [1]), (signal.SIGINT, 130, [0]), (signal.SIGUSR1, 75, [0, 1])],
+)
+def test_training_when_launchers_are_asked_to_stop_then_both_say_so_and_nothing_is_lost(
+    hosts, tmp_path, number, code, asked
 ):
     run = RunFiles(tmp_path / "runs/run")
     commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
     run.wait_for("training", commands[0])
     time.sleep(0.5)
-    commands[1].send(number)
+    for node in asked:
+        commands[node].send(number)
     assert ended(commands) == [code, code], [command.err for command in commands]
     steps = [record["step"] for record in run.records(0)]
     assert run.checkpoints()

@@ -281,18 +281,31 @@ def test_node_when_it_beats_then_it_is_not_lost(two, monkeypatch):
 
 
 def test_node_when_it_is_asked_to_stop_then_the_other_hears_it_once(two):
-    two[1].tell_signals([signal.SIGTERM])
-    two[1].tell_signals([signal.SIGTERM])
+    theirs, mine = [int(signal.SIGTERM)], []
+    two[1].exchange_signals(theirs)
+    two[1].exchange_signals(theirs)
     until(two[0], lambda: two[0]._signals)
-    assert two[0].take_signals() == [signal.SIGTERM]
-    two[0].tell_signals([signal.SIGTERM])  # it came from there
+    assert two[0].exchange_signals(mine) == mine == [signal.SIGTERM]
     two[0].tell_ending("stopped")
     until(two[1], lambda: two[1].endings)
-    assert two[1].take_signals() == []
+    assert two[1].exchange_signals(theirs) == []
+
+
+def test_nodes_when_all_are_asked_to_stop_at_once_then_it_is_one_wish_and_a_second_is_another(two):
+    received = [[int(signal.SIGTERM)], [int(signal.SIGTERM)]]
+    for node, mine in zip(two, received, strict=True):
+        node.exchange_signals(mine)
+    for node, mine in zip(two, received, strict=True):
+        until(node, lambda node=node: node._signals)
+        assert node.exchange_signals(mine) == []
+    received[0].append(int(signal.SIGINT))
+    two[0].exchange_signals(received[0])
+    until(two[1], lambda: two[1]._signals)
+    assert two[1].exchange_signals(received[1]) == [signal.SIGINT]
 
 
 def test_node_when_the_other_is_asked_to_stop_before_the_ranks_then_it_does_not_start_them(two):
-    two[1].tell_signals([signal.SIGUSR1])
+    two[1].exchange_signals([int(signal.SIGUSR1)])
     with pytest.raises(StoppedByPeer, match="another node was asked to stop"):
         two[0].gather(None)
 
@@ -315,7 +328,7 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
     monkeypatch.setattr(rendezvous, "time", Clock)
     zero, one = met(lambda: join(settings, FACTS, 1), join_late)
     now = real()
-    failure = {"time": now - 1000.0, "message": "x" * 10_000, "rank": 1}
+    failure = {"time": now - 1000.0, "message": "🏖" * 10_000, "rank": 1}
     ends = [
         [WorkerEnd(rank=0, exit_code=1, time=now + 1, was_stopped=False, node="node 0")],
         [WorkerEnd(rank=1, exit_code=1, time=now - 1000.0, was_stopped=False, failure=failure)],
@@ -325,5 +338,5 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
     assert [end.rank for end in told[0]] == [end.rank for end in told[1]] == [0, 1]
     assert abs(told[0][1].time - now) < 1.0
     assert abs(told[0][1].failure["time"] - now) < 1.0
-    assert len(told[0][1].failure["message"]) == 3000
+    assert told[0][1].failure["message"] == "🏖" * 300
     assert told[1][0].node == "node 0"

@@ -4,6 +4,7 @@ Node 0 is the middle of a star: what one node says and all must know, it passes 
 does not answer longer than `SILENCE_SECONDS`.
 """
 
+import json
 import select
 import socket
 import time
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.frames import Frame
-from dure.launch.channel import Channel, ChannelClosed
+from dure.launch.channel import MESSAGE_LIMIT_BYTES, Channel, ChannelClosed
 from dure.launch.verdict import WorkerEnd
 
 BEAT_SECONDS = 1.0
@@ -26,6 +27,7 @@ _PREPARATION_SECONDS = 600.0
 _FLUSH_SECONDS = 5.0
 _LONGEST_TEXT = 3000
 """Of a traceback that travels; the whole one is in its own node's log."""
+_MOST_FRAMES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class Nodes:
         """What others said of their first rank that ended: `failed`, `stopped` or `ended`."""
         self._channels = channels
         """Of node 0: to each other node; of the others: to node 0."""
-        self._signals: list[int] = []
+        self._signals: list[tuple[int, int]] = []
+        """Number, and the how many-th it was where it came."""
         self._told_signals = 0
         self._told_ending = False
         self._is_running = False
@@ -136,7 +139,7 @@ class Nodes:
             if self.lost is not None:
                 raise WorkerFailed(self.lost)
             if self._signals:
-                raise StoppedByPeer(self._signals[0])
+                raise StoppedByPeer(self._signals[0][0])
             if self._answers:
                 return self._answers.pop(0)
             if not self.me.node_rank and all(self._gathered.get(rank) for rank in self._channels):
@@ -180,17 +183,25 @@ class Nodes:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             self._send_all({"kind": "beat"})
 
-    def take_signals(self) -> list[int]:
-        """Return stop signals that other nodes got, each once."""
-        taken, self._signals = self._signals, []
-        self._told_signals += len(taken)  # whoever got it has told all
-        return taken
+    def exchange_signals(self, received: list[int]) -> list[int]:
+        """Tell the others of stop signals that this node got, and return those of theirs that are new here.
 
-    def tell_signals(self, received: Sequence[int]) -> None:
-        """Tell the others of stop signals that this node got."""
-        for number in received[self._told_signals :]:
-            self._send_all({"kind": "signal", "number": int(number)})
-        self._told_signals = max(self._told_signals, len(received))
+        One wish to stop may reach all launchers at once, from a cluster's scheduler: the first signal of each is one
+        wish, and only the second that one of them gets is a second wish.
+
+        Args:
+            received: This node's so far; what is new is added.
+        """
+        for ordinal in range(self._told_signals + 1, len(received) + 1):
+            self._send_all({"kind": "signal", "number": int(received[ordinal - 1]), "ordinal": ordinal})
+        heard, self._signals = self._signals, []
+        fresh = []
+        for number, ordinal in heard:
+            if ordinal > len(received):
+                received.append(number)
+                fresh.append(number)
+        self._told_signals = len(received)  # whoever got it has told all
+        return fresh
 
     def tell_ending(self, why: str) -> None:
         """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
@@ -268,7 +279,7 @@ class Nodes:
         elif kind == "gathered":
             self._answers.append(list(message["values"]))
         elif kind == "signal":
-            self._signals.append(int(message["number"]))
+            self._signals.append((int(message["number"]), int(message["ordinal"])))
             self._pass_on(rank, message)
         elif kind == "ending":
             self.endings.add(str(message["why"]))
@@ -346,14 +357,17 @@ def refused_error(message: Mapping[str, Any]) -> DureError:
 
 
 def _end_to_json(end: WorkerEnd) -> dict[str, Any]:
-    # asdict would copy the frames of the crash alone; how long a failure's texts are, the task decides
-    return {**asdict(end), "failure": _cut(end.failure), "crash": [asdict(frame) for frame in end.crash[:32]]}
+    """Return it as a message of which the task decides how long its texts are, and the channel how long they may be."""
+    told = {**asdict(end), "failure": _cut(end.failure, _LONGEST_TEXT), "crash": []}
+    if len(json.dumps(told)) > MESSAGE_LIMIT_BYTES // 2:
+        told["failure"] = _cut(end.failure, _LONGEST_TEXT // 10)
+    return {**told, "crash": [asdict(frame) for frame in end.crash[:_MOST_FRAMES]]}
 
 
-def _cut(value: Any) -> Any:
+def _cut(value: Any, longest: int) -> Any:
     if isinstance(value, Mapping):
-        return {name: _cut(part) for name, part in value.items()}
-    return value[:_LONGEST_TEXT] if isinstance(value, str) else value
+        return {name: _cut(part, longest) for name, part in value.items()}
+    return value[:longest] if isinstance(value, str) else value
 
 
 def _end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:

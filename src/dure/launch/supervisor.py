@@ -94,7 +94,7 @@ def run_workers(launch: Launch) -> Outcome:
                 launch = as_decided(launch, restart, memory)
         except _StoppedBeforeStart:
             if launch.nodes is not None:
-                launch.nodes.tell_signals(received)
+                launch.nodes.exchange_signals(received)
         except StoppedByPeer as stop:
             received.append(stop.number)
         finally:
@@ -122,8 +122,7 @@ def _tell_and_heed(launch: Launch, received: list[int], look: JointLook | None) 
     assert launch.nodes is not None
     if look is not None and (found := look.advance()) is not None and launch.on_hang is not None:
         launch.on_hang(found[0])
-    launch.nodes.tell_signals(received)
-    received += launch.nodes.take_signals()
+    launch.nodes.exchange_signals(received)
     return len(received) < 2
 
 
@@ -336,9 +335,7 @@ def _heed_others(
 ) -> float | None:
     """Exchange with the other nodes what concerns all; return what their news leave the ranks here, if anything."""
     nodes.pump()
-    nodes.tell_signals(received)
-    for number in nodes.take_signals():
-        received.append(number)
+    for number in nodes.exchange_signals(received):
         _pass_on(number, workers, is_first=len(received) == 1)
     if ending is not None:
         nodes.tell_ending(ending)

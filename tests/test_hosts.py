@@ -24,6 +24,7 @@ WHERE = ("--nnodes", "2", "--node-rank", "0", "--rendezvous", "10.0.0.1")
         ([*WHERE, "--nproc", "2", "--strategy", "parameter_server"], "has servers, which are not spread over hosts"),
         ([*WHERE, "--nproc", "2", "--start", "inline"], "ranks on several nodes are processes: use fork or spawn"),
         ([*WHERE, "--nproc", "2", "--max-restarts", "1"], "max_restarts is for runs on one host: leave it out"),
+        ([*WHERE, "--nproc", "2", "--backend", "dure_shm"], "backend is dure_shm, which is memory of one host"),
         (["--nnodes", "0"], "nnodes is '0' but must be a whole number above 0"),
     ],
 )

@@ -56,6 +56,9 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
             f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
             f"each has as many: use --nproc {spec.nnodes * max(1, spec.nproc // spec.nnodes)}"
         )
+    for name, value, cure in (("backend", "dure_shm", "gloo"), ("comm", "shm", "ring")):
+        if getattr(spec, name) == value:
+            faults.append(f"{name} is {value}, which is memory of one host, but nnodes is {spec.nnodes}: use {cure}")
     if spec.start == "inline":
         faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
     if spec.max_restarts and resolved.origin["max_restarts"].startswith("flag"):

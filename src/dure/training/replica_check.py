@@ -147,8 +147,8 @@ class ReplicaCheck:
         now = self.progression
         self.agreed_samples, self.agreed_step, self._checked = now.samples_seen, now.step, now.step
         summing, exchanging, stepping = zip(*(one["seconds"] for one in said), strict=True)
-        # the last to come has waited for nobody: what it took to exchange is what it costs
-        self.pace.note(max(summing) + min(exchanging), min(stepping))
+        # waiting for the last to come is counted too, though part of it would be waited for in the next step anyway
+        self.pace.note(max(map(sum, zip(summing, exchanging, strict=True))), min(stepping))
         self._next = now.step + self.pace.every
         self.count += 1
         self.seconds += summing[self.session.group.rank] + self._exchange_seconds

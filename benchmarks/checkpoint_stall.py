@@ -114,7 +114,7 @@ def runs(folder: Path, megabytes: int, num_rounds: int) -> dict[str, list[float]
         "beside training": {"checkpoint_every_samples": STEPS_BETWEEN * BATCH},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    num_steps = 6 * STEPS_BETWEEN
+    num_steps = 4 * STEPS_BETWEEN
     for number, name in random_rounds(list(ways), num_rounds, seed=0):
         summary = dure.train(
             f"{HERE / 'stacked.py'}:Stacked",

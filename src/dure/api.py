@@ -25,7 +25,7 @@ from dure.errors import (
 )
 from dure.hosts import facts_to_agree_on, several_hosts
 from dure.launch.child import Output, is_worker
-from dure.launch.hang import HangVerdict
+from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
 from dure.launch.rendezvous import NodeSettings, join
 from dure.launch.restarts import Restart, RestartPolicy
@@ -355,7 +355,7 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: No
             restarts=_restart_policy(spec, job),
             on_restart=lambda restart: _note_restart(run, restart, spec),
             hangs=HangPolicy(hang_after=spec.hang_after, action=_hang_action(spec)),
-            on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
+            on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
             nodes=nodes,
         )
     )
@@ -394,15 +394,6 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
     if not spec.quiet:
         with suppress(OSError):
             print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
-
-
-def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
-    """Tell of ranks that hang, and keep all that was found out, where a run's folder is this launcher's to write."""
-    with suppress(DureError):
-        if run is not None:
-            run.note_hang(hang.to_json())
-    with suppress(OSError):
-        print(f"dure: {hang.text}", file=sys.stderr, flush=True)
 
 
 def _expendable(spec: RunSpec) -> range:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
 from dure.launch.child import Output
-from dure.launch.hang import HangVerdict
+from dure.launch.hang import tell_of_hang
 from dure.launch.log_pump import LogPump
 from dure.launch.nodes import Nodes
 from dure.launch.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
@@ -147,7 +147,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 stop_grace_seconds=_GRACE_SECONDS,
                 end_grace_seconds=None,
                 hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang),
-                on_hang=lambda hang: _note_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
+                on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
                 nodes=nodes,
             )
         )
@@ -210,13 +210,6 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
 def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
     run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
     _say(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
-
-
-def _note_hang(run: RunDir | None, hang: HangVerdict) -> None:
-    with suppress(DureError):
-        if run is not None:
-            run.note_hang(hang.to_json())
-    _say(hang.text)
 
 
 def _say(text: str) -> None:

@@ -48,5 +48,7 @@ def test_broken_script_when_run_then_the_verdict_names_rank_and_line(script: Pat
         assert re.search(f"{where}|{beside}", text), text
         if waits:
             assert not re.search(rf"\A[^,\n]*rank {rank} (is|computes|was stopped|failed|has left)", text), text
+    if silent := re.search(r"no step has finished for ([\d.]+) s", text):
+        assert float(silent[1]) < HANG_AFTER_SECONDS + MOST_SECONDS_LATER
     # imports and processes take their time before the first step, and gloo before it gives up
     assert seconds < HANG_AFTER_SECONDS + MOST_SECONDS_LATER + 10, text

@@ -3,13 +3,17 @@
 import linecache
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from dure.errors import DureError
 from dure.frames import OWN_ROOT, Frame, users_frame
 from dure.launch.examination import Collective, RankState, state_from_json
+from dure.rundir import RunDir
 
 _BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_backend.py"
@@ -65,6 +69,15 @@ def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
         is_certain=data["is_certain"],
         states=tuple(state_from_json(state) for state in data["ranks"]),
     )
+
+
+def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
+    """Keep all that was found out, where a run's folder is this launcher's to write, and say it in the terminal."""
+    with suppress(DureError):
+        if run is not None:
+            run.note_hang(verdict.to_json())
+    with suppress(OSError):
+        print(f"dure: {verdict.text}", file=sys.stderr, flush=True)
 
 
 def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:

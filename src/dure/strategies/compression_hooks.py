@@ -4,6 +4,7 @@ Torch's fp16, bf16 and PowerSGD hooks work on any backend; its quantisation hook
 few are ours.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -58,9 +59,9 @@ def _hook_of(compression: Compression) -> Hook:
 class HookedCompression(Compression):
     """One of torch's own hooks: it answers while backward goes on."""
 
+    @abstractmethod
     def start(self, bucket: dist.GradBucket) -> "torch.futures.Future[Tensor]":
         """Begin to reduce a bucket."""
-        raise NotImplementedError
 
     def _reduce(self, vector: Tensor, key: int) -> int:
         raise TypeError("torch's hooks reduce buckets of DDP, not vectors")

@@ -19,7 +19,6 @@ from dure.strategies.base import LossTerm, Requests
 from dure.strategies.batches import Microbatch, split_batch, to_device
 from dure.strategies.replicas import DeviceThreads, build_replicas, copy_state
 from dure.strategies.single import LocalSums
-from dure.torchcompat import settle_engine
 
 
 class BalancedDataParallel(LocalSums):
@@ -30,7 +29,6 @@ class BalancedDataParallel(LocalSums):
         super().distribute()
         self._replicas = build_replicas(self.model, self.devices)
         in_order = self.options.deterministic and self.device.type == "cpu"
-        settle_engine()
         self._threads = DeviceThreads(self.devices, in_order=in_order)
         first = self.options.device0_share
         self.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)

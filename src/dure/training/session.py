@@ -24,7 +24,7 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions
 from dure.strategies.precision import Precision
-from dure.torchcompat import import_late_parts
+from dure.torchcompat import import_late_parts, settle_engine
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.load_task import build_task, load_task_class
@@ -69,6 +69,7 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     if spec.deterministic:
         make_deterministic()
     torch.set_num_threads(place.threads)
+    settle_engine()
     if info.one_process:
         return Solo(), devices
     import_late_parts()

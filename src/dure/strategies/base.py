@@ -350,6 +350,10 @@ class Strategy(ABC):
         return None
 
     @classmethod
+    def import_late_parts(cls) -> None:
+        """Import what every rank would import later; called once, in the process that forks them."""
+
+    @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
         """Return why this strategy cannot take a model, a sentence each: the module's name and what to use instead.
 

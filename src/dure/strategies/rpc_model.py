@@ -57,6 +57,11 @@ class RpcModel(ReducedFacts):
         self._num_threads = torch.get_num_threads()
 
     @classmethod
+    def import_late_parts(cls) -> None:
+        """Import the remote optimisers: 0.8 s of processor time in every rank."""
+        torchcompat.import_distributed_optim()
+
+    @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
         """Refuse a model with fewer blocks than ranks, with ties across the cuts, or without a place to cut."""
         return faults_of(registered_chain(model), num_devices, cut_names(options.cuts), CURE)
@@ -121,7 +126,6 @@ class RpcModel(ReducedFacts):
         self._sent_bytes = 0
         self._open_context = ExitStack()
         self._context_id = 0
-        torchcompat.settle_engine()  # agents run backward in threads of their own
         torchcompat.import_distributed_optim()
         _here[:] = [self]
         open_agent(self.group, timeout_seconds=self.options.timeout_seconds)

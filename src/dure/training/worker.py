@@ -1,6 +1,7 @@
 """The entry of a worker process: one rank of one job, from joining the others to an ordered end."""
 
 import gc
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -22,6 +23,7 @@ from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
+from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
@@ -197,6 +199,8 @@ def before_fork(job: Mapping[str, Any]) -> None:
     import_late_parts()
     spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
     load_task_class(spec["task"])
+    load_strategy(spec["strategy"] or "single").import_late_parts()
+    importlib.import_module("dure.comm.shm_backend")  # how CPU ranks of one host talk
     if spec["num_workers"]:
         # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed
         multiprocessing.util.get_temp_dir()

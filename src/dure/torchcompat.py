@@ -418,9 +418,9 @@ def run_backward(loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
 def settle_engine() -> None:
     """Make autograd's engine ready for forward and backward from several threads at once. Before the threads.
 
-    In a child of a process that had run a backward itself, the first operation that saves a tensor for backward destroys
-    the engine and builds it anew, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that came to it at
-    once crashed: 15 of 800 runs where each ran a backward, 6 of 540 where they only computed forward; after this none.
+    In a child of a process that had run a backward itself, the first operation that saves a tensor for backward
+    destroys the engine and builds it anew, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that came
+    to it at once crashed: 15 of 800 runs where each ran a backward, 6 of 540 with forward alone; after this none.
     """
     torch.zeros(1, requires_grad=True).sum().backward()
 

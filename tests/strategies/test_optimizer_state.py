@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.optimizer_state import optimizer_from_names, optimizer_to_names
+from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names
 from tests.training.checkpoint_cases import TiedNet, train, trained
 
 
@@ -112,3 +112,20 @@ def test_state_of_an_unknown_parameter_is_refused():
     saved["state"]["gone.weight"] = saved["state"].pop("norm.bias")
     with pytest.raises(CheckpointMismatch, match=r"optimiser state of gone\.weight"):
         optimizer_from_names(model, optimizer, saved)
+
+
+def test_part_of_an_optimiser_when_loaded_takes_its_own_state_alone():
+    model, optimizer = trained()
+    saved, whole = optimizer_to_names(model, optimizer), group_names(model, optimizer)
+    part = AdamW([model.norm.bias])
+    optimizer_from_names(model, part, saved, whole=whole)
+    assert list(part.state) == [model.norm.bias]
+    assert torch.equal(part.state[model.norm.bias]["exp_avg"], optimizer.state[model.norm.bias]["exp_avg"])
+
+
+def test_part_of_an_optimiser_that_trains_one_parameter_less_is_refused():
+    model, optimizer = trained()
+    saved, (names,) = optimizer_to_names(model, optimizer), group_names(model, optimizer)
+    lacking = [name for name in names if name != "norm.weight"]
+    with pytest.raises(CheckpointMismatch, match=r"not in both: norm\.weight"):
+        optimizer_from_names(model, AdamW([model.norm.bias]), saved, whole=[lacking])

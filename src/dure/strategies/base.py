@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -187,7 +187,9 @@ class StateSource(Protocol):
 
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
-    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, *, is_part: bool = False) -> None: ...
+    def load_optimizer(
+        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+    ) -> None: ...
 
     @property
     def optimizer(self) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ Torch numbers parameters in the order in which the optimiser got them. Names sur
 and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,14 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}
 
 
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters that an optimiser holds, group by group."""
+    groups: list[list[str]] = [group["params"] for group in optimizer_to_names(model, optimizer)["groups"]]
+    return groups
+
+
 def optimizer_from_names(
-    model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], *, is_part: bool = False
+    model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], *, whole: Sequence[Collection[str]] | None = None
 ) -> None:
     """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
 
@@ -54,7 +60,7 @@ def optimizer_from_names(
         model: The model itself, not wrapped.
         optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
         data: The saved state; its tensors may be on any device and are copied.
-        is_part: The optimiser has a part of the saved one's parameters, in as many groups: what it lacks is left out.
+        whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is left out.
 
     Raises:
         CheckpointMismatch: The groups are not the saved ones.
@@ -63,13 +69,13 @@ def optimizer_from_names(
     template = optimizer.state_dict()
     names = _names_by_number(model, optimizer, template)
     canonical = _canonical_names(model)
-    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, is_part=is_part)
+    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, whole)
     numbers = {name: number for number, name in names.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state: dict[Any, Any] = dict(data.get("shared_state", {}))
     for key, value in data["state"].items():
         name = canonical.get(key)
-        if name not in numbers and is_part:
+        if name not in numbers and whole is not None:
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
@@ -105,16 +111,15 @@ def _matching_groups(
     template: list[dict[str, Any]],
     names: Mapping[int, str],
     canonical: Mapping[str, str],
-    *,
-    is_part: bool,
+    whole: Sequence[Collection[str]] | None,
 ) -> list[dict[str, Any]]:
     if len(saved) != len(template):
         raise CheckpointMismatch(f"its optimiser has {len(saved)} parameter groups and this one has {len(template)}")
     matched = []
     for index, (old, new) in enumerate(zip(saved, template, strict=True)):
         had = {canonical.get(name, name) for name in old["params"]}
-        has = {names[number] for number in new["params"]}
-        if not has <= had if is_part else had != has:
+        has = {names[number] for number in new["params"]} if whole is None else set(whole[index])
+        if had != has:
             few = ", ".join(sorted(had ^ has)[:5])
             raise CheckpointMismatch(
                 f"parameter group {index} of its optimiser has {len(had)} parameters and this one's has {len(has)}; "

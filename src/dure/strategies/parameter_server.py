@@ -21,7 +21,7 @@ from dure.strategies import StrategyInfo
 from dure.strategies.base import Requests, StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
-from dure.strategies.optimizer_state import optimizer_from_names, optimizer_to_names
+from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names
 from dure.strategies.parameter_server_shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server_transport import C10dTransport, Transport
 from dure.strategies.pieces import Piece
@@ -286,6 +286,7 @@ class Server(ParameterServer):
         self.pieces = [nn.Parameter(tensor) for tensor in self.pull_message.tensors]
         self.trainable = self.pieces
         self._shard_of = {shard.name: shard for shard in self.own_shards}
+        self._group_names = group_names(self.model, self.optimizer)
         _keep(self.model, self.optimizer, self.own_shards, self.pieces)
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
@@ -312,7 +313,7 @@ class Server(ParameterServer):
             for name, state in saved["state"].items()
             if name in self._shard_of
         }
-        optimizer_from_names(self.model, self.optimizer, {**saved, "state": state}, is_part=True)
+        optimizer_from_names(self.model, self.optimizer, {**saved, "state": state}, whole=self._group_names)
         message = self.pushes[0]
         self.transport.receive(message.buffer, self.worker_ranks[0]).wait()
         with torch.no_grad():

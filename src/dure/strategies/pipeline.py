@@ -23,10 +23,9 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies import StrategyInfo
 from dure.strategies.base import LossTerm, Requests, StateSource, StepFacts, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
-from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
-from dure.strategies.pipeline_part import OwnPart, keep_only
+from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.pipeline_sweep import Sweeps
 from dure.strategies.pipeline_values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
@@ -112,7 +111,7 @@ class Pipeline(ReducedFacts):
         super().distribute()
         self.part = OwnPart(self.model, self.plan, self.stages, self.device)
         self.trainable = self.part.trainable()
-        keep_only(self.optimizer, self.trainable)
+        self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
         self._evaluated = _EvaluatedModel(self.model, self.sweeps.evaluate, self.part)
@@ -349,13 +348,11 @@ class Pipeline(ReducedFacts):
 
     def state_dict(self) -> StrategyState:
         """Return this rank's tensors and optimiser state; rank 0 of the data axis writes them."""
-        optimizer = optimizer_to_names(self.model, self.optimizer)
-        return StrategyState(model=self.part.state_dict(), optimizer=optimizer, is_spread=True)
+        return self.part.save(self.optimizer)
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
-        source.load_model(self.part, is_part=True)
-        source.load_optimizer(self.model, self.optimizer, is_part=True)
+        self.part.load(source, self.optimizer)
 
     def close(self) -> None:
         """Let go of the schedules, which hold process groups."""

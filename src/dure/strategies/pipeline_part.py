@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.strategies.optimizer_state import STEP_KEY
+from dure.strategies.base import StateSource, StrategyState
+from dure.strategies.optimizer_state import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.section_plan import SectionPlan
 
 
@@ -86,6 +87,23 @@ class OwnPart(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take over this rank's tensors."""
         return self.whole.load_state_dict(state_dict, strict=False, assign=assign)
+
+    # with the part of an optimiser that belongs to it
+
+    def divide(self, optimizer: Optimizer) -> None:
+        """Leave an optimiser over the whole model the parameters of this part."""
+        self._group_names = group_names(self.whole, optimizer)
+        keep_only(optimizer, self.trainable())
+
+    def save(self, optimizer: Optimizer) -> StrategyState:
+        """Return this rank's tensors and its part of the optimiser's state; all ranks' together are the checkpoint."""
+        state = optimizer_to_names(self.whole, optimizer)
+        return StrategyState(model=self.state_dict(), optimizer=state, is_spread=True)
+
+    def load(self, source: StateSource, optimizer: Optimizer) -> None:
+        """Take over this rank's part of a checkpoint."""
+        source.load_model(self, is_part=True)
+        source.load_optimizer(self.whole, optimizer, whole=self._group_names)
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

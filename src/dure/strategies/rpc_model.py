@@ -25,9 +25,8 @@ from dure.strategies import StrategyInfo
 from dure.strategies.base import Requests, StateSource, StepFacts, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
-from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.pipeline_draws import common_seed, drawing_from
-from dure.strategies.pipeline_part import OwnPart, keep_only
+from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.rpc_model_calls import HOST, Call, Driven, Failed, Result, on_host
@@ -119,7 +118,7 @@ class RpcModel(ReducedFacts):
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
         self.part = OwnPart(self.model, self.plan, [self.group.rank], self.device)
         self.trainable = self.part.trainable()
-        keep_only(self.optimizer, self.trainable)
+        self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
         self._evaluated = Driven(self.model, self._call, self.part)
         self._gradients: dict[int, Tensor] = {}
@@ -338,13 +337,11 @@ class RpcModel(ReducedFacts):
 
     def state_dict(self) -> StrategyState:
         """Return this rank's tensors and optimiser state."""
-        optimizer = optimizer_to_names(self.model, self.optimizer)
-        return StrategyState(model=self.part.state_dict(), optimizer=optimizer, is_spread=True)
+        return self.part.save(self.optimizer)
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
-        source.load_model(self.part, is_part=True)
-        source.load_optimizer(self.model, self.optimizer, is_part=True)
+        self.part.load(source, self.optimizer)
 
     def close(self) -> None:
         """Let go of what is referred to elsewhere, and end the agent together with the others."""

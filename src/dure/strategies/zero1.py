@@ -17,7 +17,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.ddp import DDP
 from dure.strategies.divisible import reason_not_to_divide
-from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.replica_state import ReplicaState, replica_state
 
 
@@ -49,7 +49,7 @@ class ZeRO1(DDP):
             raise TaskInvalid("; ".join(faults))
         super().distribute()
         self.part = self.optimizer
-        self._group_names = [group["params"] for group in optimizer_to_names(self.model, self.part)["groups"]]
+        self._group_names = group_names(self.model, self.part)
         self.optimizer = divide(self.part)
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
@@ -66,7 +66,7 @@ class ZeRO1(DDP):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over the weights, and of the optimiser's state what this rank's part needs."""
         source.load_model(self.model)
-        source.load_optimizer(self.model, self.part, is_part=True)
+        source.load_optimizer(self.model, self.part, whole=self._group_names)
         for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 

@@ -1,7 +1,7 @@
 """Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,19 +212,21 @@ class Checkpoint:
                     " and two different ones in the checkpoint"
                 )
 
-    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, *, is_part: bool = False) -> None:
+    def load_optimizer(
+        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+    ) -> None:
         """Give an optimiser over the model's parameters the saved state, bit for bit.
 
         Args:
             model: The model itself, not wrapped.
             optimizer: Built as the saved one was.
-            is_part: The optimiser has a part of the saved one's parameters, in as many groups.
+            whole: The names of all parameters, by group, where the optimiser has one rank's part of them.
 
         Raises:
             CheckpointMismatch: The optimiser's parameter groups are not the saved ones.
         """
         try:
-            optimizer_from_names(model, optimizer, self.optimizer, is_part=is_part)
+            optimizer_from_names(model, optimizer, self.optimizer, whole=whole)
         except CheckpointMismatch as error:
             raise _named(error, self.name) from error
 

@@ -1,16 +1,22 @@
 """What every test gets: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import Prewarmed
 from tests.leaks import clean_up, find_leaks, take_snapshot
+from tests.turns import turn
 
 # Set before anything imports torch: a process that has computed with several threads cannot be forked into ranks.
 # The ranks set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pytest-xdist tells its workers a width; what a command shows without a terminal is to be the same with it and without
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +28,32 @@ def leaves_nothing_behind() -> Iterator[None]:
     if leaks:
         clean_up(before)
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+_TURNS = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the workers of pytest-xdist, where it is asked for, a folder in which they take turns."""
+    if _TURNS not in node.config.stash:
+        node.config.stash[_TURNS] = tempfile.TemporaryDirectory(prefix="dure-tests-")
+    node.workerinput["turns"] = node.config.stash[_TURNS].name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let tests that are marked `alone` have the machine for themselves, and the others share it."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with turn(Path(item.config.workerinput["turns"]), alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove that folder."""
+    if _TURNS in config.stash:
+        config.stash[_TURNS].cleanup()
 
 
 @pytest.fixture(scope="session")

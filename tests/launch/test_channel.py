@@ -100,6 +100,7 @@ def test_channel_when_both_know_the_secret_then_messages_come_in_order(door):
             assert received(inside) == [{"number": 0}, {"number": 1}, {"number": 2}]
 
 
+@pytest.mark.alone
 def test_guest_when_its_secret_is_another_then_it_is_sent_away_at_once(door, serving):
     began = time.monotonic()
     with pytest.raises(HandshakeRefused, match="closed the connection when this node had proved itself"):
@@ -125,6 +126,7 @@ def test_server_when_it_does_not_know_the_secret_then_the_client_does_not_talk_t
         answering.result()
 
 
+@pytest.mark.alone
 def test_guest_when_it_says_nothing_then_it_is_dropped_within_a_second(door, serving):
     with socket.create_connection(door.address) as idle:
         began = time.monotonic()
@@ -132,6 +134,7 @@ def test_guest_when_it_says_nothing_then_it_is_dropped_within_a_second(door, ser
         assert time.monotonic() - began < HANDSHAKE_SECONDS + 0.3
 
 
+@pytest.mark.alone
 def test_door_when_a_thousand_connections_idle_then_few_are_kept_and_who_knows_the_secret_comes_in(door, serving):
     crowd = [socket.create_connection(door.address) for _ in range(500)]
     with closing(knocked(door)) as outside:

@@ -79,6 +79,7 @@ def test_log_when_it_grows_then_is_rotated(tmp_path, monkeypatch):
     assert (tmp_path / "rank0.log").stat().st_size <= 1000
 
 
+@pytest.mark.alone
 def test_pump_when_ranks_talk_then_it_keeps_up(tmp_path, capfd):
     pump = LogPump([tmp_path / "rank0.log", tmp_path / "rank1.log"], with_prefix=True)
     lines = b"".join(b"step %d loss 0.5\n" % number for number in range(20_000))

@@ -111,6 +111,7 @@ def test_nodes_when_two_have_one_rank_then_all_are_told(settings):
             raise error
 
 
+@pytest.mark.alone
 def test_node_when_it_does_not_come_then_it_is_named_to_those_who_came(settings):
     three = replace(settings, num_nodes=3, timeout_seconds=1.0)
     began = time.monotonic()
@@ -267,6 +268,7 @@ def test_node_when_it_falls_silent_then_it_is_lost(two, monkeypatch):
     assert "nothing was heard of it for" in two[0].lost
 
 
+@pytest.mark.alone
 def test_node_when_it_beats_then_it_is_not_lost(two, monkeypatch):
     monkeypatch.setattr(nodes_module, "SILENCE_SECONDS", 0.5)
     monkeypatch.setattr(nodes_module, "BEAT_SECONDS", 0.1)

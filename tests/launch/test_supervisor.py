@@ -53,6 +53,7 @@ def test_ranks_when_all_end_then_their_codes_come_back(tmp_path, start):
     assert not any("parent_pid" in word for word in told["argv"])
 
 
+@pytest.mark.alone
 def test_ranks_when_one_fails_then_the_others_are_gone_within_two_seconds(tmp_path, start):
     began = time.monotonic()
     outcome = launch(tmp_path, start, ["ignore", "raise", "ignore"])

@@ -208,6 +208,7 @@ class LinearDigits(Digits):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("precision", "transport"), [("fp32", "c10d"), ("fp16", "c10d"), ("fp32", "rpc")])
 def test_digits_are_learned_by_two_workers_at_their_own_pace(precision, transport, tmp_path):
     summary = dure.train(
@@ -245,6 +246,7 @@ def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_500_steps(
     assert list(samples_by_epoch(run)) == [list(range(60))] * 50
 
 
+@pytest.mark.alone
 def test_a_worker_without_a_bound_runs_ahead_until_they_meet(tmp_path):
     run = train_case(tmp_path, Slow(), "parameter_server", 2, sync=False, epochs=2, global_batch_size=4)
     assert max(record["measured"]["steps_ahead"] for record in records_of(run)) > 3

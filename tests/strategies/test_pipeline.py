@@ -161,6 +161,7 @@ class Sleepy(Regression):
         return nn.Sequential(Sleeper(), Sleeper())
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_measured_bubble_is_near_the_formula_when_computing_takes_long(schedule, tmp_path):

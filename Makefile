@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DURE_NO_VENV ?= 0
 PYTEST_ARGS ?=
+# two tests at a time; those that measure time take turns by themselves (tests/turns.py)
+TWO := -n 2 --dist worksteal
 
 ifeq ($(DURE_NO_VENV),1)
 PY := $(PYTHON)
@@ -40,7 +42,7 @@ demo: $(DEMO) ## train the digits task on 2 processes and show the table
 	$(PY) -m dure train examples/digits.py:Digits --strategy ddp --nproc 2
 
 test: $(DEV) ## run the test suite (without the slow and the fault tests)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(TWO) $(PYTEST_ARGS)
 
 check: format lint types floors test ## everything that must hold before a commit
 
@@ -57,10 +59,10 @@ floors: $(DEV) ## does every module import its own floor or lower?
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 slow: $(DEV) ## run the tests that take longer
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest $(TWO) -m slow $(PYTEST_ARGS)
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
-	$(PY) -m pytest -m faults $(PYTEST_ARGS)
+	$(PY) -m pytest $(TWO) -m faults $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

@@ -50,10 +50,11 @@ class Prewarmed:
                 self._started.put(answer["pid"])
 
     def start(self, folder: Path, *argv: object, script: Path | None = None, **environment: str) -> "Command":
-        """Start `dure argv...`, or a Python script, in `folder`."""
+        """Start `dure argv...`, or `python script argv...`, in `folder`."""
         output = folder / f"output-{time.time_ns()}"
-        request = {"cwd": str(folder), "env": environment, "output": str(output)}
-        request |= {"argv": [str(word) for word in argv]} if script is None else {"script": str(script)}
+        request = {"cwd": str(folder), "env": environment, "output": str(output), "argv": [str(word) for word in argv]}
+        if script is not None:
+            request["script"] = str(script)
         self.process.stdin.write(json.dumps(request) + "\n")
         return Command(pid=self._started.get(timeout=PATIENCE_SECONDS), output=output, codes=self._codes)
 

@@ -1,6 +1,6 @@
 """Runs commands in forks of one process that has imported torch already: a `dure train` costs tenths of a second.
 
-Reads one JSON request per line: `argv` for `dure`, or `script` for a Python file, with `cwd`, `env` and `output`, the
+Reads one JSON request per line: `argv` for `dure`, or for `script`, a Python file, with `cwd`, `env` and `output`, the
 prefix of two files. Answers `{"pid": ...}`, and `{"pid": ..., "code": ...}` when that command has ended.
 """
 
@@ -59,7 +59,7 @@ def become(request: dict[str, Any]) -> tuple[str, Any]:
     os.environ.update({"TMPDIR": request["cwd"], **request["env"]})
     tempfile.tempdir = None  # look again where temporary files go: what is left of them is left there
     if "script" in request:
-        sys.argv = [request["script"]]
+        sys.argv = [request["script"], *request["argv"]]
         sys.path[0] = str(Path(request["script"]).parent)
         return "script", request["script"]
     sys.argv = ["dure", *request["argv"]]

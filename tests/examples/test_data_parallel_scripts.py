@@ -10,16 +10,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["single", "dp", "balanced_dp", "ddp", "ring_ddp"])
-def test_script_shows_the_same_loss_however_the_batch_is_divided(name, tmp_path):
-    out = run_example(f"strategy_{name}.py", tmp_path)
+def test_script_shows_the_same_loss_however_the_batch_is_divided(prewarmed, name, tmp_path):
+    out = run_example(prewarmed, f"strategy_{name}.py", tmp_path)
     losses = [float(number) for number in re.findall(r"loss ([\d.]+),", out)]
     assert len(losses) >= 2
     # float32 sums in another order, amplified by seventy steps of AdamW
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-4)
 
 
-def test_ring_ddp_script_shows_what_each_algorithm_sends(tmp_path):
-    out = run_example("strategy_ring_ddp.py", tmp_path)
+def test_ring_ddp_script_shows_what_each_algorithm_sends(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_ring_ddp.py", tmp_path)
     sent = {
         line.partition(":")[0]: [int(n.replace(",", "")) for n in line.partition("per step ")[2].split(", ")]
         for line in out.splitlines()
@@ -29,6 +29,6 @@ def test_ring_ddp_script_shows_what_each_algorithm_sends(tmp_path):
     assert max(sent["ring"]) < max(sent["star"])
 
 
-def test_naive_ddp_script_shows_that_it_computes_what_ddp_does(tmp_path):
-    out = run_example("strategy_naive_ddp.py", tmp_path)
+def test_naive_ddp_script_shows_that_it_computes_what_ddp_does(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_naive_ddp.py", tmp_path)
     assert float(out.rpartition("differ by ")[2]) < 1e-4

@@ -7,8 +7,8 @@ from tests.examples.scripts import run_example
 pytestmark = pytest.mark.slow
 
 
-def test_averaging_script_learns_as_ddp_does_with_a_tenth_of_the_bytes(tmp_path):
-    out = run_example("strategy_averaging.py", tmp_path)
+def test_averaging_script_learns_as_ddp_does_with_a_tenth_of_the_bytes(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_averaging.py", tmp_path)
     found = re.findall(r"(\w+): accuracy ([\d.]+), ([\d.]+) MiB .* nothing in (\d+) of (\d+) steps", out)
     (_, by_ddp, ddp_sent, _, _), (_, averaged, sent, silent, steps) = found
     assert float(averaged) > 0.95

@@ -7,8 +7,8 @@ from tests.examples.scripts import run_example
 pytestmark = pytest.mark.slow
 
 
-def test_fsdp_script_shows_that_each_rank_holds_half_and_what_the_settings_trade(tmp_path):
-    out = run_example("strategy_fsdp.py", tmp_path)
+def test_fsdp_script_shows_that_each_rank_holds_half_and_what_the_settings_trade(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_fsdp.py", tmp_path)
     found = re.findall(r"^(ddp|fsdp.*): ([\d.]+) bits per character, ([\d,]+) bytes a step", out, re.MULTILINE)
     bits = [float(value) for _, value, _ in found]
     assert max(bits) - min(bits) < 1e-3  # float32 in another order, over ten steps

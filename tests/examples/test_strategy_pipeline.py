@@ -8,8 +8,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(300)
-def test_pipeline_script_gives_one_loss_in_every_layout_and_more_bytes_when_interleaved(tmp_path):
-    out = run_example("strategy_pipeline.py", tmp_path)
+def test_pipeline_script_gives_one_loss_in_every_layout_and_more_bytes_when_interleaved(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_pipeline.py", tmp_path)
     losses = re.findall(r"loss ([\d.]+),", out)
     assert len(losses) == 4
     assert len(set(losses)) == 1

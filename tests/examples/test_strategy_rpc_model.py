@@ -7,8 +7,8 @@ from tests.examples.scripts import run_example
 pytestmark = pytest.mark.slow
 
 
-def test_rpc_model_script_gives_one_loss_on_any_number_of_sections(tmp_path):
-    out = run_example("strategy_rpc_model.py", tmp_path)
+def test_rpc_model_script_gives_one_loss_on_any_number_of_sections(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_rpc_model.py", tmp_path)
     losses = re.findall(r"(\d) section\(s\): loss ([\d.]+)", out)
     assert [number for number, _ in losses] == ["1", "2", "3"]
     assert len({loss for _, loss in losses}) == 1

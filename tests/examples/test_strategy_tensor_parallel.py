@@ -7,8 +7,8 @@ from tests.examples.scripts import run_example
 pytestmark = pytest.mark.slow
 
 
-def test_tensor_parallel_script_shows_the_same_result_from_parts_of_layers(tmp_path):
-    out = run_example("strategy_tensor_parallel.py", tmp_path)
+def test_tensor_parallel_script_shows_the_same_result_from_parts_of_layers(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_tensor_parallel.py", tmp_path)
     bits = [float(value) for value in re.findall(r"([\d.]+) bits per character", out)]
     assert len(bits) == 3
     assert max(bits) - min(bits) < 1e-3  # float32 in another order, over ten steps

@@ -7,8 +7,8 @@ from tests.examples.scripts import run_example
 pytestmark = pytest.mark.slow
 
 
-def test_zero1_script_shows_that_each_rank_holds_about_half_of_what_ddp_holds(tmp_path):
-    out = run_example("strategy_zero1.py", tmp_path)
+def test_zero1_script_shows_that_each_rank_holds_about_half_of_what_ddp_holds(prewarmed, tmp_path):
+    out = run_example(prewarmed, "strategy_zero1.py", tmp_path)
     ddp, zero1 = out.split("zero1:")
     (whole,) = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", ddp)]
     parts = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes", zero1)]

@@ -1,12 +1,12 @@
 """Scripts that hang or fail as people's scripts do: the verdict names the rank and the line, and blames nobody else."""
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.commands import Prewarmed
 
 SCRIPTS = sorted((Path(__file__).parent / "broken").glob("*.py"))
 HANG_AFTER_SECONDS = 2
@@ -26,21 +26,20 @@ def expected_lines(script: Path) -> dict[int, tuple[list[int], bool]]:
     return marks
 
 
-def told(script: Path, folder: Path) -> tuple[str, float]:
+def told(prewarmed: Prewarmed, script: Path, folder: Path) -> tuple[str, float]:
     """What `dure run` says about a script, and how long it took."""
-    command = [sys.executable, "-m", "dure", "run", "--nproc", "2", "--hang-after", str(HANG_AFTER_SECONDS)]
     began = time.monotonic()
-    run = subprocess.run(
-        [*command, "--on-hang", "stop", str(script)], cwd=folder, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 1, run.stderr
-    lines = [line for line in run.stderr.splitlines() if not line.startswith("[rank ")]
+    run = prewarmed.run(folder, "run", "--nproc", "2", "--hang-after", HANG_AFTER_SECONDS, "--on-hang", "stop", script)
+    assert run.code == 1, run.err
+    lines = [line for line in run.err.splitlines() if not line.startswith("[rank ")]
     return "\n".join(lines), time.monotonic() - began
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_broken_script_when_run_then_the_verdict_names_rank_and_line(script: Path, tmp_path: Path) -> None:
-    text, seconds = told(script, tmp_path)
+def test_broken_script_when_run_then_the_verdict_names_rank_and_line(
+    prewarmed: Prewarmed, script: Path, tmp_path: Path
+) -> None:
+    text, seconds = told(prewarmed, script, tmp_path)
     for rank, (lines, waits) in expected_lines(script).items():
         line = f"({'|'.join(map(str, lines))})"
         where = rf"rank {rank} [^;\n]*{script.name}:{line} in"

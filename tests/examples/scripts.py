@@ -9,6 +9,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run_example(prewarmed: Prewarmed, name: str, folder: Path, *arguments: str) -> str:
     """Return what a script prints; its runs go into `folder`."""
-    done = prewarmed.run(folder, *arguments, script=EXAMPLES / name)
+    # beside other tests threads would wait for each other, which costs OpenMP several times the work
+    done = prewarmed.run(folder, *arguments, script=EXAMPLES / name, DURE_THREADS="1")
     assert done.code == 0, done.err
     return done.out

@@ -1,6 +1,8 @@
 """`dure preflight`: whether the machines can do it, before a run finds out that they cannot."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from dure.preflight.findings import Finding, Report
 
 _STYLES = {"failure": "bold red", "warning": "bold yellow", "ok": "green", "skipped": "dim"}
+_MOST_BAD = 8
+"""Of one check: where a host cannot be reached, all others say so."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -143,7 +147,7 @@ def table(report: "Report") -> "Table":
 
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
-    grid.add_column(style="bold", min_width=11, max_width=15, overflow="fold")
+    grid.add_column(style="bold", min_width=11, max_width=14, overflow="fold")
     grid.add_column(overflow="fold", ratio=1)
     for finding, more in _shortened(report):
         grid.add_row(f"[{_STYLES[finding.status]}]{finding.status}[/]", finding.name, _told(report, finding, more))
@@ -151,13 +155,19 @@ def table(report: "Report") -> "Table":
 
 
 def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
-    """Yield each finding, and of those that are well the first of a name with how many nodes are as well."""
+    """Yield what is wrong, up to some of a kind, then of what is well the first of a kind with how many more nodes are."""
     told: dict[str, list[Finding]] = {}
+    count: Counter[str] = Counter()
     for finding in report.findings:
-        if finding.status in ("failure", "warning"):
-            yield finding, 0
-        else:
+        if finding.status not in ("failure", "warning"):
             told.setdefault(f"{finding.status} {finding.name}", []).append(finding)
+            continue
+        count[finding.name] += 1
+        if count[finding.name] <= _MOST_BAD:
+            yield finding, 0
+        elif count[finding.name] == _MOST_BAD + 1:
+            num_more = sum(other.name == finding.name for other in report.findings) - _MOST_BAD
+            yield replace(finding, seen=f"{num_more} more: --json has them all", rule="", cure="", nodes=()), 0
     for alike in told.values():
         yield alike[0], sum(len(finding.nodes) for finding in alike[1:])
 
@@ -167,7 +177,7 @@ def _told(report: "Report", finding: "Finding", more: int) -> str:
 
     is_bad = finding.status in ("failure", "warning")
     nodes = report.told_nodes(finding)
-    where = f"{escape(nodes)}: " if nodes and (is_bad or more) else ""
+    where = f"{escape(nodes)}: " if nodes else ""
     rest = f"; {more} more node{'s' * (more > 1)} well" if more else ""
     if not is_bad:
         return f"{where}{escape(finding.seen)}{rest}"

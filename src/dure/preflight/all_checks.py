@@ -71,7 +71,11 @@ def _together(settings: PreflightSettings, several: NodeSettings, nodes: Nodes) 
     host, _port = split_address(several.rendezvous)
     secret = read_secret(several.secret_file, host=host, may_make=False)
     mine = host_facts(
-        settings, node_rank=nodes.me.node_rank, address=nodes.own_address, interface=nodes.interface or "none"
+        settings,
+        node_rank=nodes.me.node_rank,
+        address=nodes.own_address,
+        interface=nodes.interface or "none",
+        first_address=nodes.members[0].address,
     )
     told = gather_long(nodes, asdict(mine))
     facts = [_FACTS.validate_python(one) for one in told]
@@ -122,7 +126,7 @@ def _why_no_collective(findings: Sequence[Finding], world_size: int) -> str | No
     """Return why ranks would not even begin, or None."""
     if world_size == 1:
         return "one rank has nobody to talk to"
-    hopeless = ("versions", "devices", "nodes reach each other", "interface", "ports", "open files", "GPUs")
+    hopeless = ("versions", "devices", "pairs", "interface", "ports", "open files", "GPUs")
     names = dict.fromkeys(finding.name for finding in findings if finding.status == "failure")
     in_the_way = [name for name in names if name in hopeless]
     return f"it could not come through: see {', '.join(in_the_way)}" if in_the_way else None

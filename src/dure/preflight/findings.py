@@ -110,6 +110,11 @@ class Report:
             return ""
         return ", ".join(self.names[node] for node in finding.nodes)
 
+    def told(self, finding: Finding) -> str:
+        """Say a finding in one sentence, with the nodes that it is about."""
+        nodes = self.told_nodes(finding)
+        return f"{nodes}: {finding.text}" if nodes else finding.text
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         checks = [asdict(finding) for finding in self.findings]

@@ -22,6 +22,7 @@ _RANK_MEMORY_BYTES = 2**30
 _SMALL_DISK_BYTES, _LEAST_DISK_BYTES = 2**30, 16 * 2**20
 _SLOW_WRITE_SECONDS = 1.0
 _LEAST_MTU = 1280
+_SLOW_LOOKUP_SECONDS = 1.0
 
 
 def host_checks(facts: HostFacts, settings: PreflightSettings, world_size: int) -> list[Finding]:
@@ -178,6 +179,15 @@ def _interface(facts: HostFacts, settings: PreflightSettings) -> Sequence[Findin
                 f"{facts.address} is on {found.name}, which leads to this very host",
                 "other machines cannot be reached there",
                 "give node 0's address in the network as --rendezvous, unless all nodes are processes of this host",
+            )
+        ]
+    if facts.lookup_seconds > _SLOW_LOOKUP_SECONDS:
+        return [
+            warning(
+                "interface",
+                f"asking for the name of node 0's address took {facts.lookup_seconds:.1f} s",
+                "torch asks so for each connection of its store, and all ranks wait",
+                "put the hosts of the run into /etc/hosts, or mend the name server (/etc/resolv.conf)",
             )
         ]
     if found.mtu < _LEAST_MTU:

@@ -88,13 +88,20 @@ class HostFacts:
     """Up to which a process may raise that itself."""
     ports: Ports
     interface: Interface | None
+    lookup_seconds: float
+    """What asking for the name of node 0's address took."""
     shared_memory: Space
     runs: Space
     gpus: GpuFacts
 
 
 def host_facts(
-    settings: PreflightSettings, *, node_rank: int = 0, address: str = "127.0.0.1", interface: str | None = None
+    settings: PreflightSettings,
+    *,
+    node_rank: int = 0,
+    address: str = "127.0.0.1",
+    interface: str | None = None,
+    first_address: str = "127.0.0.1",
 ) -> HostFacts:
     """Look around on this host.
 
@@ -103,6 +110,7 @@ def host_facts(
         node_rank: Which of the hosts this is.
         address: At which the others reach it.
         interface: The network interface that has this address.
+        first_address: Of node 0.
     """
     from dure.machine import count_accelerators
 
@@ -125,6 +133,7 @@ def host_facts(
         most_open_files=_finite(hard),
         ports=_ports(address, settings.num_ranks),
         interface=_interface(interface or loopback_name()),
+        lookup_seconds=_lookup_seconds(first_address),
         shared_memory=_space(SHARED_MEMORY) if sys.platform == "linux" else Space(path="", error="no such thing here"),
         runs=_durable_space(settings.runs_dir),
         gpus=gpus,
@@ -260,6 +269,14 @@ def _num_used(first: int, last: int) -> int:
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
                 used.add(int(line.split()[1].rpartition(":")[2], 16))
     return sum(first <= port <= last for port in used)
+
+
+def _lookup_seconds(address: str) -> float:
+    """Ask for a name as torch's store does of each address that it connects to, though it needs none."""
+    began = time.perf_counter()
+    with suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.perf_counter() - began
 
 
 # --- places for files

@@ -51,14 +51,14 @@ def device_check(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Findi
 def pair_checks(attempts: Sequence[Attempt], members: Sequence[Member]) -> list[Finding]:
     """Judge every way between two nodes."""
     if len(members) < 2:
-        return [skipped("nodes reach each other", "there is one host")]
+        return [skipped("pairs", "there is one host")]
     bad = [_lost(attempt, members) for attempt in attempts if attempt.cause is not None]
     if bad:
         return bad
     slowest = max(attempts, key=lambda attempt: attempt.round_trip_seconds or 0.0)
     longest = 1000 * (slowest.round_trip_seconds or 0.0)
     ends = f"node {slowest.source} to node {slowest.target}"
-    return [ok("nodes reach each other", f"all {len(attempts)} ways; the slowest, {ends}, takes {longest:.2f} ms")]
+    return [ok("pairs", f"all {len(attempts)} ways; the slowest, {ends}, takes {longest:.2f} ms")]
 
 
 def _lost(attempt: Attempt, members: Sequence[Member]) -> Finding:
@@ -67,11 +67,11 @@ def _lost(attempt: Attempt, members: Sequence[Member]) -> Finding:
     ways = f"from {source.address} to {attempt.address}"
     rule, cure = {
         "refused": (
-            "a listener is there",
+            "it listens there",
             f"let the firewall of {target.host} accept connections {ways} on all ports, for ranks take any free one",
         ),
         "silent": (
-            "a listener is there",
+            "it listens there",
             f"let the firewalls between them pass all TCP ports {ways}, and see that {target.host} has a route back "
             f"(there: `ip route get {source.address}`)",
         ),
@@ -98,7 +98,7 @@ def _lost(attempt: Attempt, members: Sequence[Member]) -> Finding:
         ),
     }.get(attempt.cause or "", ("ranks of all nodes talk to each other", f"look at the network of {source.host}"))
     seen = f"{source} does not reach {target} at {attempt.address} ({attempt.said})"
-    return failure("nodes reach each other", seen, rule, cure, (str(source), str(target)))
+    return failure("pairs", seen, rule, cure, (str(source), str(target)))
 
 
 def clock_check(attempts: Sequence[Attempt], names: Sequence[str]) -> list[Finding]:

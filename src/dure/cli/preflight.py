@@ -155,7 +155,7 @@ def table(report: "Report") -> "Table":
 
 
 def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
-    """Yield what is wrong, up to some of a kind, then of what is well the first of a kind with how many more nodes are."""
+    """Yield what is wrong, up to some of a kind, then the first of what is well and how many more nodes are."""
     told: dict[str, list[Finding]] = {}
     count: Counter[str] = Counter()
     for finding in report.findings:

@@ -188,7 +188,7 @@ def _links(used: tuple[Gpu, ...]) -> Iterator[Finding]:
     if fewer and not any(gpu.num_inactive_nvlinks for gpu in used):
         yield warning(
             "GPU links",
-            f"GPU {', '.join(fewer)} have fewer NVLinks than the others ({most})",
+            f"GPU {', '.join(fewer)}: fewer NVLinks than the others' {most}",
             "the slowest way decides how fast all are",
             "choose GPUs that are joined alike with CUDA_VISIBLE_DEVICES (`nvidia-smi topo -m`)",
         )

@@ -14,7 +14,6 @@ from typing import Any
 _P2P_READ, _P2P_WRITE = 0, 1
 """`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, by a comma too much."""
 
-_LIBRARY_MISSING = "no NVIDIA driver"
 _SLOWDOWNS = "HW slowdown", "HW thermal slowdown", "HW power brake", "SW thermal slowdown"
 
 
@@ -96,10 +95,9 @@ def gpu_facts(library: Any = None, visible: str | None = None) -> GpuFacts:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        missing = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-            return GpuFacts(why_none=_LIBRARY_MISSING)
-        return GpuFacts(why_none=f"{_LIBRARY_MISSING}: {error}", is_broken=error.value not in missing[:1])
+            return GpuFacts(why_none="no NVIDIA driver")
+        return GpuFacts(why_none=f"the NVIDIA driver does not work: {error}", is_broken=True)
     try:
         return _Reader(nvml).facts(visible)
     except nvml.NVMLError as error:

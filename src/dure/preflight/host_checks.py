@@ -8,9 +8,13 @@ from dure.preflight.host_facts import HostFacts
 from dure.preflight.settings import PreflightSettings
 from dure.units import format_bytes, format_count
 
-_FILES_OF_RANK, _FILES_PER_PEER = 96, 4
-"""Measured: a rank of gloo and shared memory has 40 files open after importing torch, and 2 more for each peer."""
+_FILES_OF_RANK, _FILES_PER_PEER, _FILES_INHERITED = 64, 4, 4
+"""Measured: a rank has 26 files open, its launcher's 4 of each rank started before it, and for each peer 1 in each
+group of gloo, of which a strategy may make some."""
+_FILES_PER_NCCL_PEER = 16
+"""Sockets of several channels; not measured, and meant to be enough."""
 _FILES_OF_LAUNCHER, _FILES_PER_CHILD = 64, 12
+"""Measured: 8, and 4 for each rank; pipes and log files of `dure run` make it 9."""
 _FILES_PER_LOADER = 128
 """A loader process passes each tensor that waits to be used as an open file."""
 _PORTS_TO_SPARE = 256
@@ -45,7 +49,9 @@ def host_checks(facts: HostFacts, settings: PreflightSettings, world_size: int) 
 
 
 def _open_files(facts: HostFacts, settings: PreflightSettings, world_size: int) -> Finding:
-    rank = _FILES_OF_RANK + _FILES_PER_PEER * world_size + _FILES_PER_LOADER * settings.num_workers
+    per_peer = _FILES_PER_NCCL_PEER if facts.device == "cuda" else _FILES_PER_PEER
+    rank = _FILES_OF_RANK + _FILES_INHERITED * facts.num_ranks + per_peer * world_size
+    rank += _FILES_PER_LOADER * settings.num_workers
     launcher = _FILES_OF_LAUNCHER + _FILES_PER_CHILD * facts.num_ranks
     needed, limit = max(rank, launcher), facts.open_files
     if limit >= needed:

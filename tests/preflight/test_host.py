@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,14 +112,13 @@ sys.exit(main(["preflight", "--nproc", "2", "--threads", "1", "--json"]))
 """
 
 
-def test_open_files_when_they_are_limited_for_real_then_the_number_is_named(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.returncode == 3, run.stderr
-    assert '"seen": "a process may have 70 files open"' in run.stdout
-    assert "it could not come through: see open files" in run.stdout
-    assert run.stderr == "dure: not ready: open files\n"
+def test_open_files_when_they_are_limited_for_real_then_the_number_is_named(tmp_path, prewarmed):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    run = prewarmed.run(tmp_path, script=tmp_path / "limited.py")
+    assert run.code == 3
+    assert '"seen": "a process may have 70 files open"' in run.out
+    assert "it could not come through: see open files" in run.out
+    assert run.err == "dure: not ready: open files\n"
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, An
             versions[f"{package} version"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[f"{package} version"] = "unknown"
-    return {name: _short(value) for name, value in {**versions, **facts}.items()}
+    return {name: _short(value) for name, value in {**facts, **versions}.items()}
 
 
 def _short(value: Any) -> Any:

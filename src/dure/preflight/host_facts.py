@@ -26,6 +26,8 @@ _NO_LIMIT_BYTES = 2**60
 """Version 1 of cgroups writes no limit as nearly 2**63."""
 _MOST_TRIED_PORTS = 64
 _WRITTEN_BYTES = 4096
+_LINK_SECONDS = 1.5
+"""An interface that was brought up just now counts as down until the kernel has looked, once a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +229,14 @@ def loopback_name() -> str:
 def _interface(name: str) -> Interface | None:
     import psutil
 
-    found = psutil.net_if_stats().get(name)
-    if found is None:
-        return None
+    deadline = time.monotonic() + _LINK_SECONDS
+    while True:
+        found = psutil.net_if_stats().get(name)
+        if found is None:
+            return None
+        if found.isup or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     return Interface(
         name=name,
         is_up=bool(found.isup),

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,17 @@ def test_disk_when_it_cannot_make_writes_durable_then_that_is_told(tmp_path, mon
     facts = host_facts(PreflightSettings(num_ranks=1, num_devices=1, device="cpu", runs_dir=tmp_path))
     assert facts.runs.error == "this file system does not make writes durable (fsync)"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_when_its_server_is_gone_then_nobody_waits_for_it(tmp_path, monkeypatch):
+    is_back = threading.Event()
+    monkeypatch.setattr(host_facts_module, "_DISK_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(host_facts_module, "existing_part", lambda path: is_back.wait(10) and path)
+    try:
+        facts = host_facts(PreflightSettings(num_ranks=1, num_devices=1, device="cpu", runs_dir=tmp_path))
+        assert facts.runs == Space(path=str(tmp_path), error="it did not answer within 0.05 s")
+    finally:
+        is_back.set()
 
 
 def test_ports_when_none_can_be_had_then_that_is_told(monkeypatch):

@@ -118,6 +118,16 @@ def test_versions_when_a_node_has_another_torch_then_both_values_and_nodes_are_n
     assert found["cure"] == "install the same torch on all nodes"
 
 
+def test_versions_when_a_node_has_another_dure_then_nothing_else_is_compared(network, tmp_path):
+    other = "import importlib.metadata as m; real = m.version; m.version = lambda n: '9' if n == 'dure' else real(n)"
+    codes, said = network.preflight(tmp_path, script=other)
+    assert codes == [3, 3]
+    assert [(check["name"], check["status"]) for check in said["checks"]] == [
+        ("versions", "failure"),
+        ("all else", "skipped"),
+    ]
+
+
 def test_limits_when_one_node_has_less_then_it_alone_is_named(network, tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (70, 70))"
     codes, said = network.preflight(tmp_path, script=limit)

@@ -169,20 +169,19 @@ def test_pair_when_long_messages_are_lost_on_the_way_then_it_stalls(monkeypatch)
 
 
 def test_versions_when_one_differs_then_both_values_and_both_nodes_are_named():
-    other = host(versions={**GOOD.versions, "torch": "2.12.0"})
-    (found,) = version_checks([GOOD, other], NAMES)
+    (found,) = version_checks([GOOD.versions, {**GOOD.versions, "torch": "2.12.0"}], NAMES)
     assert (found.status, found.pair) == ("failure", NAMES)
     assert found.seen == f"torch is 2.13.0 on {NAMES[0]} and 2.12.0 on {NAMES[1]}"
 
 
 def test_versions_when_only_the_driver_differs_then_it_is_a_warning():
-    both = [host(versions={**GOOD.versions, "NVIDIA driver": version}) for version in ("570.1", "560.2")]
+    both = [{**GOOD.versions, "NVIDIA driver": version} for version in ("570.1", "560.2")]
     (found,) = version_checks(both, NAMES)
     assert (found.status, "NVIDIA driver is 570.1 on node 0" in found.seen) == ("warning", True)
 
 
 def test_versions_when_all_are_the_same_then_they_are_told():
-    (found,) = version_checks([GOOD, GOOD], NAMES)
+    (found,) = version_checks([GOOD.versions] * 2, NAMES)
     assert found.seen == "Python 3.11, torch 2.13.0, dure 0.1.0, CUDA 12.8, NCCL 2.27.3 on all nodes"
 
 

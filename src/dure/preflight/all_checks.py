@@ -12,17 +12,18 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dure.errors import EnvironmentLacks, WorkerFailed
-from dure.launch.nodes import Nodes
+from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
+from dure.launch.nodes import Nodes, StoppedByPeer
 from dure.launch.rendezvous import NodeSettings, join, split_address
 from dure.launch.secret import read_secret
 from dure.preflight import collective
 from dure.preflight.findings import Finding, Report, by_gravity, same_together, skipped
 from dure.preflight.host_checks import host_checks
-from dure.preflight.host_facts import HostFacts, existing_part, host_facts
+from dure.preflight.host_facts import HostFacts, Space, host_facts
 from dure.preflight.node_checks import clock_check, device_check, folder_check, mtu_check, pair_checks, version_checks
 from dure.preflight.pairs import try_pairs
 from dure.preflight.settings import PreflightSettings, check_settings
+from dure.stopping import stop_exit_code
 
 _PIECE_CHARACTERS = 12_000
 """JSON inside of JSON may take twice as much, and all that nodes say at a time must fit into one message."""
@@ -57,6 +58,8 @@ def _on_nodes(settings: PreflightSettings, several: NodeSettings) -> Report:
     try:
         with join(several, agreed, settings.num_ranks, compares_versions=False) as nodes:
             return _together(settings, several, nodes)
+    except StoppedByPeer as stop:
+        raise Interrupted("the preflight was stopped on another node", stop_exit_code(stop.number)) from None
     except (EnvironmentLacks, WorkerFailed) as error:
         # the others are not to be had: what is wrong with this host is still worth knowing
         lost = Finding(name="nodes", status="failure", seen=str(error))
@@ -77,11 +80,15 @@ def _together(settings: PreflightSettings, several: NodeSettings, nodes: Nodes) 
         interface=nodes.interface or "none",
         first_address=nodes.members[0].address,
     )
-    told = gather_long(nodes, asdict(mine))
-    facts = [_FACTS.validate_python(one) for one in told]
-    attempts = try_pairs(nodes, secret)
-    seen = _folder_seen(nodes, settings.runs_dir)
     names = [str(member) for member in nodes.members]
+    versions = nodes.gather(mine.versions)
+    if any(one["dure"] != versions[0]["dure"] for one in versions):
+        # another dure may tell other facts, in another order
+        why_not = skipped("all else", "with different versions of dure there is nothing to be compared")
+        return Report(findings=by_gravity([*version_checks(versions, names), why_not]), names=tuple(names))
+    facts = [_FACTS.validate_python(one) for one in gather_long(nodes, asdict(mine))]
+    attempts = try_pairs(nodes, secret)
+    seen = _folder_seen(nodes, mine.runs)
     folder = folder_check([is_seen for _, is_seen in seen], names, seen[0][0], is_needed=settings.needs_shared_folder)
     between = [
         *pair_checks(attempts, nodes.members),
@@ -107,7 +114,12 @@ def _judged(
         for rank, host in enumerate(facts)
         for finding in host_checks(host, settings, world_size)
     ]
-    findings = [*version_checks(facts, names), *device_check(facts, names), *between, *same_together(own)]
+    findings = [
+        *version_checks([host.versions for host in facts], names),
+        *device_check(facts, names),
+        *between,
+        *same_together(own),
+    ]
     why_not = _why_no_collective(findings, world_size)
     backend = collective.backend_of(settings, world_size)
     if why_not is None:
@@ -146,23 +158,26 @@ def gather_long(nodes: Nodes, mine: Any) -> list[Any]:
     return heard
 
 
-def _folder_seen(nodes: Nodes, runs_dir: Path) -> list[tuple[str, bool]]:
-    """Find out, with a small file that node 0 makes for a moment, which nodes see its runs folder."""
+def _folder_seen(nodes: Nodes, runs: Space) -> list[tuple[str, bool]]:
+    """Find out, with a small file that node 0 makes for a moment, which nodes see its runs folder.
+
+    A node whose own folder is out of order, which another check says, does not look.
+    """
     if nodes.me.node_rank:
         folder, mark = nodes.gather(None)[0]
-        is_seen = False
+        is_seen = mark is None
         with suppress(OSError):
-            is_seen = mark is not None and Path(mark).is_file()
-        return [(str(one[0]), bool(one[1])) for one in nodes.gather([folder, is_seen or mark is None])]
-    folder = str(existing_part(runs_dir.expanduser()).resolve())
-    path = Path(folder, f".dure-preflight-{os.getpid()}-{secrets.token_hex(8)}")
+            is_seen = is_seen or (runs.error is None and Path(mark).is_file())
+        return [(str(one[0]), bool(one[1])) for one in nodes.gather([folder, is_seen])]
+    path = Path(runs.path, f".dure-preflight-{os.getpid()}-{secrets.token_hex(8)}")
+    mark = None
     try:
-        path.touch()
-        mark = str(path)
-    except OSError:
-        mark = None  # nothing can be written there, which another check says
-    try:
-        nodes.gather([folder, mark])
-        return [(str(one[0]), bool(one[1])) for one in nodes.gather([folder, True])]
+        with suppress(OSError):
+            if runs.error is None:
+                path.touch()
+                mark = str(path)
+        nodes.gather([runs.path, mark])
+        return [(str(one[0]), bool(one[1])) for one in nodes.gather([runs.path, True])]
     finally:
-        path.unlink(missing_ok=True)
+        if mark is not None:
+            path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ _NO_LIMIT_BYTES = 2**60
 """Version 1 of cgroups writes no limit as nearly 2**63."""
 _MOST_TRIED_PORTS = 64
 _WRITTEN_BYTES = 4096
+_DISK_PATIENCE_SECONDS = 15.0
 _LINK_SECONDS = 1.5
 """An interface that was brought up just now counts as down until the kernel has looked, once a second."""
 
@@ -309,10 +311,24 @@ def _space(folder: Path) -> Space:
 
 
 def _durable_space(runs_dir: Path) -> Space:
-    folder = existing_part(runs_dir.expanduser())
-    if not folder.is_dir():
-        return Space(path=str(folder), error="it is a file and no folder")
-    return _space(folder)
+    """Look at the folder of the runs, in a thread: a network file system whose server is gone answers never."""
+    found: list[Space] = []
+
+    def look() -> None:
+        try:
+            folder = existing_part(runs_dir.expanduser()).resolve()
+            is_folder = folder.is_dir()
+        except (OSError, RuntimeError) as error:
+            found.append(Space(path=str(runs_dir), error=str(error)))
+            return
+        found.append(_space(folder) if is_folder else Space(path=str(folder), error="it is a file and no folder"))
+
+    looking = threading.Thread(target=look, name="preflight disk", daemon=True)
+    looking.start()
+    looking.join(_DISK_PATIENCE_SECONDS)
+    if found:
+        return found[0]
+    return Space(path=str(runs_dir), error=f"it did not answer within {_DISK_PATIENCE_SECONDS:g} s")
 
 
 def _written(folder: Path) -> float:

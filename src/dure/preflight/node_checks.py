@@ -1,6 +1,6 @@
 """What nodes must have in common, and the ways between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dure.launch.nodes import Member
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
@@ -13,11 +13,11 @@ _MUST_BE_SAME = ("Python", "torch", "dure", "CUDA", "NCCL")
 _SAFELY_DIFFERENT = ("NVIDIA driver",)
 
 
-def version_checks(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Finding]:
+def version_checks(told: Sequence[Mapping[str, str | None]], names: Sequence[str]) -> list[Finding]:
     """Compare the software of all nodes."""
     found = []
     for software in (*_MUST_BE_SAME, *_SAFELY_DIFFERENT):
-        versions = [host.versions.get(software) for host in facts]
+        versions = [versions.get(software) for versions in told]
         different = [rank for rank, version in enumerate(versions) if version != versions[0]]
         if not different:
             continue
@@ -31,8 +31,8 @@ def version_checks(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Fin
         else:
             rule = "ranks of different versions may fail or compute something else"
             found.append(failure("versions", seen, rule, f"install the same {software} on all nodes", pair))
-    known = [f"{name} {version}" for name, version in facts[0].versions.items() if version is not None]
-    return found or [ok("versions", ", ".join(known) + (" on all nodes" if len(facts) > 1 else ""))]
+    known = [f"{name} {version}" for name, version in told[0].items() if version is not None]
+    return found or [ok("versions", ", ".join(known) + (" on all nodes" if len(told) > 1 else ""))]
 
 
 def device_check(facts: Sequence[HostFacts], names: Sequence[str]) -> list[Finding]:

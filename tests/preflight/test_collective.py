@@ -40,7 +40,7 @@ def odd(monkeypatch):
     return try_with
 
 
-@pytest.mark.parametrize("backend", ["gloo", "dure_shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("dure_shm", marks=pytest.mark.slow)])
 def test_ranks_when_all_is_well_then_every_pair_comes_through(odd, backend):
     found = odd("be late:1", num_ranks=3, backend=backend, limit_seconds=60)
     assert found.status == "ok", found.text

@@ -147,7 +147,8 @@ def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, An
             versions[f"{package} version"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[f"{package} version"] = "unknown"
-    return {name: _short(value) for name, value in {**facts, **versions}.items()}
+    # what was called comes first: where that differs, versions are not the news
+    return {name: _short(value) for name, value in {**facts, **versions, **facts}.items()}
 
 
 def _short(value: Any) -> Any:

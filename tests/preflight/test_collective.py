@@ -104,6 +104,14 @@ def test_two_ranks_when_they_lose_each_other_then_both_are_named_with_their_host
     assert "look at the network between them" in found.cure
 
 
+def test_rank_when_nccl_aborts_those_that_waited_for_it_then_it_is_named_and_not_they():
+    ranks = [RankProgress(rank=rank, done=("meeting the others",), at="all_reduce of 8 B") for rank in range(3)]
+    ends = [WorkerEnd(rank=rank, exit_code=-6, time=rank, was_stopped=False) for rank in (0, 2)]
+    ends.append(WorkerEnd(rank=1, exit_code=-9, time=9, was_stopped=True))
+    (found,) = judged(ranks, ends, [""] * 3, 30, "nccl", 20)
+    assert found.seen.startswith("rank 1 did not come through all_reduce of 8 B; rank 0 waited for it")
+
+
 @pytest.mark.parametrize("world_size", range(1, 12))
 def test_partners_when_all_meet_in_their_order_then_nobody_waits_in_a_circle(world_size):
     orders = [list(partners(rank, world_size)) for rank in range(world_size)]

@@ -54,6 +54,8 @@ def _on_nodes(settings: PreflightSettings, several: NodeSettings) -> Report:
         "backend": settings.backend,
         "timeout": settings.timeout_seconds,
         "start": settings.start,
+        "num_workers": settings.num_workers,
+        "share_devices": settings.share_devices,
     }
     try:
         with join(several, agreed, settings.num_ranks, compares_versions=False) as nodes:

@@ -1,6 +1,7 @@
 """A real collective: the ranks of the run to come, started as runs start theirs, within a time limit."""
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -170,25 +171,35 @@ def judged(
         all_pairs = len(ranks) * (len(ranks) - 1) // 2
         told = f"{len(ranks)} ranks over {backend}: sums right, {len(ranks)} broadcasts, {all_pairs} pair(s)"
         return [ok(NAME, f"{told}; 4 MiB the first time in {1000 * large:.0f} ms, all in {format_seconds(seconds)}")]
-    return [_blamed(ranks, {end.rank: end for end in ends}, where, limit_seconds)]
+    return [_blamed(ranks, {end.rank: end for end in ends}, where, limit_seconds, is_nccl=backend == "nccl")]
 
 
 def _blamed(
-    ranks: Sequence[RankProgress], ends: Mapping[int, WorkerEnd], where: Sequence[str], limit_seconds: float
+    ranks: Sequence[RankProgress],
+    ends: Mapping[int, WorkerEnd],
+    where: Sequence[str],
+    limit_seconds: float,
+    *,
+    is_nccl: bool,
 ) -> Finding:
     """Name the rank, or the two, because of which not all came through.
 
     A rank that failed for a reason of its own comes first, then one that said nothing while others said that they
     waited, then the two between which the first call failed.
     """
-    causes = [end for end in ends.values() if _is_cause(end)]
+    causes = [end for end in ends.values() if _is_cause(end) and not (is_nccl and _was_aborted(end))]
     if causes:
         first = min(causes, key=lambda end: end.time)
         at = ranks[first.rank].at
-        seen = f"{_name(first.rank, where)} failed in {at or 'starting'}: {_reason(first, len(ranks))}"
+        at_what = at or ("leaving" if ranks[first.rank].is_through else "starting")
+        seen = f"{_name(first.rank, where)} failed in {at_what}: {_reason(first, len(ranks))}"
         return failure(NAME, seen, "every rank must come through", _cure_of(at))
     late = [progress for progress in ranks if not progress.is_through]
-    waiting = [progress for progress in late if _has_said(ends.get(progress.rank))]
+    waiting = [
+        progress
+        for progress in late
+        if _has_said(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
+    ]
     silent = [progress for progress in late if progress not in waiting]
     if waiting and silent:
         behind = _behind(silent)
@@ -214,6 +225,11 @@ def _is_cause(end: WorkerEnd) -> bool:
     if end.exit_code == 0 or end.was_stopped:
         return False
     return end.failure is None or not end.failure["is_consequence"]
+
+
+def _was_aborted(end: WorkerEnd) -> bool:
+    """Tell how torch ends a rank whose NCCL call has taken too long: it does not raise, it aborts."""
+    return end.exit_code == -signal.SIGABRT and end.failure is None and not end.was_stopped
 
 
 def _has_said(end: WorkerEnd | None) -> bool:

@@ -1,13 +1,12 @@
 """A real collective: the ranks of the run to come, started as runs start theirs, within a time limit."""
 
 import json
+import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dure.errors import Interrupted
@@ -15,7 +14,7 @@ from dure.launch.child import Output
 from dure.launch.nodes import Nodes
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, in_brief, stop_signal
-from dure.launch.workers import Launch
+from dure.launch.workers import Launch, unnamed_file
 from dure.machine import count_accelerators, count_cores
 from dure.preflight.findings import Finding, failure, ok
 from dure.preflight.settings import PreflightSettings
@@ -81,9 +80,13 @@ def try_collective(
     first = 0 if nodes is None else nodes.first_rank
     backend = backend_of(settings, world_size)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="dure-preflight-") as folder:
-        outcome = _run(settings, backend, Path(folder), nodes, entry)
-        mine = [read_progress(Path(folder), rank) for rank in range(first, first + settings.num_ranks)]
+    files = [unnamed_file(f"dure-preflight{rank}") for rank in range(first, first + settings.num_ranks)]
+    try:
+        outcome = _run(settings, backend, files, nodes, entry)
+        mine = [read_progress(file, first + place) for place, file in enumerate(files)]
+    finally:
+        for file in files:
+            os.close(file)
     seconds = time.perf_counter() - began
     stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
     if stopped_by is not None:
@@ -96,9 +99,10 @@ def try_collective(
     return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, seconds)
 
 
-def _run(settings: PreflightSettings, backend: str, folder: Path, nodes: Nodes | None, entry: str) -> Outcome:
+def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes | None, entry: str) -> Outcome:
     job = {
-        "folder": str(folder),
+        # files without a name: nothing of them can be left, however this process ends
+        "progress": [f"/proc/{os.getpid()}/fd/{file}" for file in files],
         "device": settings.device,
         "num_devices": count_accelerators(settings.device) if settings.device == "cuda" else 0,
         "backend": backend,
@@ -111,7 +115,7 @@ def _run(settings: PreflightSettings, backend: str, folder: Path, nodes: Nodes |
             num_processes=settings.num_ranks,
             threads=settings.threads or max(1, count_cores() // settings.num_ranks),
             # what libraries have to say of a failure is in the exception too; half of it would hide the finding
-            outputs=[Output(log=str(folder / "log"))] * settings.num_ranks,
+            outputs=[Output(log=os.devnull)] * settings.num_ranks,
             store_prefix=f"preflight/{time.time_ns()}" if nodes is None else "preflight",
             start=settings.start,
             most_seconds=settings.timeout_seconds,
@@ -120,12 +124,9 @@ def _run(settings: PreflightSettings, backend: str, folder: Path, nodes: Nodes |
     )
 
 
-def read_progress(folder: Path, rank: int) -> RankProgress:
+def read_progress(file: int, rank: int) -> RankProgress:
     """Return what a rank has written down; a line that it could not end does not count."""
-    try:
-        lines = (folder / f"rank{rank}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return RankProgress(rank=rank)
+    lines = os.pread(file, os.fstat(file).st_size, 0).decode().splitlines(keepends=True)
     at, seconds, wrong = None, {}, []
     for line in (json.loads(line) for line in lines if line.endswith("\n")):
         if "began" in line:

@@ -58,12 +58,13 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     """Try the collectives of the job's backend.
 
     Args:
-        job: `folder` for progress, `device`, `backend`, `timeout_seconds` of each call.
+        job: `progress`, a file for each rank of this host; `device`, `num_devices`, `backend`, `timeout_seconds` of
+            each call.
         place: Which rank this is.
     """
     rank = place.rank.rank
-    progress = Progress(Path(job["folder"], f"rank{rank}.jsonl"))
     try:
+        progress = Progress(Path(job["progress"][place.rank.local_rank]))
         kind = job["device"]
         with progress.step("its device"):
             device = torch.device(kind)

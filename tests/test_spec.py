@@ -288,3 +288,7 @@ def test_resume_when_the_run_was_on_several_hosts_then_where_they_were_is_not_ke
     base = begun.model_copy(update={"nnodes": 2, "node_rank": 1, "rendezvous": "10.0.0.1:29400"})
     spec = settle(base=base).spec
     assert (spec.nnodes, spec.node_rank, spec.rendezvous) == (1, None, None)
+
+
+def test_resume_when_the_run_began_with_a_preflight_then_that_is_not_kept(begun: RunSpec) -> None:
+    assert settle(base=begun.model_copy(update={"preflight": True})).spec.preflight is False

@@ -23,7 +23,7 @@ from dure.errors import (
     TaskInvalid,
     WorkerFailed,
 )
-from dure.hosts import facts_to_agree_on, several_hosts
+from dure.hosts import facts_to_agree_on, preflight_settings, several_hosts
 from dure.launch.child import Output, is_worker
 from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
@@ -100,6 +100,10 @@ def train(
     spec = resolved.spec
     several = several_hosts(resolved, launched)
     _check_before_start(spec, launched)
+    if spec.preflight:
+        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+
+        refuse_unless_ready(preflight_settings(spec, several, launched, _num_processes(spec)), is_quiet=spec.quiet)
     if several is not None:
         return _train_on_nodes(resolved, resume, several)
     if launched is not None:

@@ -1,10 +1,12 @@
-"""A run of a task on several hosts: what may be asked for, and what its launchers must agree on."""
+"""A run of a task on several hosts: what may be asked for, what its launchers must agree on, what to look at before."""
 
 from pathlib import Path
 from typing import Any
 
 from dure.errors import SpecInvalid
 from dure.launch.rendezvous import NodeSettings, node_settings
+from dure.machine import resolve_device
+from dure.preflight.settings import PreflightSettings
 from dure.rank import Launched
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
@@ -75,3 +77,40 @@ def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool) -> dict[str, Any]:
     where, _, name = spec.task.rpartition(":")
     label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
     return {"command": "dure train", "task": label, "is resumed": is_resumed, **settings}
+
+
+def preflight_settings(
+    spec: RunSpec, several: NodeSettings | None, launched: Launched | None, num_processes: int
+) -> PreflightSettings:
+    """Return what a preflight must know of a run.
+
+    Args:
+        spec: The run.
+        several: What was said of several hosts.
+        launched: What a launcher that is not dure started this process as.
+        num_processes: On all hosts.
+
+    Raises:
+        SpecInvalid: The processes are started by another launcher, so that there are none yet to try it with.
+    """
+    if launched is not None:
+        raise SpecInvalid(
+            [
+                f"preflight is for runs that dure starts itself, but {launched.by} started this process: call "
+                "`dure preflight` before, in the same job"
+            ]
+        )
+    return PreflightSettings(
+        num_ranks=num_processes // spec.nnodes,
+        num_devices=spec.nproc // spec.nnodes,
+        device=resolve_device(spec.device),
+        backend=spec.backend,
+        threads=spec.threads,
+        num_workers=spec.num_workers,
+        runs_dir=spec.runs_dir,
+        start="auto" if spec.start == "inline" else spec.start,
+        share_devices=spec.share_devices,
+        several=several,
+        command="dure train --preflight",
+        needs_shared_folder=True,
+    )

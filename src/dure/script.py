@@ -24,6 +24,7 @@ from dure.launch.verdict import judge, stop_signal
 from dure.launch.watchdog import HangPolicy
 from dure.launch.workers import Launch
 from dure.machine import count_accelerators, count_cores
+from dure.preflight.settings import PreflightSettings
 from dure.rundir import SUMMARY, RunDir, default_name
 from dure.stopping import stop_exit_code
 
@@ -59,6 +60,8 @@ class ScriptSettings:
     allow_public_address: bool = False
     runs_dir: Path = Path("runs")
     name: str | None = None
+    preflight: bool = False
+    """Whether to check machines and network first, and to start only if all is well."""
 
 
 def run_script(settings: ScriptSettings) -> None:
@@ -71,6 +74,10 @@ def run_script(settings: ScriptSettings) -> None:
         Interrupted: A signal stopped it.
     """
     nproc, several = _check(settings)
+    if settings.preflight:
+        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+
+        refuse_unless_ready(_preflight_settings(settings, nproc, several))
     if several is None:
         run = _make_folder(settings)
         _run_in(run, settings, nproc)
@@ -88,6 +95,22 @@ def run_script(settings: ScriptSettings) -> None:
             lambda name: RunDir.create(settings.runs_dir, name, for_script=True),
         )
         _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
+
+
+def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
+    """Return what a preflight must know of a script, of which nobody knows what it will do: what scripts mostly do."""
+    has_gpus = count_accelerators("cuda") > 0
+    return PreflightSettings(
+        num_ranks=nproc,
+        num_devices=nproc,
+        device="cuda" if has_gpus else "cpu",
+        backend="nccl" if has_gpus else "gloo",
+        threads=settings.threads,
+        runs_dir=settings.runs_dir,
+        start=settings.start,
+        several=several,
+        command="dure run --preflight",
+    )
 
 
 def _make_folder(settings: ScriptSettings) -> RunDir:

@@ -180,6 +180,13 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         strategies=STRATEGIES,
         base=base,
     ).spec
+    if spec.preflight:
+        raise SpecInvalid(
+            [
+                f"preflight is for runs that dure starts itself, but {wishes.to} starts these ranks: leave it out, and "
+                "call `dure preflight` there in a job of its own"
+            ]
+        )
     if num_ranks > 1 and STRATEGIES[spec.strategy or "single"].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy}, which is one process, but {num_ranks} are asked for: use ddp"]

@@ -39,6 +39,10 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("train", "Train a task, or go on with a run."),
     "run": Verb("run", "Run any PyTorch script on many ranks, unchanged: torchrun's variables are set."),
+    "preflight": Verb(
+        "preflight",
+        "Look whether these machines can do a run: versions, network, clocks, limits, disk, GPUs, a real collective.",
+    ),
     "eval": Verb("evaluate", "Measure a run's best checkpoint on the evaluation data, every sample once."),
     "export": Verb("export", "Write a run's weights, under the model's own names, into one safetensors file."),
     "strategies": Verb(

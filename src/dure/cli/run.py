@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from dure.errors import Misuse
 
-_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--allow-public-address", "--help", "-h"})
+_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--allow-public-address", "--preflight", "--help", "-h"})
 """Flags without a value: what comes after another flag is its value and not the script."""
 
 
@@ -60,6 +60,12 @@ def run(
     rendezvous_timeout: Annotated[float, Parameter(help="seconds to wait for the other hosts")] = 600.0,
     allow_public_address: Annotated[
         bool, Parameter(negative=(), show_default=False, help="meet at a public address, without encryption")
+    ] = False,
+    preflight: Annotated[
+        bool,
+        Parameter(
+            negative=(), show_default=False, help="check machines and network first, and start only if all is well"
+        ),
     ] = False,
     start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = ("auto"),
     max_restarts: Annotated[int, Parameter(help="restarts of all ranks after one failed")] = 0,
@@ -115,5 +121,6 @@ def run(
             allow_public_address=allow_public_address,
             runs_dir=runs_dir,
             name=name,
+            preflight=preflight,
         )
     )

@@ -157,6 +157,13 @@ class Nodes:
         for channel in self._channels.values():
             channel.last_heard = time.monotonic()
 
+    def begin_anew(self) -> None:
+        """Go back to before ranks ran, when all have heard how they ended: they may gather again, and run others."""
+        self._is_over = self._is_running = self._told_ending = False
+        self.endings.clear()
+        self._done.clear()
+        self._ends = {member.node_rank: [] for member in self.members}
+
     # --- while ranks run
 
     @property

@@ -112,13 +112,14 @@ def split_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int) -> Nodes:
+def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int, *, compares_versions: bool = True) -> Nodes:
     """Meet the other nodes, and return all of them once all are there and agree.
 
     Args:
         settings: Who this node is, and where they meet.
-        facts: What must be the same on all nodes, by its name in words; versions are added.
+        facts: What must be the same on all nodes, by its name in words.
         num_ranks: Ranks that this node starts.
+        compares_versions: Whether versions of software are among these facts.
 
     Raises:
         Misuse: Nodes disagree, or this one may not meet the others so.
@@ -128,22 +129,26 @@ def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int) -> No
     family, address = _resolved(settings)
     secret = read_secret(settings.secret_file, host=host, may_make=settings.node_rank == 0)
     me = Member(node_rank=settings.node_rank, host=socket.gethostname(), address="", num_ranks=num_ranks)
-    mine = {"kind": "join", "num_nodes": settings.num_nodes, **asdict(me), "facts": _all_facts(facts)}
+    mine = {"kind": "join", "num_nodes": settings.num_nodes, **asdict(me)}
+    mine["facts"] = _all_facts(facts, with_versions=compares_versions)
     if settings.node_rank == 0:
         return _receive(settings, family, address, secret, me, mine)
     return _come(settings, family, address, secret, mine)
 
 
-def _all_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, Any]:
     import importlib.metadata
 
-    versions = {"protocol": PROTOCOL, "Python version": ".".join(platform.python_version_tuple()[:2])}
-    for package in ("dure", "torch"):
+    versions: dict[str, Any] = {"protocol": PROTOCOL}
+    if with_versions:
+        versions["Python version"] = ".".join(platform.python_version_tuple()[:2])
+    for package in ("dure", "torch") if with_versions else ():
         try:
             versions[f"{package} version"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[f"{package} version"] = "unknown"
-    return {name: _short(value) for name, value in {**versions, **facts}.items()}
+    # what was called comes first: where that differs, versions are not the news
+    return {name: _short(value) for name, value in {**facts, **versions, **facts}.items()}
 
 
 def _short(value: Any) -> Any:

@@ -257,14 +257,14 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
-    """Wait until all have ended; after the first end, only as long as its grace lasts.
+    """Wait until all have ended; after the first end only as long as its grace lasts, and never beyond their time.
 
     Returns:
         Why they will not end by themselves, if they hang and are not to be waited for.
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     look = _joint_look(launch, workers, memory, watchdog)
-    deadline: float | None = None
+    deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
     while True:
         alive = _still_alive(workers)
         if not alive:

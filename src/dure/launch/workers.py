@@ -55,6 +55,8 @@ class Launch:
     """What the other ranks get after one followed a signal: its checkpoint is written, or there was nothing to save."""
     end_grace_seconds: float | None = 10.0
     """What they get after one ended in order; ample where they have met in a barrier before. None: any time."""
+    most_seconds: float | None = None
+    """After that time the ranks of a round are ended, whatever they are at; None: any time."""
     hangs: HangPolicy | None = None
     """None: nobody looks whether ranks hang."""
     on_hang: Callable[["HangVerdict"], None] | None = None

@@ -1,0 +1,186 @@
+"""`dure preflight`: whether the machines can do it, before a run finds out that they cannot."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from dure.cli.output import JsonFlag, print_json, show
+from dure.errors import EnvironmentLacks, SpecInvalid
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dure.preflight.findings import Finding, Report
+
+_STYLES = {"failure": "bold red", "warning": "bold yellow", "ok": "green", "skipped": "dim"}
+_MOST_BAD = 8
+"""Of one check: where a host cannot be reached, all others say so."""
+
+
+def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
+    """Return the tokens and the verb."""
+    return tokens, preflight
+
+
+def preflight(
+    *,
+    nproc: Annotated[
+        str,
+        Parameter(
+            name=("--nproc", "--nproc-per-node"),
+            help="ranks on each node: a number, or auto: one per accelerator, 2 without any",
+        ),
+    ] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "mps"], Parameter(help="auto takes an accelerator if any")
+    ] = "auto",
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl", "dure_shm"],
+        Parameter(help="auto: NCCL, or shared memory between CPU ranks of one host, or gloo"),
+    ] = "auto",
+    share_devices: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="let several processes use one CUDA device")
+    ] = False,
+    threads: Annotated[
+        int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)
+    ] = None,
+    num_workers: Annotated[int, Parameter(help="loader processes per rank, which need /dev/shm and open files")] = 0,
+    start: Annotated[Literal["auto", "fork", "spawn"], Parameter(help="how processes start")] = "auto",
+    timeout: Annotated[
+        float,
+        Parameter(name=("--timeout", "--timeout-seconds"), help="seconds that the collectives may take, all together"),
+    ] = 30.0,
+    nnodes: Annotated[int, Parameter(help="hosts: start the same command on each, with its own --node-rank")] = 1,
+    node_rank: Annotated[int | None, Parameter(help="which of the hosts this is, from 0", show_default=False)] = None,
+    rendezvous: Annotated[
+        str | None, Parameter(help="where the hosts meet: an address of host 0, as 10.0.0.1:29400", show_default=False)
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        Parameter(help="what the hosts know each other by (default: ~/.config/dure/secret)", show_default=False),
+    ] = None,
+    rendezvous_timeout: Annotated[float, Parameter(help="seconds to wait for the other hosts")] = 600.0,
+    allow_public_address: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="meet at a public address, without encryption")
+    ] = False,
+    runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
+    json: JsonFlag = False,
+) -> None:
+    """Look whether these machines can do a run: versions, network, clocks, limits, disk, GPUs, a real collective.
+
+    Ends with 3 when something is missing, each with its cure; warnings do not count. Nothing of it is left behind.
+    """
+    from dure.launch.rendezvous import node_settings
+    from dure.preflight.all_checks import preflight as check_all
+    from dure.preflight.settings import PreflightSettings, check_settings
+
+    faults: list[str] = []
+    several, kind, num_ranks = None, _kind_of(device), 1
+    try:
+        several = node_settings(
+            nnodes=nnodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            secret_file=secret_file,
+            timeout_seconds=rendezvous_timeout,
+            allow_public_address=allow_public_address,
+        )
+    except SpecInvalid as error:
+        faults += error.faults
+    if nproc == "auto":
+        num_ranks = _auto_ranks(kind)
+    elif nproc.isdecimal() and int(nproc) > 0:
+        num_ranks = int(nproc)
+    else:
+        faults.append(f"nproc is {nproc!r} but must be a whole number above 0, or auto")
+    settings = PreflightSettings(
+        num_ranks=num_ranks,
+        num_devices=num_ranks,
+        device=kind,
+        backend=backend,
+        threads=threads,
+        num_workers=num_workers,
+        runs_dir=runs_dir,
+        timeout_seconds=timeout,
+        start=start,
+        share_devices=share_devices,
+        several=several,
+    )
+    try:
+        check_settings(settings)
+    except SpecInvalid as error:
+        faults += error.faults
+    if faults:
+        raise SpecInvalid(faults)
+    report = check_all(settings)
+    if json:
+        print_json(report.to_json())
+    else:
+        show(table(report))
+    if report.failures:
+        raise EnvironmentLacks(report.verdict)
+    if not json:
+        print(report.verdict)
+
+
+def _kind_of(device: str) -> str:
+    """Return the kind of device of a run; one that was asked for stays, so that a check says that it is missing."""
+    from dure.machine import resolve_device
+
+    return resolve_device("auto") if device == "auto" else device
+
+
+def _auto_ranks(kind: str) -> int:
+    from dure.machine import count_accelerators, count_cores
+
+    # one rank alone would leave out what matters most: that they come through to each other
+    return count_accelerators(kind) if kind != "cpu" and count_accelerators(kind) else min(2, count_cores())
+
+
+def table(report: "Report") -> "Table":
+    """Lay a report out, what is wrong first."""
+    from rich.table import Table
+
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(style="bold", min_width=11, max_width=14, overflow="fold")
+    grid.add_column(overflow="fold", ratio=1)
+    for finding, more in _shortened(report):
+        grid.add_row(f"[{_STYLES[finding.status]}]{finding.status}[/]", finding.name, _told(report, finding, more))
+    return grid
+
+
+def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
+    """Yield what is wrong, up to some of a kind, then the first of what is well and how many more nodes are."""
+    told: dict[str, list[Finding]] = {}
+    count: Counter[str] = Counter()
+    for finding in report.findings:
+        if finding.status not in ("failure", "warning"):
+            told.setdefault(f"{finding.status} {finding.name}", []).append(finding)
+            continue
+        count[finding.name] += 1
+        if count[finding.name] <= _MOST_BAD:
+            yield finding, 0
+        elif count[finding.name] == _MOST_BAD + 1:
+            num_more = sum(other.name == finding.name for other in report.findings) - _MOST_BAD
+            yield replace(finding, seen=f"{num_more} more: --json has them all", rule="", cure="", nodes=()), 0
+    for alike in told.values():
+        yield alike[0], sum(len(finding.nodes) for finding in alike[1:])
+
+
+def _told(report: "Report", finding: "Finding", more: int) -> str:
+    from rich.markup import escape
+
+    is_bad = finding.status in ("failure", "warning")
+    nodes = report.told_nodes(finding)
+    where = f"{escape(nodes)}: " if nodes else ""
+    rest = f"; {more} more node{'s' * (more > 1)} well" if more else ""
+    if not is_bad:
+        return f"{where}{escape(finding.seen)}{rest}"
+    rule = f", but {escape(finding.rule)}" if finding.rule else ""
+    cure = f"\n[bold]cure:[/] {escape(finding.cure)}" if finding.cure else ""
+    return f"{where}{escape(finding.seen)}{rule}{cure}"

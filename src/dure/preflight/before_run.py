@@ -1,0 +1,34 @@
+"""A preflight as the first part of a run, which does not start when something is missing."""
+
+import sys
+from contextlib import suppress
+
+from dure.errors import EnvironmentLacks
+from dure.preflight.all_checks import preflight
+from dure.preflight.settings import PreflightSettings
+
+
+def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) -> None:
+    """Make all checks, say how they went, and go on only if nothing is missing.
+
+    Args:
+        settings: The run to come.
+        is_quiet: Whether to say nothing if it goes on.
+
+    Raises:
+        EnvironmentLacks: What is missing, each with its cure.
+    """
+    report = preflight(settings)
+    if report.failures:
+        lines = [f"  {finding.name}: {report.told(finding)}" for finding in report.failures]
+        raise EnvironmentLacks("\n".join([f"the preflight says: {report.verdict}", *lines]))
+    if is_quiet:
+        return
+    for finding in report.warnings:
+        _say(f"preflight: warning: {finding.name}: {report.told(finding)}")
+    _say(f"preflight: {report.verdict}")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(f"dure: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,279 @@
+"""A real collective: the ranks of the run to come, started as runs start theirs, within a time limit."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dure.errors import Interrupted
+from dure.launch.child import Output
+from dure.launch.nodes import Nodes
+from dure.launch.supervisor import Outcome, run_workers
+from dure.launch.verdict import WorkerEnd, in_brief, stop_signal
+from dure.launch.workers import Launch, unnamed_file
+from dure.machine import count_accelerators, count_cores
+from dure.preflight.findings import Finding, failure, ok
+from dure.preflight.settings import PreflightSettings
+from dure.stopping import stop_exit_code
+from dure.units import format_seconds
+
+ENTRY = "dure.training.preflight_worker"
+NAME = "collective"
+_PART_OF_LIMIT = 0.6
+"""Of the time for all that one call may take: a rank that waits in vain then says so itself, before all are ended."""
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgress:
+    """How far one rank came."""
+
+    rank: int
+    done: tuple[str, ...] = ()
+    at: str | None = None
+    """The step that it began and did not end; None before the first, and after the last."""
+    wrong: tuple[str, ...] = ()
+    """Results that were not what they must be, in words."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each step that is done."""
+
+    @property
+    def is_through(self) -> bool:
+        return "leaving" in self.done
+
+
+def backend_of(settings: PreflightSettings, world_size: int) -> str:
+    """Return torch's word for how the ranks of such a run talk."""
+    chosen = settings.backend
+    if chosen == "auto":
+        shares_memory = settings.num_nodes == 1 and world_size > 1 and sys.platform == "linux"
+        shared = "dure_shm" if settings.device == "cpu" and shares_memory else "gloo"
+        chosen = "nccl" if settings.device == "cuda" and not settings.share_devices else shared
+    return "cpu:dure_shm" if chosen == "dure_shm" else chosen
+
+
+def try_collective(
+    settings: PreflightSettings,
+    names: Sequence[str],
+    gather: Callable[[Any], list[Any]],
+    nodes: Nodes | None = None,
+    *,
+    entry: str = ENTRY,
+) -> list[Finding]:
+    """Start the ranks, and judge how far each came.
+
+    Args:
+        settings: The run to come.
+        names: What each node is called.
+        gather: Returns what every node said, by node.
+        nodes: All of them, where there are several.
+        entry: The module of a rank.
+
+    Raises:
+        Interrupted: A signal stopped it.
+    """
+    world_size = settings.num_ranks if nodes is None else nodes.world_size
+    first = 0 if nodes is None else nodes.first_rank
+    backend = backend_of(settings, world_size)
+    began = time.perf_counter()
+    files = [unnamed_file(f"dure-preflight{rank}") for rank in range(first, first + settings.num_ranks)]
+    try:
+        outcome = _run(settings, backend, files, nodes, entry)
+        mine = [read_progress(file, first + place) for place, file in enumerate(files)]
+    finally:
+        for file in files:
+            os.close(file)
+    seconds = time.perf_counter() - began
+    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
+    if stopped_by is not None:
+        raise Interrupted("the preflight was stopped", stop_exit_code(stopped_by))
+    if nodes is not None:
+        nodes.begin_anew()
+    told = gather([vars(progress) for progress in mine])
+    ranks = [RankProgress(**progress) for of_node in told for progress in of_node]
+    where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(told) for _ in of_node]
+    return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, seconds)
+
+
+def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes | None, entry: str) -> Outcome:
+    job = {
+        # files without a name: nothing of them can be left, however this process ends
+        "progress": [f"/proc/{os.getpid()}/fd/{file}" for file in files],
+        "device": settings.device,
+        "num_devices": count_accelerators(settings.device) if settings.device == "cuda" else 0,
+        "backend": backend,
+        "timeout_seconds": _PART_OF_LIMIT * settings.timeout_seconds,
+    }
+    return run_workers(
+        Launch(
+            entry=entry,
+            job=job,
+            num_processes=settings.num_ranks,
+            threads=settings.threads or max(1, count_cores() // settings.num_ranks),
+            # what libraries have to say of a failure is in the exception too; half of it would hide the finding
+            outputs=[Output(log=os.devnull)] * settings.num_ranks,
+            store_prefix=f"preflight/{time.time_ns()}" if nodes is None else "preflight",
+            start=settings.start,
+            most_seconds=settings.timeout_seconds,
+            nodes=nodes,
+        )
+    )
+
+
+def read_progress(file: int, rank: int) -> RankProgress:
+    """Return what a rank has written down; a line that it could not end does not count."""
+    lines = os.pread(file, os.fstat(file).st_size, 0).decode().splitlines(keepends=True)
+    at, seconds, wrong = None, {}, []
+    for line in (json.loads(line) for line in lines if line.endswith("\n")):
+        if "began" in line:
+            at = line["began"]
+        elif "done" in line:
+            at, seconds[line["done"]] = None, line["seconds"]
+        else:
+            many = f"{line['num_wrong']} element(s), the first (number {line['element']})"
+            wrong.append(f"{line['wrong']}: {many} is {line['got']:g} and must be {line['right']:g}")
+    return RankProgress(rank=rank, done=tuple(seconds), at=at, wrong=tuple(wrong), seconds=seconds)
+
+
+def judged(
+    ranks: Sequence[RankProgress],
+    ends: Sequence[WorkerEnd],
+    where: Sequence[str],
+    limit_seconds: float,
+    backend: str,
+    seconds: float,
+) -> list[Finding]:
+    """Say whether all came through with the right results, or who did not.
+
+    Args:
+        ranks: How far each came, by rank.
+        ends: How each ended.
+        where: The node of each rank, where there are several.
+        limit_seconds: What they had.
+        backend: How they talked.
+        seconds: What it took, with starting and ending them.
+    """
+    wrong = [(progress.rank, said) for progress in ranks for said in progress.wrong]
+    if wrong:
+        rank, said = wrong[0]
+        more = f"; {len(wrong) - 1} more on {len({rank for rank, _ in wrong})} rank(s)" if len(wrong) > 1 else ""
+        cure = (
+            "train nothing with this: try another --backend and fewer ranks, look at the memory and the links of that "
+            "host, and with NCCL set NCCL_P2P_DISABLE=1 to see whether a link between GPUs is bad"
+        )
+        seen = f"{_name(rank, where)} got a wrong result of {said}{more}"
+        return [failure(NAME, seen, "results must be right", cure)]
+    if all(progress.is_through for progress in ranks) and all(end.exit_code == 0 for end in ends):
+        large = max(progress.seconds["all_reduce of 4 MiB"] for progress in ranks)
+        all_pairs = len(ranks) * (len(ranks) - 1) // 2
+        told = f"{len(ranks)} ranks over {backend}: sums right, {len(ranks)} broadcasts, {all_pairs} pair(s)"
+        return [ok(NAME, f"{told}; 4 MiB the first time in {1000 * large:.0f} ms, all in {format_seconds(seconds)}")]
+    return [_blamed(ranks, {end.rank: end for end in ends}, where, limit_seconds, is_nccl=backend == "nccl")]
+
+
+def _blamed(
+    ranks: Sequence[RankProgress],
+    ends: Mapping[int, WorkerEnd],
+    where: Sequence[str],
+    limit_seconds: float,
+    *,
+    is_nccl: bool,
+) -> Finding:
+    """Name the rank, or the two, because of which not all came through.
+
+    A rank that failed for a reason of its own comes first, then one that said nothing while others said that they
+    waited, then the two between which the first call failed.
+    """
+    causes = [end for end in ends.values() if _is_cause(end) and not (is_nccl and _was_aborted(end))]
+    if causes:
+        first = min(causes, key=lambda end: end.time)
+        at = ranks[first.rank].at
+        at_what = at or ("leaving" if ranks[first.rank].is_through else "starting")
+        seen = f"{_name(first.rank, where)} failed in {at_what}: {_reason(first, len(ranks))}"
+        return failure(NAME, seen, "every rank must come through", _cure_of(at))
+    late = [progress for progress in ranks if not progress.is_through]
+    waiting = [
+        progress
+        for progress in late
+        if _has_said(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
+    ]
+    silent = [progress for progress in late if progress not in waiting]
+    if waiting and silent:
+        behind = _behind(silent)
+        others = [
+            f"{_name(progress.rank, where)} waited for it in {progress.at}" for progress in waiting if progress.at
+        ]
+        seen = f"{_names(behind, where)} did not come through {_steps(behind)}; {'; '.join(others[:_MOST_NAMED])}"
+        return failure(NAME, seen, "every rank must answer", _SILENT_CURE.format(_names(behind, where)))
+    behind = _behind(waiting or late or list(ranks))
+    at = behind[0].at
+    pair = tuple(_name(progress.rank, where) for progress in behind) if len(behind) == 2 else ()
+    seen = f"{_names(behind, where)} did not come through {_steps(behind)} within {limit_seconds:g} s"
+    return failure(NAME, seen, "every rank must come through", _cure_of(at), pair)
+
+
+_SILENT_CURE = (
+    "see on its host whether a process of {} is stopped or waits for its GPU or its disk (`ps -o pid,stat,wchan`, "
+    "`nvidia-smi`), or give more time with --timeout"
+)
+
+
+def _is_cause(end: WorkerEnd) -> bool:
+    if end.exit_code == 0 or end.was_stopped:
+        return False
+    return end.failure is None or not end.failure["is_consequence"]
+
+
+def _was_aborted(end: WorkerEnd) -> bool:
+    """Tell how torch ends a rank whose NCCL call has taken too long: it does not raise, it aborts."""
+    return end.exit_code == -signal.SIGABRT and end.failure is None and not end.was_stopped
+
+
+def _has_said(end: WorkerEnd | None) -> bool:
+    return end is not None and end.failure is not None
+
+
+def _reason(end: WorkerEnd, num_ranks: int) -> str:
+    if end.failure is None:
+        return in_brief(end, num_ranks).removeprefix(f"{end.name(num_ranks)} was ")
+    failed = end.failure
+    said = str(failed["message"]).strip().partition("\n")[0]
+    return said if failed["is_ours"] else f"{failed['type']}: {said}"
+
+
+def _behind(ranks: Sequence[RankProgress]) -> list[RankProgress]:
+    """Return the ranks that came least far."""
+    least = min(len(progress.done) for progress in ranks)
+    return [progress for progress in ranks if len(progress.done) == least]
+
+
+def _steps(ranks: Sequence[RankProgress]) -> str:
+    return " and ".join(dict.fromkeys(progress.at or "starting" for progress in ranks))
+
+
+def _name(rank: int, where: Sequence[str]) -> str:
+    return f"rank {rank} on {where[rank]}" if where[rank] else f"rank {rank}"
+
+
+def _names(ranks: Sequence[RankProgress], where: Sequence[str]) -> str:
+    names = [_name(progress.rank, where) for progress in ranks]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _cure_of(at: str | None) -> str:
+    if at == "its device":
+        return "see whether the GPU works (`nvidia-smi`), or leave it out with CUDA_VISIBLE_DEVICES"
+    if at == "meeting the others":
+        return (
+            "see that nothing holds its connections up (a firewall, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that name "
+            "another interface), or give more time with --timeout"
+        )
+    return (
+        "look at the network between them, with NCCL at what NCCL_DEBUG=INFO says (NCCL_P2P_DISABLE=1 or "
+        "NCCL_IB_DISABLE=1 tells which way is bad), or give more time with --timeout"
+    )

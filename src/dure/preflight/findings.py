@@ -1,0 +1,128 @@
+"""What a check found, in words that say what was seen, which rule it breaks and what to do."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+STATUSES = ("failure", "warning", "ok", "skipped")
+"""The gravest first, as they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The answer of one check."""
+
+    name: str
+    """Of the check."""
+    status: str
+    """One of `STATUSES`."""
+    seen: str
+    rule: str = ""
+    """What should be, where it is not: `a run needs ...`."""
+    cure: str = ""
+    nodes: tuple[int, ...] = ()
+    """Which nodes it is about; empty: all together."""
+    pair: tuple[str, ...] = ()
+    """The two ends, where it is about a way between two: nodes, ranks or GPUs."""
+
+    @property
+    def text(self) -> str:
+        """Say it in one sentence."""
+        rule = f", but {self.rule}" if self.rule else ""
+        cure = f": {self.cure}" if self.cure else ""
+        return f"{self.seen}{rule}{cure}"
+
+
+def ok(name: str, seen: str) -> Finding:
+    """Return that all is well."""
+    return Finding(name=name, status="ok", seen=seen)
+
+
+def skipped(name: str, why: str) -> Finding:
+    """Return that there was nothing to look at, and why."""
+    return Finding(name=name, status="skipped", seen=why)
+
+
+def failure(name: str, seen: str, rule: str, cure: str, pair: tuple[str, ...] = ()) -> Finding:
+    """Return what a run cannot do without."""
+    return Finding(name=name, status="failure", seen=seen, rule=rule, cure=cure, pair=pair)
+
+
+def warning(name: str, seen: str, rule: str, cure: str, pair: tuple[str, ...] = ()) -> Finding:
+    """Return what a run may suffer from."""
+    return Finding(name=name, status="warning", seen=seen, rule=rule, cure=cure, pair=pair)
+
+
+def by_gravity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return failures first, then warnings, then what is well, in the order in which it was looked at."""
+    return tuple(sorted(findings, key=lambda finding: STATUSES.index(finding.status)))
+
+
+def same_together(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings of several nodes with equal ones as one, that names all their nodes."""
+    nodes: dict[Finding, tuple[int, ...]] = {}
+    for finding in findings:
+        key = replace(finding, nodes=())
+        nodes[key] = (*nodes.get(key, ()), *finding.nodes)
+    return [replace(finding, nodes=found) for finding, found in nodes.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that was found."""
+
+    findings: tuple[Finding, ...]
+    """The gravest first."""
+    nodes: tuple[Mapping[str, Any], ...] = ()
+    """The facts of each node, plain values."""
+    names: tuple[str, ...] = ()
+    """What each node is called."""
+    seconds: float = 0.0
+    backend: str = ""
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == "failure")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.status == "warning")
+
+    @property
+    def status(self) -> str:
+        """The gravest of all: `failure`, `warning` or `ok`."""
+        return "failure" if self.failures else "warning" if self.warnings else "ok"
+
+    @property
+    def verdict(self) -> str:
+        """Say in one line how it is."""
+        num_checks = len({finding.name for finding in self.findings if finding.status != "skipped"})
+        warnings = f"{len(self.warnings)} warning{'s' * (len(self.warnings) > 1)}" if self.warnings else ""
+        if self.failures:
+            what = ", ".join(dict.fromkeys(finding.name for finding in self.failures))
+            return f"not ready: {what}" + (f"; {warnings}" if warnings else "")
+        hosts = f" of {len(self.names)} hosts" if len(self.names) > 1 else ""
+        return f"ready: {num_checks} checks{hosts} in {self.seconds:.1f} s, {warnings or 'no warnings'}"
+
+    def told_nodes(self, finding: Finding) -> str:
+        """Name the nodes that a finding is about, where there are several."""
+        if len(self.names) < 2 or not finding.nodes or len(finding.nodes) == len(self.names):
+            return ""
+        return ", ".join(self.names[node] for node in finding.nodes)
+
+    def told(self, finding: Finding) -> str:
+        """Say a finding in one sentence, with the nodes that it is about."""
+        nodes = self.told_nodes(finding)
+        return f"{nodes}: {finding.text}" if nodes else finding.text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        checks = [asdict(finding) for finding in self.findings]
+        return {
+            "status": self.status,
+            "verdict": self.verdict,
+            "seconds": self.seconds,
+            "backend": self.backend or None,
+            "nodes": list(self.nodes),
+            "checks": checks,
+        }

@@ -1,0 +1,352 @@
+"""What is so on one host: found out by asking and by trying, judged elsewhere. Plain values, which travel as JSON."""
+
+import errno
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.machine import available_memory_bytes, count_cores
+from dure.preflight.gpus import GpuFacts, gpu_facts
+from dure.preflight.settings import PreflightSettings
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 2**60
+"""Version 1 of cgroups writes no limit as nearly 2**63."""
+_MOST_TRIED_PORTS = 64
+_WRITTEN_BYTES = 4096
+_DISK_PATIENCE_SECONDS = 15.0
+_LINK_SECONDS = 1.5
+"""An interface that was brought up just now counts as down until the kernel has looked, once a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A place where files are written."""
+
+    path: str
+    total_bytes: int = 0
+    free_bytes: int = 0
+    error: str | None = None
+    """Why nothing can be written there."""
+    write_seconds: float | None = None
+    """What one small write took, until it was safe from a loss of power."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface."""
+
+    name: str
+    is_up: bool
+    mtu: int
+    is_loopback: bool = False
+    megabits_per_second: int = 0
+    """0: the driver does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ports:
+    """TCP ports that the kernel gives to whoever asks for any."""
+
+    first: int
+    last: int
+    num_used: int
+    error: str | None = None
+    """Why none could be had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """One host."""
+
+    node_rank: int
+    host: str
+    address: str
+    versions: dict[str, str | None]
+    """Of each software by its name; None where it is not there."""
+    device: str
+    num_devices: int
+    visible_devices: int
+    num_ranks: int
+    cores: int
+    cpu_quota: float | None
+    """Cores that the container may use at a time, where that is limited."""
+    threads: int
+    available_memory_bytes: int
+    open_files: int
+    """Most that a process may have, as it is started."""
+    most_open_files: int
+    """Up to which a process may raise that itself."""
+    ports: Ports
+    interface: Interface | None
+    lookup_seconds: float
+    """What asking for the name of node 0's address took."""
+    shared_memory: Space
+    runs: Space
+    gpus: GpuFacts
+
+
+def host_facts(
+    settings: PreflightSettings,
+    *,
+    node_rank: int = 0,
+    address: str = "127.0.0.1",
+    interface: str | None = None,
+    first_address: str = "127.0.0.1",
+) -> HostFacts:
+    """Look around on this host.
+
+    Args:
+        settings: The run to come.
+        node_rank: Which of the hosts this is.
+        address: At which the others reach it.
+        interface: The network interface that has this address.
+        first_address: Of node 0.
+    """
+    from dure.machine import count_accelerators
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gpus = gpu_facts()
+    return HostFacts(
+        node_rank=node_rank,
+        host=socket.gethostname(),
+        address=address,
+        versions=_versions(gpus),
+        device=settings.device,
+        num_devices=settings.num_devices,
+        visible_devices=0 if settings.device == "cpu" else count_accelerators(settings.device),
+        num_ranks=settings.num_ranks,
+        cores=count_cores(),
+        cpu_quota=cpu_quota(),
+        threads=settings.threads or max(1, count_cores() // settings.num_ranks),
+        available_memory_bytes=min(available_memory_bytes(), _left_in_cgroup()),
+        open_files=_finite(soft),
+        most_open_files=_finite(hard),
+        ports=_ports(address, settings.num_ranks),
+        interface=_interface(interface or loopback_name()),
+        lookup_seconds=_lookup_seconds(first_address),
+        shared_memory=_space(SHARED_MEMORY) if sys.platform == "linux" else Space(path="", error="no such thing here"),
+        runs=_durable_space(settings.runs_dir),
+        gpus=gpus,
+    )
+
+
+def _versions(gpus: GpuFacts) -> dict[str, str | None]:
+    import torch
+
+    try:
+        own = importlib.metadata.version("dure")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed, only on the path"
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "dure": own,
+        "CUDA": torch.version.cuda,
+        "NCCL": _nccl_version(),
+        "NVIDIA driver": gpus.driver,
+    }
+
+
+def _nccl_version() -> str | None:
+    import torch
+    import torch.distributed as dist
+
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+# --- limits
+
+
+def _finite(limit: int) -> int:
+    return 2**31 if limit == resource.RLIM_INFINITY else limit
+
+
+def cpu_quota(root: Path = _CGROUPS) -> float | None:
+    """Return how many cores' worth of time the cgroups of this process may use, or None."""
+    quotas = []
+    for folder in _own_groups("cpu", root):
+        with suppress(OSError, ValueError):
+            quota, _, period = (folder / "cpu.max").read_text().strip().partition(" ")
+            quotas += [] if quota == "max" else [int(quota) / int(period)]
+        with suppress(OSError, ValueError):
+            micros = int((folder / "cpu.cfs_quota_us").read_text())
+            quotas += [] if micros <= 0 else [micros / int((folder / "cpu.cfs_period_us").read_text())]
+    return min(quotas, default=None)
+
+
+def _left_in_cgroup(root: Path = _CGROUPS) -> int:
+    """Return how much memory the cgroups of this process still give; cached files are taken back and do not count."""
+    left = [_NO_LIMIT_BYTES]
+    for folder in _own_groups("memory", root):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with suppress(OSError, ValueError):
+                most = int((folder / limit).read_text())
+                stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left.append(most - int((folder / used).read_text()) + int(stats.get(cached, 0)))
+    return max(0, min(left))
+
+
+def _own_groups(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups for a controller, from its own up to the root of what is seen."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _number, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = root / controller if names else root
+        folder = top / path.lstrip("/")
+        yield from (folder, *(parent for parent in folder.parents if parent == top or top in parent.parents))
+
+
+# --- network
+
+
+def loopback_name() -> str:
+    """Return what the interface to this very host is called."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _interface(name: str) -> Interface | None:
+    import psutil
+
+    deadline = time.monotonic() + _LINK_SECONDS
+    while True:
+        found = psutil.net_if_stats().get(name)
+        if found is None:
+            return None
+        if found.isup or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return Interface(
+        name=name,
+        is_up=bool(found.isup),
+        mtu=int(found.mtu),
+        is_loopback=name == loopback_name(),
+        megabits_per_second=int(found.speed),
+    )
+
+
+def _ports(address: str, num_ranks: int) -> Ports:
+    """Take as many ports as ranks begin with, all at once, and give them back."""
+    error = None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with ExitStack() as taken:
+        for _ in range(min(2 * num_ranks + 2, _MOST_TRIED_PORTS)):
+            try:
+                taken.enter_context(socket.create_server((address, 0), family=family))
+            except OSError as refused:
+                error = refused.strerror or str(refused)
+                break
+    first, last = _port_range()
+    return Ports(first=first, last=last, num_used=_num_used(first, last), error=error)
+
+
+def _port_range() -> tuple[int, int]:
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(first), int(last)
+    except (OSError, ValueError):
+        return 49152, 65535  # of RFC 6335
+
+
+def _num_used(first: int, last: int) -> int:
+    used = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                used.add(int(line.split()[1].rpartition(":")[2], 16))
+    return sum(first <= port <= last for port in used)
+
+
+def _lookup_seconds(address: str) -> float:
+    """Ask for a name as torch's store does of each address that it connects to, though it needs none."""
+    began = time.perf_counter()
+    with suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.perf_counter() - began
+
+
+# --- places for files
+
+
+def existing_part(path: Path) -> Path:
+    """Return the folder, or the nearest one above that is there: the rest would be made."""
+    path = path.absolute()
+    return next(part for part in (path, *path.parents) if part.exists())
+
+
+def _space(folder: Path) -> Space:
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError as error:
+        return Space(path=str(folder), error=error.strerror)
+    wrote: dict[str, Any] = {}
+    try:
+        wrote["write_seconds"] = _written(folder)
+    except OSError as error:
+        wrote["error"] = _worded(error)
+    return Space(path=str(folder), total_bytes=room.total, free_bytes=room.free, **wrote)
+
+
+def _durable_space(runs_dir: Path) -> Space:
+    """Look at the folder of the runs, in a thread: a network file system whose server is gone answers never."""
+    found: list[Space] = []
+
+    def look() -> None:
+        try:
+            folder = existing_part(runs_dir.expanduser()).resolve()
+            is_folder = folder.is_dir()
+        except (OSError, RuntimeError) as error:
+            found.append(Space(path=str(runs_dir), error=str(error)))
+            return
+        found.append(_space(folder) if is_folder else Space(path=str(folder), error="it is a file and no folder"))
+
+    looking = threading.Thread(target=look, name="preflight disk", daemon=True)
+    looking.start()
+    looking.join(_DISK_PATIENCE_SECONDS)
+    if found:
+        return found[0]
+    return Space(path=str(runs_dir), error=f"it did not answer within {_DISK_PATIENCE_SECONDS:g} s")
+
+
+def _written(folder: Path) -> float:
+    """Write a small file so that it would outlast a loss of power, take it away again, and return the seconds."""
+    descriptor, name = tempfile.mkstemp(prefix=".dure-preflight-", dir=folder)
+    try:
+        began = time.perf_counter()
+        left = memoryview(bytes(_WRITTEN_BYTES))
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+        return time.perf_counter() - began
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
+def _worded(error: OSError) -> str:
+    if error.errno == errno.EINVAL:
+        return "this file system does not make writes durable (fsync)"
+    return error.strerror or str(error)

@@ -1,0 +1,69 @@
+"""What a preflight is asked to look at: the run that is to come, as far as it concerns machines."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure.errors import SpecInvalid
+from dure.launch.rendezvous import NodeSettings
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+_COMMANDS = ("dure preflight", "dure run", "dure train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightSettings:
+    """The run to come, on this host."""
+
+    num_ranks: int
+    """Processes of this host."""
+    num_devices: int
+    """Devices that they need here."""
+    device: str
+    """`cpu`, `cuda` or `mps`."""
+    backend: str = "auto"
+    """`auto`, `gloo`, `nccl` or `dure_shm`."""
+    threads: int | None = None
+    """CPU threads of each process; None: the cores of the host, shared out."""
+    num_workers: int = 0
+    """Loader processes of each rank."""
+    runs_dir: Path = Path("runs")
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    """What the collectives may take, all together."""
+    start: str = "auto"
+    share_devices: bool = False
+    several: NodeSettings | None = None
+    """The other hosts."""
+    command: str = _COMMANDS[0]
+    """What was called; all hosts must call the same."""
+    needs_shared_folder: bool = False
+    """Whether all hosts must see one runs folder; otherwise it is only worth knowing."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Return how many hosts the run is on."""
+        return 1 if self.several is None else self.several.num_nodes
+
+
+def check_settings(settings: PreflightSettings) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        SpecInvalid: Every fault at once.
+    """
+    faults = []
+    if settings.num_ranks < 1:
+        faults.append(f"nproc is {settings.num_ranks} but must be a whole number above 0")
+    if settings.timeout_seconds <= 0:
+        faults.append(f"timeout is {settings.timeout_seconds:g} but must be a number of seconds above 0")
+    if settings.num_workers < 0:
+        faults.append(f"num_workers is {settings.num_workers} but must be a whole number of at least 0")
+    if settings.threads is not None and settings.threads < 1:
+        faults.append(f"threads is {settings.threads} but must be a whole number above 0")
+    if settings.backend == "nccl" and settings.device != "cuda":
+        faults.append(f"backend is nccl, which moves CUDA tensors only, but device is {settings.device}: use gloo")
+    if settings.backend == "dure_shm" and settings.device == "cuda":
+        faults.append("backend is dure_shm, which moves CPU tensors only, but device is cuda: use nccl or gloo")
+    if settings.backend == "dure_shm" and settings.num_nodes > 1:
+        faults.append(f"backend is dure_shm, which is memory of one host, but nnodes is {settings.num_nodes}: use gloo")
+    if faults:
+        raise SpecInvalid(faults)

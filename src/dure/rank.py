@@ -403,8 +403,10 @@ class Place:
     """Where this rank's Python stacks are written when it is asked for them or crashes."""
     questions_fd: int | None = None
     """A socket on which the supervisor asks what this rank is at."""
+    is_on_several_hosts: bool = False
+    """Whether the run is, or may be in another round."""
     snapshot_fds: tuple[int, ...] = ()
-    """Of each rank, memory that outlives it: what is written there is there in the next round."""
+    """Of each rank of this host, memory that outlives it: what is written there is there in the next round."""
     microbatch_size: int | None = None
     """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""
     trusted_samples: int | None = None

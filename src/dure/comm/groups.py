@@ -49,7 +49,7 @@ class Group(ABC):
         """Return what every rank said, by rank. JSON, never pickled. Communication: two all_gather, blocking."""
 
     def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
-        """Overwrite bytes with those of `source_rank`, of which every rank has as many; a group of one has nothing to do.
+        """Overwrite bytes with those of `source_rank`; every rank has as many. A group of one has nothing to do.
 
         Communication: one broadcast, blocking.
         """

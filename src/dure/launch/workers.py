@@ -27,6 +27,7 @@ from dure.rank import Place, RankInfo, StoreAddress
 if TYPE_CHECKING:
     from dure.launch.hang import HangVerdict
     from dure.launch.nodes import Nodes
+    from dure.launch.way_back import WayBack
 
 _REPORT_LIMIT_BYTES = 2**20
 
@@ -67,6 +68,12 @@ class Launch:
     """What the ranks are told of it."""
     nodes: "Nodes | None" = None
     """The run's other hosts, whose launchers have been met."""
+    output_of: Callable[[int], Output] | None = None
+    """Where a rank's output goes, where the ranks of this host may be others in the next round."""
+    on_change: Callable[[str], None] | None = None
+    """Told why a round was ended, where that was no failure of a rank."""
+    way_back: "WayBack | None" = None
+    """What to do when the node that leads cannot be reached; None: end."""
 
     @property
     def first_rank(self) -> int:
@@ -151,7 +158,8 @@ class KeptMemory:
 
     def __init__(self, launch: Launch) -> None:
         self.heartbeat_fd = unnamed_file("dure-heartbeats")
-        self.heartbeats = Heartbeats(self.heartbeat_fd, launch.world_size)
+        most_ranks = launch.world_size if launch.nodes is None else launch.nodes.most * launch.num_processes
+        self.heartbeats = Heartbeats(self.heartbeat_fd, max(most_ranks, launch.world_size))
         num_snapshots = launch.num_processes if launch.restarts.most else 0
         self.snapshot_fds = tuple(unnamed_file(f"dure-snapshot{rank}") for rank in range(num_snapshots))
 
@@ -159,6 +167,11 @@ class KeptMemory:
     def descriptors(self) -> tuple[int, ...]:
         """What a process must inherit to use it."""
         return self.heartbeat_fd, *self.snapshot_fds
+
+    def forget(self) -> None:
+        """Forget all snapshots: others have gone on meanwhile, from another one."""
+        for descriptor in self.snapshot_fds:
+            os.ftruncate(descriptor, 0)
 
     def close(self) -> None:
         """Give it back."""
@@ -243,6 +256,7 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
             listen_fd=store.listener.fileno() if serves and store.listener is not None else None,
         ),
         interface=None if launch.nodes is None else launch.nodes.interface,
+        is_on_several_hosts=launch.nodes is not None,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,

@@ -25,8 +25,8 @@ from dure.training.snapshot_exchange import Found, Survey, brought_up, collect
 from dure.training.snapshot_memory import (
     MOST_PLACES,
     NUM_PLACES,
-    ShareLayout,
     Origin,
+    ShareLayout,
     SnapshotWriter,
     forget_after,
     newest_common,

@@ -18,7 +18,16 @@ from dure.strategies.pieces import Piece
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import PARTS, Share
-from dure.training.snapshot_memory import PIECES, WHOLE, Held, SavedShare, held, packed_share, read_share, unpacked_share
+from dure.training.snapshot_memory import (
+    PIECES,
+    WHOLE,
+    Held,
+    SavedShare,
+    held,
+    packed_share,
+    read_share,
+    unpacked_share,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,15 @@ class Survey:
     def __init__(self, group: Group, place: Place, own_descriptor: int) -> None:
         """Ask all. Communication: one gathered JSON message of about 300 bytes per rank."""
         mine = [
-            [one.position.samples_seen, one.position.step, one.position.epoch, one.round, one.world_size, one.rank, one.kind]
+            [
+                one.position.samples_seen,
+                one.position.step,
+                one.position.epoch,
+                one.round,
+                one.world_size,
+                one.rank,
+                one.kind,
+            ]
             for one in held(own_descriptor)
         ]
         said = group.all_gather_json([place.rank.node_rank, mine])
@@ -95,7 +112,8 @@ def collect(group: Group, place: Place, descriptors: Sequence[int], survey: Surv
     """
     saved = {one.share.rank: one for one in _local(descriptors, found)}
     for source in survey.to_send(found):
-        numbers, data = [], b""
+        numbers: list[int] = []
+        data = b""
         if group.rank == source:
             numbers, data = packed_share(descriptors[place.rank.local_rank], found.position, found.round)
         numbers, num_bytes = group.all_gather_json([numbers, len(data)])[source]

@@ -110,7 +110,13 @@ class ShareLayout:
         self.num_bytes = 0
         parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
         parts[_PER_RANK] = self._place_all(share.per_rank)
-        layout = {"rank": share.rank, "is_spread": is_spread, "aliases": share.aliases, "parts": parts, "state": share.state.decode()}
+        layout = {
+            "rank": share.rank,
+            "is_spread": is_spread,
+            "aliases": share.aliases,
+            "parts": parts,
+            "state": share.state.decode(),
+        }
         self.text = json.dumps(layout, ensure_ascii=False).encode()
 
     def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
@@ -302,7 +308,12 @@ def packed_share(descriptor: int, position: Position, round_number: int) -> tupl
     memory, entry = _found(descriptor, position, round_number)
     with memory:
         data = memory[entry.begin : entry.begin + entry.num_bytes]
-    return [entry.layout_bytes, entry.state_begin - entry.begin, entry.state_bytes, entry.data_begin - entry.begin], data
+    return [
+        entry.layout_bytes,
+        entry.state_begin - entry.begin,
+        entry.state_bytes,
+        entry.data_begin - entry.begin,
+    ], data
 
 
 def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
@@ -317,9 +328,7 @@ def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
 def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, _Entry]:
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     entries = [_entry(memory, place) for place in range(MOST_PLACES)]
-    entry = next(
-        e for e in entries if e.is_whole and e.position == position and round_number in (None, e.round)
-    )
+    entry = next(e for e in entries if e.is_whole and e.position == position and round_number in (None, e.round))
     return memory, entry
 
 

@@ -1,0 +1,81 @@
+"""Runs on several hosts that survive: a rank dies, a host goes, its cable is cut, and it comes back."""
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.commands import Command, RunFiles, wait_until
+from tests.two_hosts import HEAD, OTHER, ROUNDING, Hosts, ended, last_weights
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+
+TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
+NUM_SAMPLES, BATCH = 97, 8
+UNNAMED = ("train", TASK, "--global-batch-size", BATCH, "--threads", 1, "--record-samples", "--snapshot-every", 1)
+QUIET = ("--quiet", "--task.pause-seconds", 0.02)
+
+
+def words(name: str, epochs: int, *more: object) -> tuple[object, ...]:
+    return (*UNNAMED, "--name", name, "--epochs", epochs, *QUIET, *more)
+
+
+def wait_for_step(run: RunFiles, step: int, command: Command) -> None:
+    command.wait_for(lambda: (records := run.records(0)) and records[-1]["step"] >= step, f"step {step}")
+
+
+def used_samples(run: RunFiles) -> Counter:
+    return Counter(
+        index for path in run.path.glob("rank*.jsonl") for r in run.records(int(path.stem[4:])) for index in r["samples"]
+    )
+
+
+def each_used(run: RunFiles, epochs: int) -> bool:
+    return used_samples(run) == Counter(dict.fromkeys(range(NUM_SAMPLES), epochs))
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    mine, theirs = last_weights(one), last_weights(other)
+    assert mine.keys() == theirs.keys()
+    return max(float(np.abs(mine[name] - theirs[name]).max()) for name in mine)
+
+
+def pauses(run: RunFiles) -> list[float]:
+    """Return how long no step was done around each change: from the last one before it to the first one after."""
+    times = sorted(record["time"] for path in run.path.glob("rank*.jsonl") for record in run.records(int(path.stem[4:])))
+    changes = [event["time"] for event in run.events("training")[1:]]
+    found = []
+    for change in changes:
+        before = [t for t in times if t <= change]
+        after = [t for t in times if t > change]
+        if before and after:
+            found.append(after[0] - before[-1])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_when_they_are_killed_on_any_host_then_the_weights_are_those_of_the_undisturbed(
+    hosts: Hosts, tmp_path, strategy
+):
+    more = ("--nproc", 4, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
+    undisturbed = hosts.both(tmp_path, *words("undisturbed", 6, *more))
+    assert ended(undisturbed) == [0, 0], [command.err for command in undisturbed]
+    commands = hosts.both(tmp_path, *words("run", 6, *more))
+    run = RunFiles(tmp_path / "runs/run")
+    draw = random.Random(0)
+    for number, node in enumerate((1, 0, 1)):
+        wait_for_step(run, 15 * (number + 1), commands[0])
+        time.sleep(0.1 * draw.random())
+        os.kill(draw.choice(commands[node].ranks(2)), signal.SIGKILL)
+        commands[0].wait_for(lambda n=number: len(run.events("training")) == n + 2, "the next round")
+    assert ended(commands) == [0, 0], [command.err for command in commands]
+    assert len(run.events("restart")) == 3
+    assert each_used(run, 6)
+    assert largest_difference(tmp_path / "runs/run", tmp_path / "runs/undisturbed") == 0.0
+    print(pauses(run))

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 NUM_SAMPLES, BATCH = 97, 8
 UNNAMED = ("train", TASK, "--global-batch-size", BATCH, "--threads", 1, "--record-samples", "--snapshot-every", 1)
-QUIET = ("--quiet", "--task.pause-seconds", 0.02)
+QUIET = ("--quiet",)
 
 
 def words(name: str, epochs: int, *more: object) -> tuple[object, ...]:
@@ -59,11 +59,52 @@ def pauses(run: RunFiles) -> list[float]:
     return found
 
 
+CYCLES = 10
+
+
+def descriptors(command: Command) -> int:
+    return len(os.listdir(f"/proc/{command.pid}/fd"))
+
+
+def wait_for_ranks(run: RunFiles, world_size: int, command: Command, rounds: int) -> None:
+    """Wait until a later round trains on so many ranks, and has done two steps."""
+
+    def is_there() -> bool:
+        rounds_there = run.events("training")
+        return len(rounds_there) > rounds and rounds_there[-1]["world_size"] == world_size
+
+    command.wait_for(is_there, f"{world_size} ranks")
+    wait_for_step(run, run.events("training")[-1]["step"] + 2, command)
+
+
+def test_node_when_it_is_killed_and_comes_back_again_and_again_then_the_run_goes_on_as_if_nothing_were(
+    hosts: Hosts, tmp_path
+):
+    paused = ("--task.pause-seconds", 0.05, "--task.paused-until", tmp_path / "hurry", "--nproc", 2)
+    head, other = (hosts.start(node, tmp_path, *words("run", 60, *paused), nnodes="1:2") for node in range(2))
+    run = RunFiles(tmp_path / "runs/run")
+    wait_for_ranks(run, 2, head, 0)
+    before = descriptors(head)
+    for cycle in range(CYCLES):
+        other.kill_all()
+        began = time.monotonic()
+        wait_for_ranks(run, 1, head, 2 * cycle + 1)
+        assert time.monotonic() - began < 5.0
+        other.wait(seconds=5)
+        other = hosts.start(1, tmp_path, *words("run", 60, *paused), nnodes="1:2")
+        wait_for_ranks(run, 2, head, 2 * cycle + 2)
+        assert descriptors(head) <= before
+    (tmp_path / "hurry").touch()
+    assert ended((head, other)) == [0, 0], head.err + other.err
+    assert each_used(run, 60)
+    print(pauses(run), run.events("repeated"))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_when_they_are_killed_on_any_host_then_the_weights_are_those_of_the_undisturbed(
     hosts: Hosts, tmp_path, strategy
 ):
-    more = ("--nproc", 4, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
+    more = ("--task.pause-seconds", 0.02, "--nproc", 4, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
     undisturbed = hosts.both(tmp_path, *words("undisturbed", 6, *more))
     assert ended(undisturbed) == [0, 0], [command.err for command in undisturbed]
     commands = hosts.both(tmp_path, *words("run", 6, *more))

@@ -100,6 +100,52 @@ def test_node_when_it_is_killed_and_comes_back_again_and_again_then_the_run_goes
     print(pauses(run), run.events("repeated"))
 
 
+def test_cable_when_it_is_cut_for_a_while_then_one_side_trains_and_the_other_comes_back(hosts: Hosts, tmp_path):
+    paused = ("--task.pause-seconds", 0.05, "--task.paused-until", tmp_path / "hurry", "--nproc", 2)
+    head, other = (hosts.start(node, tmp_path, *words("run", 90, *paused), nnodes="1:2") for node in range(2))
+    run = RunFiles(tmp_path / "runs/run")
+    wait_for_ranks(run, 2, head, 0)
+    try:
+        hosts.cut()
+        time.sleep(5.0)
+        assert len(run.events("training")) == 1
+        hosts.mend()
+        wait_for_step(run, run.records(0)[-1]["step"] + 5, head)
+        assert len(run.events("training")) == 1
+        hosts.cut()
+        began = time.monotonic()
+        wait_for_ranks(run, 1, head, 1)
+        assert time.monotonic() - began < 15.0
+        time.sleep(max(0.0, began + 20.0 - time.monotonic()))
+        assert other.code is None
+        assert not [p for p in other.processes() if p.pid != other.pid]
+    finally:
+        hosts.mend()
+    wait_for_ranks(run, 2, head, 2)
+    (tmp_path / "hurry").touch()
+    assert ended((head, other)) == [0, 0], head.err + other.err
+    assert each_used(run, 90)
+    print(pauses(run), run.events("repeated"), other.err)
+
+
+def test_leader_when_it_is_killed_then_the_other_leads_and_takes_it_back(hosts: Hosts, tmp_path):
+    paused = ("--task.pause-seconds", 0.05, "--task.paused-until", tmp_path / "hurry", "--nproc", 2)
+    head, other = (hosts.start(node, tmp_path, *words("run", 60, *paused), nnodes="1:2") for node in range(2))
+    run = RunFiles(tmp_path / "runs/run")
+    wait_for_ranks(run, 2, head, 0)
+    head.kill_all()
+    began = time.monotonic()
+    wait_for_ranks(run, 1, other, 1)
+    print(time.monotonic() - began)
+    head.wait()
+    head = hosts.start(0, tmp_path, *words("run", 60, *paused), nnodes="1:2")
+    wait_for_ranks(run, 2, other, 2)
+    (tmp_path / "hurry").touch()
+    assert ended((head, other)) == [0, 0], head.err + other.err
+    assert each_used(run, 60)
+    print(pauses(run), run.events("repeated"))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_when_they_are_killed_on_any_host_then_the_weights_are_those_of_the_undisturbed(
     hosts: Hosts, tmp_path, strategy

@@ -157,8 +157,9 @@ class Nodes:
 
     @property
     def first_rank(self) -> int:
-        """The first of this node's ranks: they follow each other in the order of nodes."""
-        return sum(member.num_ranks for member in self.members if member.node_rank < self.me.node_rank)
+        """The first of this node's ranks: the leader's come first, and then the others' in the order of nodes."""
+        own = [member.node_rank for member in self.members].index(self.me.node_rank)
+        return sum(member.num_ranks for member in self.members[:own])
 
     @property
     def why_lost(self) -> str | None:
@@ -405,8 +406,8 @@ class Nodes:
     # --- nodes that come and go
 
     def take_in(self, members: Sequence[Member]) -> None:
-        """Let the next round be of these nodes."""
-        self.members = tuple(sorted(members, key=lambda member: member.node_rank))
+        """Let the next round be of these nodes; rank 0, whose store all meet in, is on the leader."""
+        self.members = tuple(sorted(members, key=lambda one: (one.node_rank != self.leader, one.node_rank)))
 
     def add(self, rank: int, channel: Channel) -> None:
         """Know a node that has come, on the leader; it is of the next round when it says that it is ready."""

@@ -266,7 +266,7 @@ def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None
     num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
     check_devices(resolve_device(spec.device), num_here, shared=spec.share_devices)
     if spec.faults is not None:
-        read_faults(spec.faults, count_processes(spec))
+        read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
     if STRATEGIES[spec.strategy or "single"].checks_model:

@@ -380,6 +380,10 @@ class StoreAddress:
     """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
 
 
+CUT = "cut"
+"""In a rank's report: it is no failure, but asks that its host fall silent for so many seconds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """What a launcher tells a worker about its place among the others."""
@@ -405,6 +409,8 @@ class Place:
     """A socket on which the supervisor asks what this rank is at."""
     is_on_several_hosts: bool = False
     """Whether the run is, or may be in another round."""
+    epoch: int | None = None
+    """Of the node that leads a run on several hosts: `dure.epochs`; None: nobody else can."""
     snapshot_fds: tuple[int, ...] = ()
     """Of each rank of this host, memory that outlives it: what is written there is there in the next round."""
     microbatch_size: int | None = None

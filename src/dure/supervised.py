@@ -132,7 +132,7 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool)
 
 def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
     """Say that the run goes on with other nodes, and write it down on the one that leads."""
-    there = [member.node_rank for member in nodes.members]
+    there = sorted(member.node_rank for member in nodes.members)
     if nodes.is_leader:
         run.append_event("nodes", message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader)
         for stale in run.path.glob("logs/failure-rank*.json"):
@@ -191,7 +191,10 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
             error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
-    if outcome.lost is not None:
+    if outcome.lost is not None and not is_own and _ended_complete(run):
+        _say(outcome.lost, spec)  # it was done without this node
+        verdict = None
+    elif outcome.lost is not None:
         text = f"{outcome.lost}; `dure train --resume {run.path}` goes on from the last checkpoint"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     elif outcome.hang is not None:

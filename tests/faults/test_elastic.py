@@ -1,6 +1,5 @@
 """Runs on several hosts that survive: a rank dies, a host goes, its cable is cut, and it comes back."""
 
-import itertools
 import os
 import random
 import signal
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.commands import Command, RunFiles, wait_until
-from tests.two_hosts import HEAD, OTHER, ROUNDING, Hosts, ended, last_weights
+from tests.commands import Command, RunFiles
+from tests.two_hosts import Hosts, ended, last_weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -32,7 +31,10 @@ def wait_for_step(run: RunFiles, step: int, command: Command) -> None:
 
 def used_samples(run: RunFiles) -> Counter:
     return Counter(
-        index for path in run.path.glob("rank*.jsonl") for r in run.records(int(path.stem[4:])) for index in r["samples"]
+        index
+        for path in run.path.glob("rank*.jsonl")
+        for r in run.records(int(path.stem[4:]))
+        for index in r["samples"]
     )
 
 
@@ -48,7 +50,9 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def pauses(run: RunFiles) -> list[float]:
     """Return how long no step was done around each change: from the last one before it to the first one after."""
-    times = sorted(record["time"] for path in run.path.glob("rank*.jsonl") for record in run.records(int(path.stem[4:])))
+    times = sorted(
+        record["time"] for path in run.path.glob("rank*.jsonl") for record in run.records(int(path.stem[4:]))
+    )
     changes = [event["time"] for event in run.events("training")[1:]]
     found = []
     for change in changes:
@@ -150,7 +154,20 @@ def test_leader_when_it_is_killed_then_the_other_leads_and_takes_it_back(hosts: 
 def test_ranks_when_they_are_killed_on_any_host_then_the_weights_are_those_of_the_undisturbed(
     hosts: Hosts, tmp_path, strategy
 ):
-    more = ("--task.pause-seconds", 0.02, "--nproc", 4, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
+    more = (
+        "--task.pause-seconds",
+        0.02,
+        "--nproc",
+        4,
+        "--strategy",
+        strategy,
+        "--task.dropout",
+        0.2,
+        "--task.adam",
+        "true",
+        "--max-restarts",
+        9,
+    )
     undisturbed = hosts.both(tmp_path, *words("undisturbed", 6, *more))
     assert ended(undisturbed) == [0, 0], [command.err for command in undisturbed]
     commands = hosts.both(tmp_path, *words("run", 6, *more))

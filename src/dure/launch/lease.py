@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = ".leader"
+from dure.epochs import FOLDER, begin_epoch, newest_epoch
+
 _LEASE = "lease.json"
-_EPOCH = "epoch-"
 _LEASE_BYTES = 1024
 RENEW_SECONDS = 0.5
 STALE_SECONDS = 2.0
@@ -64,11 +64,8 @@ class Lease:
             port: At which it lets them in.
             after: The epoch that ended; None: whatever is there, at the start of a run.
         """
-        self.folder.mkdir(exist_ok=True)
         epoch = (newest_epoch(self.folder.parent) if after is None else after) + 1
-        try:
-            os.close(os.open(self.folder / f"{_EPOCH}{epoch}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-        except FileExistsError:
+        if not begin_epoch(self.folder.parent, epoch):
             return False
         self.epoch, self.is_deposed = epoch, False
         self._mine = {
@@ -133,16 +130,6 @@ class Lease:
     def look_anew(self) -> None:
         """Begin to watch now."""
         self._seen, self._seen_at = None, 0.0
-
-
-def newest_epoch(run: Path) -> int:
-    """Return the number of the last epoch that a node began; 0 where none did."""
-    try:
-        names = os.listdir(run / FOLDER)
-    except OSError:
-        return 0
-    numbers = (name.removeprefix(_EPOCH) for name in names if name.startswith(_EPOCH))
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def live_leader(run: Path) -> Leader | None:

@@ -122,7 +122,7 @@ class Nodes:
         self._answers: list[list[Any]] = []
         self.ready: set[int] = set()
         """Nodes that have imported what their ranks need."""
-        self._next_beat = 0.0
+        self._next_beat = self._pumped_at = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -321,6 +321,11 @@ class Nodes:
 
     def pump(self) -> None:
         """Hear what has come, say that this node is there, note who is not, and let in who comes."""
+        now, before, self._pumped_at = time.monotonic(), self._pumped_at, time.monotonic()
+        if self._is_running and before and now - before > self._patience():
+            # this host was frozen: to the others it is lost, and what they sent meanwhile is of the past
+            for rank in list(self._channels):
+                self._lose(rank, f"this host stood still for {now - before:.0f} s")
         for rank in list(self._channels):
             try:
                 channel = self._channels[rank]

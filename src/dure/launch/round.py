@@ -1,6 +1,7 @@
 """One round of a job on one host: its ranks are started, watched, and ended together."""
 
 import select
+import signal
 import socket
 import sys
 import time
@@ -98,6 +99,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         grace = _grace(ending, launch, [worker.end for worker in workers if worker.end is not None])
         others: list[int] = []
         if launch.nodes is not None:
+            _fall_silent(launch.nodes, alive)
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
             others = launch.nodes.descriptors
         if grace is not None:
@@ -171,6 +173,20 @@ def _heed_others(
         return _FAILURE_GRACE_SECONDS
     graces = [_grace(said, launch) for said in nodes.endings]
     return _least(*graces) if graces else None
+
+
+def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
+    """Let this host stand still and say nothing, where a planned fault asks for it."""
+    seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
+    if seconds is None:
+        return
+    for worker in alive:
+        worker.send(signal.SIGSTOP)
+    time.sleep(seconds)
+    nodes.pump()
+    if nodes.shaken is None and nodes.lost is None:  # else they are ended without another instruction
+        for worker in alive:
+            worker.send(signal.SIGCONT)
 
 
 def _least(*graces: float | None) -> float | None:

@@ -89,7 +89,7 @@ class WayBack:
             if time.monotonic() - last_seen > _GONE_SECONDS:
                 nodes.lost = f"{why}; the run has ended on the other side meanwhile"
                 return None
-            is_free = unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS and not was_leader
+            is_free = found is not None and unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS and not was_leader
             if is_free and (way := self._lead(nodes, lease, set(old))) is not None:
                 return way
             time.sleep(_LOOK_SECONDS)

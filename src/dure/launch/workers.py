@@ -22,7 +22,7 @@ from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
 from dure.machine import count_oom_kills
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.rank import CUT, Place, RankInfo, StoreAddress
 
 if TYPE_CHECKING:
     from dure.launch.hang import HangVerdict
@@ -132,6 +132,15 @@ class Worker:
     def _was_memory_short(self) -> bool | None:
         before, now = self.oom_kills_before, count_oom_kills()
         return None if before is None or now is None else now > before
+
+    def asked_cut(self) -> float | None:
+        """Return for how many seconds it asks that its host fall silent, once."""
+        if self.end is not None or not os.fstat(self.report_fd).st_size:
+            return None
+        seconds = (_read_report(self.report_fd) or {}).get(CUT)
+        if seconds is not None:
+            os.ftruncate(self.report_fd, 0)
+        return None if seconds is None else float(seconds)
 
     def send(self, number: int) -> None:
         """Send a signal, unless it is gone."""
@@ -257,6 +266,7 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
         ),
         interface=None if launch.nodes is None else launch.nodes.interface,
         is_on_several_hosts=launch.nodes is not None,
+        epoch=None if launch.nodes is None or launch.nodes.lease is None else launch.nodes.lease.epoch,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,

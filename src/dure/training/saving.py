@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from dure.epochs import refuse_if_over
 from dure.errors import DiskFull, GroupShrank
 from dure.measure.records import Metric
 from dure.rundir import RunDir
@@ -41,7 +42,8 @@ class Saver:
         self.run = run
         self.progression = progression
         self.event = event
-        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn)
+        fence = partial(refuse_if_over, run.path, session.place.epoch)
+        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn, fence)
         minutes = session.spec.checkpoint_every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60
         self.last_time = time.monotonic()

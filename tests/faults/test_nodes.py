@@ -94,7 +94,7 @@ def test_rank_when_it_fails_on_the_other_host_then_both_name_it_and_end(hosts, t
 
 
 def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_two_seconds(hosts, tmp_path):
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 4)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 4, "--max-restarts", 0)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
     time.sleep(0.5)
     os.kill(commands[0].ranks(2)[1], signal.SIGKILL)

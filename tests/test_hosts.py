@@ -27,7 +27,7 @@ WHERE = ("--nnodes", "2", "--node-rank", "0", "--rendezvous", "10.0.0.1")
         (["--nnodes", "3:2", *WHERE[2:], "--nproc", "2"], "nnodes is 3:2 but must be the fewest and the most hosts"),
         (["--nnodes", "1:2:3"], "nnodes is '1:2:3' but must be a whole number above 0, or the fewest and the most"),
         (
-            ["--nnodes", "1:2", *WHERE[2:], "--nproc", "4", "--strategy", "fsdp", "--mesh", "replicate=2,shard=2"],
+            ["--nnodes", "1:2", *WHERE[2:], "--nproc", "4", "--strategy", "fsdp", "--mesh", "replica=2,shard=2"],
             "a layout of 4 devices, but nnodes is 1:2, so that there may be fewer: leave one of them out",
         ),
         ([*WHERE, "--nproc", "2", "--backend", "dure_shm"], "backend is dure_shm, which is memory of one host"),

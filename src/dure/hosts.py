@@ -107,9 +107,10 @@ def train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several:
         if nodes.folder is None:
             nodes.gather(None)  # node 0 has written the spec, which ranks read
         outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)}, nodes, way_back)
-        if nodes.lease is not None and nodes.is_leader:
+        is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
+        if nodes.lease is not None and is_own:
             held.callback(nodes.lease.give_up)
-        return finish(run, spec, outcome, is_own=nodes.is_leader)
+        return finish(run, spec, outcome, is_own=is_own)
 
 
 def _folder(

@@ -153,7 +153,8 @@ def test_cable_when_it_is_cut_then_one_side_trains_and_the_other_waits_and_comes
         hosts.mend()
         stood_at = len(steps_of(run))
         head.wait_for(lambda: len(steps_of(run)) > stood_at + 20, "steps after a short cut")
-        assert len(run.events("training")) == 3
+        # TCP may take as long again to notice: at most the ranks have started again, and no host counts as lost
+        assert {event["world_size"] for event in run.events("training")[2:]} == {2}
         hosts.cut()
         (tmp_path / "hurry").touch()
         assert ended((head, other)) == [0, 0], head.err + other.err

@@ -5,16 +5,16 @@ on. A run has rounds: all ranks of the nodes that are there start together and e
 node that does not answer longer than `silence_seconds`.
 """
 
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dure.errors import DureError, WorkerFailed
 from dure.launch.channel import Channel, ChannelClosed
+from dure.launch.links import Links
+from dure.launch.member import Member, StoppedByPeer
 from dure.launch.node_messages import end_from_json, end_to_json, refusal_of, refused_error
 from dure.launch.verdict import WorkerEnd
 
@@ -22,46 +22,20 @@ if TYPE_CHECKING:
     from dure.launch.lease import Lease
     from dure.launch.reception import Reception
 
+__all__ = ["Member", "Nodes", "StoppedByPeer"]
+
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Without a word for so long, a node of a run that needs all counts as lost."""
-LOST_SECONDS = 11.0
+LOST_SECONDS = 12.0
 """The same where the others go on without it: the whole must be over within 15 s."""
-LEADER_LOST_SECONDS = 9.0
+LEADER_LOST_SECONDS = 10.5
 """After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them."""
-QUIET_SECONDS = 2.5
-"""Without a word for so long, ranks that do not get on may be waiting for that node."""
 _PREPARATION_SECONDS = 600.0
 """Before the ranks run, a launcher that imports says nothing for a while."""
-_FLUSH_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One node of a run."""
-
-    node_rank: int
-    host: str
-    address: str
-    """Its own, on the way to the leader; for node 0 the rendezvous'."""
-    num_ranks: int
-    clock_behind_seconds: float = 0.0
-    """Behind the leader's clock."""
-
-    def __str__(self) -> str:
-        """Name it for people."""
-        return f"node {self.node_rank} ({self.host}, {self.address})"
-
-
-class StoppedByPeer(BaseException):
-    """Another node was asked to stop while this one had not started its ranks."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__("another node was asked to stop")
-
-
-class Nodes:
+class Nodes(Links):
     """All nodes of a run, as one of them sees them."""
 
     def __init__(
@@ -104,16 +78,20 @@ class Nodes:
         self.refusal: DureError | None = None
         """Why another node does not go on."""
         self.is_over = False
+        self.is_under_way = False
+        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
         self.ending: dict[str, Any] = {}
         """What the leader said at the end."""
         self.has_lost_leader = False
+        self.is_new_leader = self.is_outdated = False
+        """Whether this node has taken the lead and begun no round, and whether one that came has gone on for longer."""
         self.folder: str | None = None
         """The run's, where this node came to a run that had begun."""
         self.silence_seconds: float | None = None
         """What counts as lost; None: `SILENCE_SECONDS`, or less where the run goes on."""
         self.next_round: Mapping[str, Any] | None = None
         """What the leader said of the round that is to begin."""
-        self._channels = channels
+        super().__init__(channels)
         self._signals: list[tuple[int, int]] = []
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
@@ -197,7 +175,7 @@ class Nodes:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         """Leave; the others are told if it is because this node does not go on."""
-        goes_on_without = self.is_elastic and self._is_running
+        goes_on_without = self.is_elastic and self.is_under_way
         if error is not None and not self.is_over and self.refusal is None and not goes_on_without:
             self.send_to_all(refusal_of(error))
         self.close()
@@ -244,6 +222,7 @@ class Nodes:
     def open_round(self, port: int, told: Mapping[str, Any]) -> None:
         """Tell all that a round begins, on the leader, and what their ranks are to be told."""
         self.round += 1
+        self.is_new_leader = self.is_outdated = False
         members = [asdict(member) for member in self.members]
         here = {member.node_rank for member in self.members}
         for rank in [rank for rank in self._channels if rank in here]:
@@ -310,14 +289,8 @@ class Nodes:
     @property
     def descriptors(self) -> list[int]:
         """What to wait on for a word of the others."""
-        own = [channel.fileno() for channel in self._channels.values()]
+        own = super().descriptors
         return own if self.reception is None else [*own, *self.reception.descriptors]
-
-    @property
-    def is_one_quiet(self) -> bool:
-        """Whether a node has said nothing for longer than it should."""
-        now = time.monotonic()
-        return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
 
     def pump(self) -> None:
         """Hear what has come, say that this node is there, note who is not, and let in who comes."""
@@ -333,7 +306,8 @@ class Nodes:
                 for message in channel.receive():
                     self._hear(rank, message)
                 silent = time.monotonic() - channel.last_heard
-                if self._is_running and silent > self._patience():
+                is_importing = self.is_leader and self.is_elastic and rank not in self.ready
+                if self._is_running and silent > self._patience() and not is_importing:
                     raise ChannelClosed(f"nothing was heard of it for {silent:.0f} s")
             except ChannelClosed as error:
                 self._lose(rank, str(error))
@@ -342,6 +316,8 @@ class Nodes:
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             self.send_to_all({"kind": "beat"})
+        if self.lease is not None and not self.is_leader and self.is_one_quiet:
+            self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
         if self.lease is not None and self.is_leader:
             self.lease.renew(self.round)
             if self.lease.is_deposed and self.shaken is None:
@@ -387,23 +363,9 @@ class Nodes:
         taken, self._looks = self._looks, []
         return taken
 
-    def close(self) -> None:
-        """Say what is still to be said, and leave."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while any(channel.has_unsent for channel in self._channels.values()) and time.monotonic() < deadline:
-            for rank, channel in list(self._channels.items()):
-                try:
-                    channel.flush()
-                except ChannelClosed:
-                    del self._channels[rank]
-            time.sleep(0.01)
-        self.drop_all()
-
     def drop_all(self) -> None:
         """Close all connections, and listen no more."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        super().drop_all()
         if self.reception is not None:
             self.reception.close()
             self.reception = None
@@ -435,6 +397,7 @@ class Nodes:
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
         self.ready.clear()
+        self.is_new_leader = True
         self.take_in([self.me])
         self._begin()
 
@@ -483,24 +446,9 @@ class Nodes:
         if self.is_leader:
             self.send_to_all(dict(message), but=rank)
 
-    def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Send to one node; a message that is too long stays here."""
-        if rank not in self._channels:
-            return
-        try:
-            with suppress(ValueError):
-                self._channels[rank].send(message)
-        except ChannelClosed as error:
-            self._lose(rank, str(error))
-
     def send_to_first(self, message: dict[str, Any]) -> None:
         """Send to the leader."""
         self.send(self.leader, message)
-
-    def send_to_all(self, message: dict[str, Any], but: int | None = None) -> None:
-        """Send to all nodes that this one has a connection with."""
-        for rank in [rank for rank in self._channels if rank != but]:
-            self.send(rank, message)
 
     def _lose(self, rank: int, why: str) -> None:
         """Take note that a node is gone, and tell the others."""
@@ -517,15 +465,8 @@ class Nodes:
             "the nodes is cut"
         )
         self.has_lost_leader = not self.is_leader
-        if self.is_elastic and self._is_running:
+        if self.is_elastic and self.is_under_way:
             self.shake(text)
         elif self.lost is None and self.refusal is None:
             self.lost = text
             self.send_to_all({"kind": "lost", "text": self.lost})
-
-    def sleep(self, most_seconds: float) -> None:
-        """Wait until something comes, at most so long."""
-        poll = select.poll()
-        for descriptor in self.descriptors:
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(most_seconds * 1000)

@@ -74,14 +74,16 @@ class Reception:
                     channel.send({"kind": "later"})
                     channel.close()
                     continue
-                is_same = said.get("round") == nodes.round
+                theirs = int(said.get("round", -1))
+                if nodes.is_new_leader and theirs > nodes.round:
+                    nodes.round, nodes.is_outdated = theirs, True
                 channel.send(
                     {
                         "kind": "welcome",
                         "folder": self.folder,
                         "epoch": 0 if nodes.lease is None else nodes.lease.epoch,
                         "leader": nodes.leader,
-                        "keeps_memory": is_same,
+                        "keeps_memory": theirs == nodes.round,
                         "members": [asdict(one) for one in (*nodes.members, member)],
                     }
                 )

@@ -263,6 +263,11 @@ def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, 
             welcome = _first_answer(settings, channel, deadline)
             if welcome["kind"] == "later":
                 channel.close()
+                if time.monotonic() > deadline:
+                    raise EnvironmentLacks(
+                        f"node {settings.node_rank} of the run is there already: give this one another --node-rank, or "
+                        "end the other one"
+                    )
                 time.sleep(_LOOK_SECONDS)
                 continue
             members = [Member(**member) for member in welcome["members"]]

@@ -29,6 +29,8 @@ from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 _PREPARATION_SECONDS = 600.0
 """Within which all nodes of a first round have imported what their ranks need."""
+_KEPT = ("microbatch_size", "trusted_samples")
+"""What ranks are told in every round."""
 _LAST_WORD_SECONDS = 30.0
 """How long a node that was asked to stop between two rounds waits for the leader's last word."""
 
@@ -89,10 +91,13 @@ class _Rounds:
         """Until when it does."""
         self.hope = 0.0
         """Until when it waits for those that cannot be reached, too."""
+        self.is_waiting = False
+        """Whether people were told that too few are there."""
 
     def run(self) -> None:
         """Run rounds until there is no more."""
         nodes = self.nodes
+        nodes.is_under_way = True
         if nodes.reception is not None and self.launch.way_back is not None:
             nodes.reception.folder = self.launch.way_back.folder  # from here on nodes may come
         if not nodes.is_leader:
@@ -149,10 +154,16 @@ class _Rounds:
             known |= nodes.reception.waiting
         there = {rank for rank in known if nodes.is_known(rank)}
         ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}
-        now = time.monotonic()
+        now, way_back = time.monotonic(), self.launch.way_back
         wanted = self.expected if now < self.hope else self.expected & there
         if len(ready) >= nodes.fewest and wanted <= ready:
+            self.is_waiting = False
             return [known[rank] for rank in ready]
+        if len(there) < nodes.fewest and not self.is_waiting and way_back is not None:
+            self.is_waiting = True
+            way_back.on_wait(
+                f"{len(there)} of the {nodes.fewest} nodes that the run needs are there: it waits for more"
+            )
         if now > self.patience:
             nodes.lost = nodes.lost or (
                 f"{len(ready)} of the {nodes.fewest} nodes that the run needs are there and ready, and the others did "
@@ -170,6 +181,8 @@ class _Rounds:
         if nodes.lease is not None and nodes.lease.is_taken():
             nodes.lease.is_deposed = True
             return self._next()
+        if nodes.is_outdated:
+            self.memory.forget()
         host = self._store_host()
         listener = listening_on(host)
         told = {"microbatch_size": None, "trusted_samples": None, **self.told}
@@ -184,8 +197,14 @@ class _Rounds:
     def _placed(self, told: Mapping[str, Any]) -> Launch:
         """Return what is started here in this round, after people were told why there is one."""
         launch, nodes = self.launch, self.nodes
-        if told.get("restart") is not None and launch.on_restart is not None:
-            launch.on_restart(_restart_from_json(told["restart"]))
+        if not nodes.is_leader:
+            self.told = {key: told.get(key) for key in _KEPT}  # this node may lead later
+        if told.get("restart") is not None:
+            restart = _restart_from_json(told["restart"])
+            if not nodes.is_leader:
+                self.restarts.heed(restart)
+            if launch.on_restart is not None:
+                launch.on_restart(restart)
         if told.get("change") is not None and launch.on_change is not None:
             launch.on_change(str(told["change"]))
         launch = replace(
@@ -222,7 +241,7 @@ class _Rounds:
             return False
         if self.hang is not None and hangs is not None and hangs.action == "stop":
             return False
-        known = {key: self.told.get(key) for key in ("microbatch_size", "trusted_samples")}
+        known = {key: self.told.get(key) for key in _KEPT}
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
         timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
         self.patience = time.monotonic() + timeout
@@ -258,7 +277,7 @@ class _Rounds:
         if not found.keeps_memory:
             self.memory.forget()
         if nodes.is_leader:
-            self.told = {"change": said}
+            self.told = {**{key: self.told.get(key) for key in _KEPT}, "change": said}
             self.expected = found.expected
             self.patience = time.monotonic() + way_back.timeout_seconds
             self.hope = time.monotonic() + found.patience_seconds

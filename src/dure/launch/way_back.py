@@ -25,6 +25,8 @@ _BETWEEN_SECONDS = 1.0
 """Between two of those that could take over."""
 _OTHERS_SECONDS = 4.0
 """How long who took over waits for those that lost the same leader."""
+NOBODY = -1
+"""As the node rank of a leader that is not known."""
 _GONE_SECONDS = 2.0
 """Without a lease for so long, the run has ended."""
 
@@ -71,8 +73,8 @@ class WayBack:
         place = old.index(nodes.me.node_rank) if nodes.me.node_rank in old else len(old)
         was_leader = lease.is_deposed
         nodes.drop_all()
-        lease.look_anew()
-        began, last_seen, has_told = time.monotonic(), time.monotonic(), False
+        nodes.leader = NOBODY
+        began, last_seen, has_told, is_second = time.monotonic(), time.monotonic(), False, False
         first: tuple[int, int] | None = None
         while time.monotonic() - began < self.timeout_seconds and not is_stopped():
             unchanged, found = lease.unchanged_seconds(), lease.read()
@@ -85,14 +87,21 @@ class WayBack:
                         has_told = True
                         self.on_wait(f"{why}; the run goes on without this node, which tries to come back")
                     if (way := self._come(nodes, lease, found)) is not None:
-                        return way
+                        # what an old leader's ranks did last may have been when another led
+                        return replace(way, keeps_memory=way.keeps_memory and not was_leader)
             if time.monotonic() - last_seen > _GONE_SECONDS:
                 nodes.lost = f"{why}; the run has ended on the other side meanwhile"
                 return None
-            is_free = found is not None and unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS and not was_leader
-            if is_free and (way := self._lead(nodes, lease, set(old))) is not None:
-                return way
+            is_free = unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS
+            if is_free and found is not None:
+                # an epoch that was begun, and of which nothing came, is over as well
+                ended = None if is_second else max(lease.epoch, found.epoch)
+                if (way := self._lead(nodes, lease, set(old), ended)) is not None or nodes.lost:
+                    return way
+                is_second = True
             time.sleep(_LOOK_SECONDS)
+        if is_stopped():
+            return None
         nodes.lost = f"{why}; it could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout)"
         return None
 
@@ -117,10 +126,10 @@ class WayBack:
         nodes.follow(channel, int(welcome["leader"]))
         return WayFound(keeps_memory=bool(welcome["keeps_memory"]), expected=set())
 
-    def _lead(self, nodes: Nodes, lease: Lease, old: set[int]) -> WayFound | None:
+    def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> WayFound | None:
         """Take over, if no other was sooner and this node can listen."""
         own = nodes.own_address
-        if not lease.claim(nodes.me.node_rank, own, self.port, after=lease.epoch):
+        if not lease.claim(nodes.me.node_rank, own, self.port, after=ended):
             lease.look_anew()
             return None
         try:

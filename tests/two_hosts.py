@@ -33,11 +33,12 @@ class Hosts:
         several: bool = True,
         secret: str = "secret",
         nnodes: str = "2",
+        at: int | None = None,
         **environ: str,
     ) -> Command:
         where = ("--nnodes", nnodes, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", secret)
         where = (*where, "--rendezvous-timeout", 30) if several else ()
-        return self.servers[node].start(folder, words[0], *where, *words[1:], **environ)
+        return self.servers[node if at is None else at].start(folder, words[0], *where, *words[1:], **environ)
 
     def cut(self) -> None:
         """Pull the cable between the hosts."""

@@ -195,7 +195,9 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         _say(outcome.lost, spec)  # it was done without this node
         verdict = None
     elif outcome.lost is not None:
-        text = f"{outcome.lost}; `dure train --resume {run.path}` goes on from the last checkpoint"
+        goes_on_elsewhere = not is_own and spec.fewest_nodes < spec.num_nodes
+        cure = "" if goes_on_elsewhere else f"; `dure train --resume {run.path}` goes on from the last checkpoint"
+        text = f"{outcome.lost}{cure}"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     elif outcome.hang is not None:
         text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"

@@ -64,8 +64,8 @@ def pauses(run: RunFiles) -> dict[int, list[float]]:
     return found
 
 
-def is_each_sample_used(run: RunFiles, epochs: int = EPOCHS) -> bool:
-    used = Counter(index for rank in range(4) for record in run.records(rank) for index in record["samples"])
+def is_each_sample_used(run: RunFiles, epochs: int = EPOCHS, ranks: int = 4) -> bool:
+    used = Counter(index for rank in range(ranks) for record in run.records(rank) for index in record["samples"])
     return used == Counter(dict.fromkeys(range(NUM_SAMPLES), epochs))
 
 
@@ -120,10 +120,6 @@ def test_host_when_it_is_killed_and_comes_back_again_and_again_then_the_weights_
         grown_from = grown_from or leader.memory_info().rss
     assert len(os.listdir(f"/proc/{head.pid}/fd")) <= open_files
     assert leader.memory_info().rss - grown_from < GROWTH_BYTES
-    head.kill_all()  # and now the one that leads
-    wait_for_ranks(run, 1, other, 2 * CYCLES + 1)
-    head = hosts.start(0, tmp_path, *words, nnodes="1:2")
-    wait_for_ranks(run, 2, other, 2 * CYCLES + 2)
     (tmp_path / "hurry").touch()
     assert ended((head, other)) == [0, 0], head.err + other.err
     assert is_each_sample_used(run)
@@ -180,3 +176,32 @@ def test_leader_when_it_stands_still_then_the_other_leads_and_it_comes_back_as_o
     assert is_each_sample_used(run)
     assert largest_difference(run.path, undisturbed(hosts, tmp_path)) < ROUNDING
     assert max(pauses(run)[1]) < SILENCE_SECONDS
+
+
+@pytest.mark.slow
+def test_three_hosts_when_the_leader_is_killed_and_then_too_few_are_left_then_they_wait_and_go_on(
+    hosts: Hosts, tmp_path
+):
+    words = train("run", *paused(tmp_path), "--nproc", 6)
+
+    def start(node: int) -> Command:
+        return hosts.start(node, tmp_path, *words, nnodes="2:3", at=min(node, 1))
+
+    first, second, third = (start(node) for node in range(3))
+    run = RunFiles(tmp_path / "runs/run")
+    wait_for_ranks(run, 6, first, 0)
+    first.kill_all()
+    wait_for_ranks(run, 4, second, 1)
+    third.kill_all()
+    wait_until(lambda: "1 of the 2 nodes that the run needs are there" in second.err, "the others")
+    assert len(run.events("training")) == 2
+    third = start(2)
+    wait_for_ranks(run, 4, second, 2)
+    first = start(0)
+    wait_for_ranks(run, 6, second, 3)
+    (tmp_path / "hurry").touch()
+    assert ended((first, second, third)) == [0, 0, 0], first.err + second.err + third.err
+    assert {event["leader"] for event in run.events("nodes")} == {1}
+    assert is_each_sample_used(run, ranks=6)
+    assert largest_difference(run.path, undisturbed(hosts, tmp_path)) < ROUNDING
+    assert max(pauses(run)[4][:1]) < RESET_SECONDS

@@ -159,7 +159,7 @@ class _Rounds:
         if len(ready) >= nodes.fewest and wanted <= ready:
             self.is_waiting = False
             return [known[rank] for rank in ready]
-        if len(there) < nodes.fewest and not self.is_waiting and way_back is not None:
+        if len(there) < nodes.fewest and now > self.hope and not self.is_waiting and way_back is not None:
             self.is_waiting = True
             way_back.on_wait(
                 f"{len(there)} of the {nodes.fewest} nodes that the run needs are there: it waits for more"

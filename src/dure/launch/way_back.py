@@ -102,7 +102,10 @@ class WayBack:
             time.sleep(_LOOK_SECONDS)
         if is_stopped():
             return None
-        nodes.lost = f"{why}; it could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout)"
+        nodes.lost = (
+            f"{why}; it could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout): start the "
+            "same command once more when it can"
+        )
         return None
 
     def _come(self, nodes: Nodes, lease: Lease, leader: Leader) -> WayFound | None:

@@ -122,9 +122,9 @@ def collect(group: Group, place: Place, descriptors: Sequence[int], survey: Surv
         one = unpacked_share(numbers, received)
         saved.setdefault(one.share.rank, one)
     checkpoint = checkpoint_of(_shares(saved, found.world_size), found.position, group.rank)
-    own = survey.has(found, group.rank)
-    if not (found.world_size == group.world_size and any(one.rank == group.rank for one in own)):
-        # it was another rank, or none: what belongs to a rank alone is not its own
+    if not survey.is_everybodys(found):
+        # a rank was another one, or is new: what belongs to a rank alone is then taken up by none, as after a resume
+        # with another number of ranks
         checkpoint.manifest = checkpoint.manifest.model_copy(update={"world_size": 0})
     return checkpoint
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.commands import Command, RunFiles
+from tests.commands import Command, RunFiles, wait_until
 from tests.two_hosts import ROUNDING, Hosts, ended, last_weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
@@ -32,9 +32,9 @@ def train(name: str, *more: object, epochs: int = EPOCHS) -> tuple[object, ...]:
     return (*usual, "--name", name, "--epochs", epochs, *more)
 
 
-def paused(folder: Path) -> tuple[object, ...]:
+def paused(folder: Path, nproc: int = 2) -> tuple[object, ...]:
     """Return words for a run that lasts until it is to hurry."""
-    return ("--task.pause-seconds", 0.05, "--task.paused-until", folder / "hurry", "--nproc", 2)
+    return ("--task.pause-seconds", 0.05, "--task.paused-until", folder / "hurry", "--nproc", nproc)
 
 
 def steps_of(run: RunFiles) -> list[float]:
@@ -182,7 +182,7 @@ def test_leader_when_it_stands_still_then_the_other_leads_and_it_comes_back_as_o
 def test_three_hosts_when_the_leader_is_killed_and_then_too_few_are_left_then_they_wait_and_go_on(
     hosts: Hosts, tmp_path
 ):
-    words = train("run", *paused(tmp_path), "--nproc", 6)
+    words = train("run", *paused(tmp_path, 6))
 
     def start(node: int) -> Command:
         return hosts.start(node, tmp_path, *words, nnodes="2:3", at=min(node, 1))

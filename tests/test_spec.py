@@ -285,9 +285,9 @@ def test_task_references_when_compared_then_paths_may_be_spelled_differently(one
 
 
 def test_resume_when_the_run_was_on_several_hosts_then_where_they_were_is_not_kept(begun: RunSpec) -> None:
-    base = begun.model_copy(update={"nnodes": 2, "node_rank": 1, "rendezvous": "10.0.0.1:29400"})
+    base = begun.model_copy(update={"nnodes": "2", "node_rank": 1, "rendezvous": "10.0.0.1:29400"})
     spec = settle(base=base).spec
-    assert (spec.nnodes, spec.node_rank, spec.rendezvous) == (1, None, None)
+    assert (spec.nnodes, spec.node_rank, spec.rendezvous) == ("1", None, None)
 
 
 def test_resume_when_the_run_began_with_a_preflight_then_that_is_not_kept(begun: RunSpec) -> None:

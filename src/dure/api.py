@@ -2,47 +2,36 @@
 
 import json
 import os
-import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dure.errors import (
-    FAILED,
-    DureError,
-    EnvironmentLacks,
-    Interrupted,
-    Misuse,
-    RunInvalid,
-    SpecInvalid,
-    TaskInvalid,
-    WorkerFailed,
-)
-from dure.hosts import facts_to_agree_on, preflight_settings, several_hosts
-from dure.launch.child import Output, is_worker
-from dure.launch.hang import tell_of_hang
-from dure.launch.nodes import Nodes
-from dure.launch.rendezvous import NodeSettings, join
-from dure.launch.restarts import Restart, RestartPolicy
-from dure.launch.shared_folder import meet_in_folder
-from dure.launch.supervisor import Outcome, run_workers
-from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
-from dure.launch.watchdog import HangPolicy
-from dure.launch.workers import Launch
+from dure.errors import DureError, Interrupted, Misuse, RunInvalid, SpecInvalid, TaskInvalid, WorkerFailed
+from dure.hosts import preflight_settings, several_hosts, train_on_nodes
+from dure.launch.child import is_worker
+from dure.launch.supervisor import Outcome
+from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
 from dure.lifeline import die_with_parent
-from dure.machine import check_devices, count_cores, resolve_device
+from dure.machine import check_devices, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Launched, Place, RankInfo, StoreAddress, meeting_point, read_launcher
 from dure.report.summary import summarise
-from dure.rundir import SPEC, SUMMARY, RunDir, default_name
+from dure.rundir import SPEC, RunDir
 from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
+from dure.supervised import (
+    count_processes,
+    finish,
+    nothing_half_written,
+    run_folder,
+    signal_of,
+    start_workers,
+    threads_for,
+)
 from dure.training.best import Best
 from dure.training.load_task import (
     build_task,
@@ -54,9 +43,6 @@ from dure.training.load_task import (
 )
 from dure.training.planned_faults import read_faults
 from dure.training.task import Task
-
-_WORKER = "dure.training.worker"
-_REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
 
 AUTO = "auto"
 """In place of the folder of a run to go on with."""
@@ -103,16 +89,16 @@ def train(
     if spec.preflight:
         from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
 
-        refuse_unless_ready(preflight_settings(spec, several, launched, _num_processes(spec)), is_quiet=spec.quiet)
+        refuse_unless_ready(preflight_settings(spec, several, launched, count_processes(spec)), is_quiet=spec.quiet)
     if several is not None:
-        return _train_on_nodes(resolved, resume, several)
+        return train_on_nodes(resolved, resume, several)
     if launched is not None:
         return _train_under_launcher(resolved, resume, launched)
-    run = _run_folder(spec, resume)
-    with run.lock(), _nothing_half_written(run, is_new=resume is None):
+    run = run_folder(spec, resume)
+    with run.lock(), nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)
-        outcome = _start_workers(run, spec, {"kind": "train", "run": str(run.path)})
-        return _finish(run, spec, outcome)
+        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)})
+        return finish(run, spec, outcome)
 
 
 def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict[str, Any]:
@@ -143,8 +129,8 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
     }
     start = time.perf_counter()
     try:
-        outcome = _start_workers(opened, spec, job)
-        stopped_by = _signal_of(outcome)
+        outcome = start_workers(opened, spec, job)
+        stopped_by = signal_of(outcome)
         verdict = judge(opened.path, outcome.ends, stopped_by)
         if verdict is None and stopped_by is not None:
             raise Interrupted("the evaluation was stopped", stop_exit_code(stopped_by))
@@ -281,11 +267,11 @@ def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     """Refuse what can be known to fail before a folder or a process exists."""
     build_task(load_task_class(spec.task), spec.task_options)
-    num_here = spec.nproc // spec.nnodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
+    num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
     check_devices(resolve_device(spec.device), num_here, shared=spec.share_devices)
     if spec.faults is not None:
-        read_faults(spec.faults, _num_processes(spec))
-    if spec.start == "inline" and _num_processes(spec) > 1:
+        read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
+    if spec.start == "inline" and count_processes(spec) > 1:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
     if STRATEGIES[spec.strategy or "single"].checks_model:
         _check_model(spec)
@@ -318,188 +304,6 @@ def _check_model(spec: RunSpec) -> None:
         faults += strategy.check_optimizer(optimizer)
     if faults:
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
-
-
-def _run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
-    if resume is not None:
-        return RunDir.open(Path(resume))
-    name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
-    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None)
-
-
-def _num_processes(spec: RunSpec) -> int:
-    info = STRATEGIES[spec.strategy or "single"]
-    extra = (getattr(spec, info.extra_processes) or spec.nproc) if info.extra_processes else 0
-    return 1 if info.one_process else spec.nproc + extra
-
-
-def _threads(spec: RunSpec, num_processes: int) -> int:
-    return spec.threads or max(1, count_cores() // num_processes)
-
-
-def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: Nodes | None = None) -> Outcome:
-    num_processes = _num_processes(spec) if nodes is None else nodes.me.num_ranks
-    ranks = range(num_processes) if nodes is None else range(nodes.first_rank, nodes.first_rank + num_processes)
-    for stale in run.path.glob("logs/failure-rank*.json"):
-        stale.unlink()
-    threads = _threads(spec, num_processes)
-    if spec.start == "inline":
-        return _run_inline(job, Place(threads=threads, is_supervised=False))
-    return run_workers(
-        Launch(
-            entry=_WORKER,
-            job=job,
-            num_processes=num_processes,
-            threads=threads,
-            outputs=[Output(log=str(run.log_path(rank))) if rank else Output() for rank in ranks],
-            # of several nodes each asks its own clock; they have a store of their own for every round
-            store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
-            start=spec.start,
-            expendable=_expendable(spec),
-            restarts=_restart_policy(spec, job),
-            on_restart=lambda restart: _note_restart(run, restart, spec),
-            hangs=HangPolicy(hang_after=spec.hang_after, action=_hang_action(spec)),
-            on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
-            nodes=nodes,
-        )
-    )
-
-
-def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
-    """Return how often ranks are started again.
-
-    An evaluation is simply asked for once more. Where ranks can be missed, the end of one that cannot ends the run.
-    Snapshots in memory are of one host: a run on several goes on from its checkpoint, with --resume.
-    """
-    may_restart = job["kind"] == "train" and not _expendable(spec) and spec.nnodes == 1
-    most = spec.max_restarts if may_restart else 0
-    return RestartPolicy(most=most, window_seconds=spec.restart_window_seconds)
-
-
-def _hang_action(spec: RunSpec) -> str:
-    return "stop" if spec.nnodes > 1 and spec.on_hang == "restart" else spec.on_hang
-
-
-def _note_restart(run: RunDir, restart: Restart, spec: RunSpec) -> None:
-    cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
-    if restart.microbatch_sizes is None:
-        run.append_event("restart", number=restart.number, **cause)
-        where = "" if restart.go_back_to is None else ", from where all agreed"
-        said = f"restart {restart.number} of {spec.max_restarts}{where}"
-    else:
-        before, after = restart.microbatch_sizes
-        run.append_event("microbatch_halved", **{"from": before, "to": after}, **cause)
-        said = (
-            f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
-            f"the global batch stays {spec.global_batch_size}"
-        )
-    for stale in run.path.glob("logs/failure-rank*.json"):
-        stale.unlink()
-    if not spec.quiet:
-        with suppress(OSError):
-            print(f"dure: {restart.cause}\n      {said}", file=sys.stderr, flush=True)
-
-
-def _expendable(spec: RunSpec) -> range:
-    """Return the ranks that the others go on without: those with a device, where the strategy says so."""
-    info = STRATEGIES[spec.strategy or "single"]
-    goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
-    return range(spec.nproc if goes_on else 0)
-
-
-def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
-    import torch
-
-    from dure.training.worker import main
-
-    threads = torch.get_num_threads()
-    try:
-        code = main(job, place)
-    finally:
-        torch.set_num_threads(threads)  # the process lives on, and is not ours
-    return Outcome(ends=[WorkerEnd(rank=0, exit_code=code, time=time.time(), was_stopped=False)], signal=None)
-
-
-def _signal_of(outcome: Outcome) -> int | None:
-    """Return the signal that stopped the run, sent to the supervisor or to a rank."""
-    return outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
-
-
-def _finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True) -> RunSummary:
-    """Write the summary, whatever came of the run, and raise what is not success.
-
-    Args:
-        run: Its folder.
-        spec: What was run.
-        outcome: How the ranks ended.
-        is_own: Whether this launcher writes the run's records; otherwise another node's does.
-    """
-    stopped_by = _signal_of(outcome)
-    verdict = judge(run.path, outcome.ends, stopped_by)
-    error: DureError | None = None
-    status = "completed"
-    if verdict is None and not _ended_complete(run):
-        if stopped_by is not None:
-            status = "interrupted"
-            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
-        else:
-            verdict = left_early(outcome.ends)
-    if outcome.lost is not None:
-        text = f"{outcome.lost}; `dure train --resume {run.path}` goes on from the last checkpoint"
-        verdict = Verdict(text=text, exit_code=FAILED, first=None)
-    elif outcome.hang is not None:
-        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
-        verdict = Verdict(text=text, exit_code=FAILED, first=None)
-    if verdict is not None:
-        status = "failed"
-        refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
-        error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
-    summary = summarise(run, spec, status, None if error is None else str(error))
-    if not is_own:
-        if error is not None:
-            raise error
-        return summary
-    if error is None:
-        run.write_json(SUMMARY, summary.to_json())
-        return summary
-    if error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run)):
-        raise error
-    run.append_event(status, message=str(error))
-    run.write_json(SUMMARY, summary.to_json())
-    raise error
-
-
-def _ended_complete(run: RunDir) -> bool:
-    last = None
-    for event in run.events():
-        if event["event"] in ("attempt", "completed", "interrupted"):
-            last = event["event"]
-    return last == "completed"
-
-
-@contextmanager
-def _nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
-    """Undo what a refused start wrote: a new run's folder goes, a resumed run's records are put back."""
-    before = {} if is_new else {name: run.read_json(name) for name in (SPEC, SUMMARY) if (run.path / name).is_file()}
-    try:
-        yield
-    except DureError as error:
-        if error.exit_code in _REFUSED:
-            if is_new:
-                run.discard()
-            elif not _has_begun(run):
-                for name, record in before.items():
-                    run.write_json(name, record)
-        raise
-
-
-def _has_begun(run: RunDir) -> bool:
-    """Whether the last attempt got as far as training."""
-    has_begun = False
-    for event in run.events():
-        if event["event"] in ("attempt", "training"):
-            has_begun = event["event"] == "training"
-    return has_begun
 
 
 def _evaluation_record(
@@ -558,36 +362,6 @@ def _without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Reso
     return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
 
 
-def _train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
-    """Train with the ranks of this host, beside those of others.
-
-    Raises:
-        RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
-    """
-    spec = resolved.spec
-    facts = facts_to_agree_on(spec, is_resumed=resume is not None)
-
-    def refuse(name: str) -> RunDir:
-        raise RunInvalid(
-            f"node {several.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
-            "put --runs-dir on a file system that all nodes share, under the same path, for every rank writes its "
-            "share of the checkpoints there"
-        )
-
-    job = {"kind": "train"}
-    with join(several, facts, spec.nproc // spec.nnodes) as nodes:
-        met = meet_in_folder(nodes, lambda: _run_folder(spec, resume), refuse, is_new=resume is None)
-        run = met.run
-        if not met.is_own:
-            nodes.gather(None)  # node 0 has written the spec, which ranks read
-            outcome = _start_workers(run, spec, {**job, "run": str(run.path)}, nodes)
-            return _finish(run, spec, outcome, is_own=False)
-        with run.lock(), _nothing_half_written(run, is_new=resume is None):
-            run.write_spec(resolved)
-            nodes.gather(None)
-            return _finish(run, spec, _start_workers(run, spec, {**job, "run": str(run.path)}, nodes))
-
-
 def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched) -> RunSummary:
     """Be one rank of a run whose processes a launcher started."""
     from dure.training.worker import main
@@ -607,7 +381,7 @@ def _train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", l
             [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
         )
     run, store = _meet(resolved, resume, launched)
-    threads = spec.threads or launched.cores or _threads(spec, rank.local_world_size)
+    threads = spec.threads or launched.cores or threads_for(spec, rank.local_world_size)
     place = Place(rank=rank, store=store, threads=threads, is_supervised=False)
     job = {"kind": "train", "run": str(run.path)}
     with run.lock() if rank.rank == 0 else nullcontext(), _variables(rank.to_environment()):
@@ -621,7 +395,7 @@ def _meet(
 
     def open_folder() -> dict[str, str]:
         try:
-            run = _run_folder(resolved.spec, resume)
+            run = run_folder(resolved.spec, resume)
             run.write_spec(resolved)
         except DureError as error:
             return {"error": str(error)}
@@ -661,7 +435,7 @@ def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) ->
         ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)], signal=None
     )
     if rank.rank == 0:
-        return _finish(run, spec, outcome)
+        return finish(run, spec, outcome)
     verdict = judge(run.path, outcome.ends)
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)

@@ -1,17 +1,29 @@
-"""A run of a task on several hosts: what may be asked for, what its launchers must agree on, what to look at before."""
+"""A run of a task on several hosts: what may be asked for and looked at before, what must be agreed on, its course."""
 
+import platform
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dure.errors import SpecInvalid
-from dure.launch.rendezvous import NodeSettings, node_settings
+from dure.errors import RunInvalid, SpecInvalid
+from dure.launch.addresses import split_address
+from dure.launch.lease import Lease, live_leader
+from dure.launch.nodes import Nodes
+from dure.launch.rendezvous import NodeSettings, about, join, node_settings
+from dure.launch.shared_folder import meet_in_folder
+from dure.launch.way_back import WayBack
 from dure.machine import resolve_device
+from dure.measure.records import RunSummary
 from dure.preflight.settings import PreflightSettings
 from dure.rank import Launched
+from dure.rundir import RunDir
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
+from dure.supervised import finish, nothing_half_written, run_folder, start_workers
 
-_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "max_restarts", "hang_after")
+_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after")
 """Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
 
 
@@ -27,7 +39,8 @@ def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSett
     """
     spec = resolved.spec
     several = node_settings(
-        nnodes=spec.nnodes,
+        nnodes=spec.num_nodes,
+        fewest=spec.fewest_nodes,
         node_rank=spec.node_rank,
         rendezvous=spec.rendezvous,
         secret_file=spec.secret_file,
@@ -53,20 +66,20 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
             f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use --strategy ddp or fsdp, and an "
             "--nproc that counts the devices of all nodes"
         )
-    elif spec.nproc % spec.nnodes:
+    elif spec.nproc % spec.num_nodes:
         faults.append(
             f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
-            f"each has as many: use --nproc {spec.nnodes * max(1, spec.nproc // spec.nnodes)}"
+            f"each has as many: use --nproc {spec.num_nodes * max(1, spec.nproc // spec.num_nodes)}"
         )
     for name, value, cure in (("backend", "dure_shm", "gloo"), ("comm", "shm", "ring")):
         if getattr(spec, name) == value:
             faults.append(f"{name} is {value}, which is memory of one host, but nnodes is {spec.nnodes}: use {cure}")
     if spec.start == "inline":
         faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
-    if spec.max_restarts and resolved.origin["max_restarts"].startswith("flag"):
+    if spec.mesh is not None and spec.fewest_nodes < spec.num_nodes:
         faults.append(
-            "max_restarts is for runs on one host: leave it out; what ended on several goes on with --resume from its "
-            "last checkpoint"
+            f"mesh is {spec.mesh}, a layout of {spec.nproc} devices, but nnodes is {spec.nnodes}, so that there may be "
+            f"fewer: leave one of them out, or use --nnodes {spec.num_nodes}"
         )
     return faults
 
@@ -101,8 +114,8 @@ def preflight_settings(
             ]
         )
     return PreflightSettings(
-        num_ranks=num_processes // spec.nnodes,
-        num_devices=spec.nproc // spec.nnodes,
+        num_ranks=num_processes // spec.num_nodes,
+        num_devices=spec.nproc // spec.num_nodes,
         device=resolve_device(spec.device),
         backend=spec.backend,
         threads=spec.threads,
@@ -114,3 +127,91 @@ def preflight_settings(
         command="dure train --preflight",
         needs_shared_folder=True,
     )
+def train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
+    """Train with the ranks of this host, beside those of others.
+
+    Raises:
+        RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
+    """
+    spec = resolved.spec
+    facts = facts_to_agree_on(spec, is_resumed=resume is not None)
+    several = _led_from(several, spec, resume)
+    with join(several, facts, spec.nproc // spec.num_nodes) as nodes, ExitStack() as held:
+        run = _folder(nodes, several, resolved, resume, held)
+        way_back = None
+        if nodes.is_elastic:
+            way_back = _way_back(nodes, several, run, facts, held, spec)
+        if nodes.folder is None:
+            nodes.gather(None)  # node 0 has written the spec, which ranks read
+        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)}, nodes, way_back)
+        is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
+        if nodes.lease is not None and is_own:
+            held.callback(nodes.lease.give_up)
+        return finish(run, spec, outcome, is_own=is_own)
+
+
+def _folder(
+    nodes: Nodes, several: NodeSettings, resolved: ResolvedSpec, resume: "Path | str | None", held: ExitStack
+) -> RunDir:
+    """Meet in the run's folder; the first leader makes it, and holds it."""
+
+    def refuse(name: str) -> RunDir:
+        raise RunInvalid(
+            f"node {several.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
+            "put --runs-dir on a file system that all nodes share, under the same path, for every rank writes its "
+            "share of the checkpoints there"
+        )
+
+    if nodes.folder is not None:
+        path = Path(nodes.folder)
+        return RunDir(path) if Lease(path).read() is not None else refuse(path.name)
+    met = meet_in_folder(nodes, lambda: run_folder(resolved.spec, resume), refuse, is_new=resume is None)
+    if met.is_own:
+        held.enter_context(met.run.lock())
+        held.enter_context(nothing_half_written(met.run, is_new=resume is None))
+        met.run.write_spec(resolved)
+    return met.run
+
+
+def _way_back(
+    nodes: Nodes, several: NodeSettings, run: RunDir, facts: dict[str, Any], held: ExitStack, spec: RunSpec
+) -> WayBack:
+    """Let all know who leads, by the run's folder, and prepare for not reaching the leader."""
+    port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())
+    lease = Lease(run.path)
+    if nodes.is_leader:
+        lease.claim(nodes.me.node_rank, nodes.me.address, port)
+    if nodes.folder is None:
+        nodes.gather(None)  # the leader has begun its epoch
+    lease.look()
+    nodes.lease = lease
+
+    def lead() -> None:
+        with suppress(RunInvalid):  # the old leader may hold it as long as it is frozen; it writes nothing any more
+            held.enter_context(run.lock())
+
+    def say(text: str) -> None:
+        if not spec.quiet:
+            with suppress(OSError):
+                print(f"dure: {text}", file=sys.stderr, flush=True)
+
+    return WayBack(
+        said=about(several, nodes.me, facts),
+        folder=folder,
+        secret_file=several.secret_file,
+        port=port,
+        timeout_seconds=several.timeout_seconds,
+        on_wait=say,
+        on_lead=lead,
+    )
+
+
+def _led_from(several: NodeSettings, spec: RunSpec, resume: "Path | str | None") -> NodeSettings:
+    """Look whether the run goes on already, and who leads it: this node may come back."""
+    if several.fewest == several.num_nodes or (resume is None and spec.name is None):
+        return several
+    path = Path(resume) if resume is not None else spec.runs_dir / str(spec.name)
+    leader = live_leader(path)
+    if leader is None or leader.node_rank == several.node_rank:
+        return several
+    return replace(several, leader=(leader.address, leader.port))

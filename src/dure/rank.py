@@ -380,6 +380,10 @@ class StoreAddress:
     """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
 
 
+CUT = "cut"
+"""In a rank's report: it is no failure, but asks that its host fall silent for so many seconds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """What a launcher tells a worker about its place among the others."""
@@ -403,8 +407,12 @@ class Place:
     """Where this rank's Python stacks are written when it is asked for them or crashes."""
     questions_fd: int | None = None
     """A socket on which the supervisor asks what this rank is at."""
+    is_on_several_hosts: bool = False
+    """Whether the run is, or may be in another round."""
+    epoch: int | None = None
+    """Of the node that leads a run on several hosts: `dure.epochs`; None: nobody else can."""
     snapshot_fds: tuple[int, ...] = ()
-    """Of each rank, memory that outlives it: what is written there is there in the next round."""
+    """Of each rank of this host, memory that outlives it: what is written there is there in the next round."""
     microbatch_size: int | None = None
     """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""
     trusted_samples: int | None = None

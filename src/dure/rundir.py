@@ -187,6 +187,10 @@ class RunDir:
         """Yield a rank's step records in the order in which they were written."""
         return _json_lines(self.records_path(rank))
 
+    def last_samples(self, rank: int) -> int:
+        """Return the samples seen after the last step that a rank's records have; 0 before the first."""
+        return int(_last_record(self.records_path(rank)).get("samples_seen", 0))
+
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will do again to `undone.jsonl`.
 

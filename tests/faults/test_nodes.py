@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from tests.commands import Command, Prewarmed, RunFiles, wait_until
+from tests.commands import RunFiles, wait_until
+from tests.two_hosts import HEAD, OTHER, ROUNDING, Hosts, ended, last_weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -22,9 +20,6 @@ TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 UNNAMED = ("train", TASK, "--global-batch-size", "8", "--quiet", "--threads", "1")
 TRAIN = (*UNNAMED, "--name", "run", "--epochs", "2")
 LONG = (*UNNAMED, "--name", "run", "--epochs", "100", "--task.pause-seconds", "0.05")
-HEAD, OTHER = "10.77.1.1", "10.77.1.2"
-ROUNDING = 1e-10
-"""Of float64 sums in another order, over a few dozen steps."""
 
 SCRIPT = """
 import os, sys, time
@@ -47,77 +42,6 @@ if rank == 0:
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@dataclass
-class Hosts:
-    """Two hosts of a run, and one from which a stranger comes."""
-
-    names: tuple[str, str, str]
-    servers: tuple[Prewarmed, Prewarmed]
-
-    def start(
-        self, node: int, folder: Path, *words: object, several: bool = True, secret: str = "secret", **environ: str
-    ) -> Command:
-        where = ("--nnodes", 2, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", secret)
-        where = (*where, "--rendezvous-timeout", 30) if several else ()
-        return self.servers[node].start(folder, words[0], *where, *words[1:], **environ)
-
-    def both(self, folder: Path, *words: object, **environ: str) -> tuple[Command, Command]:
-        return self.start(0, folder, *words, **environ), self.start(1, folder, *words, **environ)
-
-    def inside(self, host: int, *command: str) -> str:
-        words = ["ip", "netns", "exec", self.names[host], *command]
-        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
-
-    def listeners(self, node: int) -> set[str]:
-        """Return the addresses on which something listens, as the kernel writes them."""
-        lines = self.inside(node, "cat", "/proc/net/tcp", "/proc/net/tcp6").splitlines()
-        fields = [line.split() for line in lines if not line.lstrip().startswith("sl")]
-        return {words[1].partition(":")[0] for words in fields if words[3] == "0A"}
-
-
-def made_namespaces(names: tuple[str, str, str]) -> None:
-    for name in names:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-    for name, net in zip(names[1:], (1, 2), strict=True):
-        ip("-n", names[0], "link", "add", f"to{net}", "type", "veth", "peer", "name", "cable", "netns", name)
-        for where, link, host in ((names[0], f"to{net}", 1), (name, "cable", 2)):
-            ip("-n", where, "address", "add", f"10.77.{net}.{host}/24", "dev", link)
-            ip("-n", where, "link", "set", link, "up")
-    ip("-n", names[2], "route", "add", "default", "via", "10.77.2.1")
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    names = tuple(f"dure{os.getpid()}{letter}" for letter in "abc")
-    try:
-        made_namespaces(names)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or error
-        pytest.skip(f"network namespaces cannot be made here (root and iproute2 are needed): {said}")
-    try:
-        servers = tuple(Prewarmed("ip", "netns", "exec", name) for name in names[:2])
-        yield Hosts(names, servers)
-        for server in servers:
-            server.close()
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def ended(commands: tuple[Command, ...], seconds: float = 60.0) -> list[int]:
-    return [command.wait(seconds) for command in commands]
-
-
-def last_weights(run: Path) -> dict[str, np.ndarray]:
-    newest = sorted((run / "checkpoints").glob("samples-*"))[-1]
-    return {name: value for file in newest.glob("model*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
@@ -170,7 +94,7 @@ def test_rank_when_it_fails_on_the_other_host_then_both_name_it_and_end(hosts, t
 
 
 def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_two_seconds(hosts, tmp_path):
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 4)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 4, "--max-restarts", 0)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
     time.sleep(0.5)
     os.kill(commands[0].ranks(2)[1], signal.SIGKILL)

@@ -66,6 +66,7 @@ def test_exit_then_the_rank_is_named(tmp_path):
         (fault("burn"), "fault 1: kind: Input should be 'kill', 'stop'"),
         (fault("kill", rank=2), "fault 1: rank is 2 but the ranks are 0 to 1"),
         (fault("kill", step=0), "fault 1: step: Input should be greater than or equal to 1"),
+        (fault("cut"), "fault 1: kind is cut, but the run is on one host"),
         ("rank = 1", r"must have nothing but tables \[\[fault\]\]"),
         ("[[fault", "cannot be read"),
     ],

@@ -336,7 +336,11 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
         [WorkerEnd(rank=1, exit_code=1, time=now - 1000.0, was_stopped=False, failure=failure)],
     ]
     with zero, one, ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(lambda node, mine: node.finish(mine, lambda: True), (zero, one), ends))
+        list(pool.map(lambda node, mine: node.finish_round(mine, {}, lambda: True), (zero, one), ends))
+        zero.tell_outcome(refusal="no more")
+        until(one, lambda: one.is_over)
+        told = zero.ends, one.ends
+    assert one.ending["refusal"] == "no more"
     assert [end.rank for end in told[0]] == [end.rank for end in told[1]] == [0, 1]
     assert abs(told[0][1].time - now) < 1.0
     assert abs(told[0][1].failure["time"] - now) < 1.0

@@ -48,6 +48,12 @@ class Group(ABC):
     def all_gather_json(self, message: Any) -> list[Any]:
         """Return what every rank said, by rank. JSON, never pickled. Communication: two all_gather, blocking."""
 
+    def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
+        """Overwrite bytes with those of `source_rank`; every rank has as many. A group of one has nothing to do.
+
+        Communication: one broadcast, blocking.
+        """
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -114,6 +120,16 @@ class ProcessGroup(Group):
         """Overwrite with the tensors of one rank."""
         for tensor in tensors:
             dist.broadcast(tensor.detach(), group=self.process_group, group_src=source_rank)
+
+    def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
+        """Overwrite bytes with those of one rank."""
+        if not data:
+            return
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        moved = tensor.to(self._message_device)
+        dist.broadcast(moved, group=self.process_group, group_src=source_rank)
+        if moved is not tensor:
+            tensor.copy_(moved)
 
     def all_gather_json(self, message: Any) -> list[Any]:
         """Gather one JSON message from each rank."""

@@ -46,13 +46,13 @@ class HandshakeRefused(ChannelClosed):
     """The other side closed the connection when this one had proved itself, or its own proof is wrong."""
 
 
-_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Channel | Door]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     """Keep ranks from holding their launcher's connections: its end must be seen, and the keys are not theirs."""
-    for channel in list(_open):
-        channel.close()
+    for one in list(_open):
+        one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -263,6 +263,7 @@ class Door:
             raise
         self._secret = secret
         self._guests: OrderedDict[int, _Guest] = OrderedDict()
+        _open.add(self)
         self.num_refused = 0
         """Of those that tried, and did not know the secret."""
 
@@ -275,6 +276,11 @@ class Door:
     def num_guests(self) -> int:
         """How many strangers are kept waiting now."""
         return len(self._guests)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait on for somebody who comes, or says something."""
+        return [self._listener.fileno(), *self._guests]
 
     def admit(self, most_seconds: float) -> list[Channel]:
         """Return who has proved itself, after at most that time; what others sent is gone with them."""
@@ -326,6 +332,7 @@ class Door:
 
     def close(self) -> None:
         """Listen no more. Who came in stays."""
+        _open.discard(self)
         self._listener.close()
         while self._guests:
             self._send_away(next(iter(self._guests)))

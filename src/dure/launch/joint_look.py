@@ -38,7 +38,7 @@ class JointLook:
 
     def ask(self, seconds: float) -> None:
         """Ask for a look, for no step has finished for so long."""
-        if self._nodes.me.node_rank:
+        if not self._nodes.is_leader:
             self._nodes.send_to_first({"kind": "look", "seconds": seconds})
         else:
             self._begin(seconds)
@@ -47,7 +47,7 @@ class JointLook:
         """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
         for rank, message in self._nodes.take_looks():
             kind = message["kind"]
-            if kind == "look" and self._nodes.me.node_rank:
+            if kind == "look" and not self._nodes.is_leader:
                 self._send_states()
             elif kind == "look":
                 self._begin(float(message["seconds"]))
@@ -100,7 +100,7 @@ class JointLook:
         for member in self._nodes.members:
             last = first + member.num_ranks - 1
             ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-            silent = "" if member.node_rank in (0, *self._looked) else ", which did not answer"
+            silent = "" if member.node_rank in (self._nodes.leader, *self._looked) else ", which did not answer"
             lines.append(f"  {ranks}: {member}{silent}")
             first = last + 1
         return "\n".join(lines)

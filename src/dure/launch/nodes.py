@@ -1,91 +1,143 @@
 """The other launchers of a run on several hosts, while it goes on: what they say, whether they are there, how it ends.
 
-Node 0 is the middle of a star: what one node says and all must know, it passes on. Nothing here waits for a node that
-does not answer longer than `SILENCE_SECONDS`.
+One node leads, node 0 unless it was lost, and is the middle of a star: what one node says and all must know, it passes
+on. A run has rounds: all ranks of the nodes that are there start together and end together. Nothing here waits for a
+node that does not answer longer than `silence_seconds`.
 """
 
-import json
-import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
-from dure.frames import Frame
-from dure.launch.channel import MESSAGE_LIMIT_BYTES, Channel, ChannelClosed
+from dure.errors import DureError, WorkerFailed
+from dure.launch.channel import Channel, ChannelClosed
+from dure.launch.links import Links
+from dure.launch.member import Member, StoppedByPeer
+from dure.launch.node_messages import end_from_json, end_to_json, refusal_of, refused_error
 from dure.launch.verdict import WorkerEnd
+
+if TYPE_CHECKING:
+    from dure.launch.lease import Lease
+    from dure.launch.reception import Reception
+
+__all__ = ["Member", "Nodes", "StoppedByPeer"]
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
-"""Without a word for so long, a node counts as lost."""
+"""Without a word for so long, a node of a run that needs all counts as lost."""
+LOST_SECONDS = 12.0
+"""The same where the others go on without it: the whole must be over within 15 s."""
+LEADER_LOST_SECONDS = 10.5
+"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them."""
 _PREPARATION_SECONDS = 600.0
 """Before the ranks run, a launcher that imports says nothing for a while."""
-_FLUSH_SECONDS = 5.0
-_LONGEST_TEXT = 3000
-"""Of a traceback that travels; the whole one is in its own node's log."""
-_MOST_FRAMES = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One node of a run."""
-
-    node_rank: int
-    host: str
-    address: str
-    """Its own, on the way to node 0; for node 0 the rendezvous'."""
-    num_ranks: int
-    clock_behind_seconds: float = 0.0
-    """Behind node 0's clock."""
-
-    def __str__(self) -> str:
-        """Name it for people."""
-        return f"node {self.node_rank} ({self.host}, {self.address})"
-
-
-class StoppedByPeer(BaseException):
-    """Another node was asked to stop while this one had not started its ranks."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__("another node was asked to stop")
-
-
-class Nodes:
+class Nodes(Links):
     """All nodes of a run, as one of them sees them."""
 
     def __init__(
-        self, me: Member, members: Sequence[Member], channels: dict[int, Channel], own_address: str | None = None
+        self,
+        me: Member,
+        members: Sequence[Member],
+        channels: dict[int, Channel],
+        own_address: str | None = None,
+        *,
+        fewest: int | None = None,
+        most: int | None = None,
+        reception: "Reception | None" = None,
+        leader: int = 0,
     ) -> None:
+        """Take over the connections of nodes that have met.
+
+        Args:
+            me: This node.
+            members: All that are there, this one too.
+            channels: Of the leader: to each other node; of the others: to the leader.
+            own_address: On the way to the leader.
+            fewest: Nodes without which the run does not go on; fewer than `most`: it goes on without some.
+            most: Nodes that there may be.
+            reception: Where nodes come in while the run goes on, on the leader.
+            leader: Its node rank.
+        """
         self.me = me
         self.members = tuple(members)
         self.own_address = own_address or me.address
-        self.world_size = sum(member.num_ranks for member in members)
-        self.first_rank = sum(member.num_ranks for member in members[: me.node_rank])
+        self.most = most or len(members)
+        self.fewest = fewest or self.most
+        self.reception = reception
+        self.leader = leader
+        self.lease: Lease | None = None
+        """By which nodes that cannot reach each other know who leads, once there is a run folder."""
+        self.round = -1
+        """Number of the last round whose ranks were started here."""
         self.lost: str | None = None
-        """The sentence about a node that went away."""
+        """The sentence about a node that went away, where the run does not go on without it."""
         self.refusal: DureError | None = None
         """Why another node does not go on."""
-        self.endings: set[str] = set()
-        """What others said of their first rank that ended: `failed`, `stopped` or `ended`."""
-        self._channels = channels
-        """Of node 0: to each other node; of the others: to node 0."""
+        self.is_over = False
+        self.is_under_way = False
+        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
+        self.ending: dict[str, Any] = {}
+        """What the leader said at the end."""
+        self.has_lost_leader = False
+        self.is_new_leader = self.is_outdated = False
+        """Whether this node has taken the lead and begun no round, and whether one that came has gone on for longer."""
+        self.folder: str | None = None
+        """The run's, where this node came to a run that had begun."""
+        self.silence_seconds: float | None = None
+        """What counts as lost; None: `SILENCE_SECONDS`, or less where the run goes on."""
+        self.next_round: Mapping[str, Any] | None = None
+        """What the leader said of the round that is to begin."""
+        super().__init__(channels)
         self._signals: list[tuple[int, int]] = []
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
-        self._told_ending = False
         self._is_running = False
         self._gathered: dict[int, list[Any]] = {}
         self._answers: list[list[Any]] = []
-        self._ends: dict[int, list[WorkerEnd]] = {member.node_rank: [] for member in members}
+        self.ready: set[int] = set()
+        """Nodes that have imported what their ranks need."""
+        self._next_beat = self._pumped_at = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget what was said of a round."""
+        self.endings: set[str] = set()
+        """What others said of their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
+        self.shaken: str | None = None
+        """Why this round is to end and the next one to begin with other nodes."""
+        self.steps: dict[int, int] = {}
+        """Of ranks of other nodes: the step that they were in when they ended."""
+        self._told_ending = False
+        self._ends: dict[int, list[WorkerEnd]] = {}
         self._done: set[int] = set()
         self._looks: list[tuple[int, Mapping[str, Any]]] = []
-        self._is_over = False
-        self._next_beat = 0.0
+
+    # --- who is there
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this node decides for all."""
+        return self.me.node_rank == self.leader
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without some of its nodes."""
+        return self.fewest < self.most
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the nodes that are there."""
+        return sum(member.num_ranks for member in self.members)
+
+    @property
+    def first_rank(self) -> int:
+        """The first of this node's ranks: the leader's come first, and then the others' in the order of nodes."""
+        own = [member.node_rank for member in self.members].index(self.me.node_rank)
+        return sum(member.num_ranks for member in self.members[:own])
 
     @property
     def why_lost(self) -> str | None:
@@ -97,10 +149,16 @@ class Nodes:
         """Return the network interface that has this node's address, as gloo and NCCL want it named."""
         import psutil
 
+        if len(self.members) == 1:
+            return None
         for name, addresses in psutil.net_if_addrs().items():
             if any(one.address.partition("%")[0] == self.own_address for one in addresses):
                 return str(name)
         return None
+
+    def member(self, node_rank: int) -> Member:
+        """Return a node that is there."""
+        return next(member for member in self.members if member.node_rank == node_rank)
 
     def node_of(self, rank: int) -> Member:
         """Return the node that a rank runs on."""
@@ -117,8 +175,9 @@ class Nodes:
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
         """Leave; the others are told if it is because this node does not go on."""
-        if error is not None and not self._is_over and self.refusal is None:
-            self._send_all(refusal_of(error))
+        goes_on_without = self.is_elastic and self.is_under_way
+        if error is not None and not self.is_over and self.refusal is None and not goes_on_without:
+            self.send_to_all(refusal_of(error))
         self.close()
 
     # --- what all say to all
@@ -131,48 +190,122 @@ class Nodes:
             StoppedByPeer: A node was asked to stop.
         """
         deadline = time.monotonic() + _PREPARATION_SECONDS
-        if self.me.node_rank:
-            self._send(0, {"kind": "gather", "value": mine})
+        if not self.is_leader:
+            self.send(self.leader, {"kind": "gather", "value": mine})
         while True:
             if self.refusal is not None:
                 raise self.refusal
-            if self.lost is not None:
-                raise WorkerFailed(self.lost)
+            if self.lost or self.shaken or self.has_lost_leader:
+                raise WorkerFailed(self.lost or self.shaken or "the leader of the run is gone")
             if self._signals:
                 raise StoppedByPeer(self._signals[0][0])
             if self._answers:
                 return self._answers.pop(0)
-            if not self.me.node_rank and all(self._gathered.get(rank) for rank in self._channels):
+            if self.is_leader and all(self._gathered.get(rank) for rank in self._channels):
                 values = [mine, *(self._gathered[rank].pop(0) for rank in sorted(self._channels))]
-                self._send_all({"kind": "gathered", "values": values})
+                self.send_to_all({"kind": "gathered", "values": values})
                 return values
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"nodes did not get ready within {_PREPARATION_SECONDS:g} s: see what each says")
-            self._sleep(0.2)
+            self.sleep(0.2)
             self.pump()
 
     def watch(self) -> None:
         """From here on every node has to say something each second."""
-        self._is_running = True
-        for channel in self._channels.values():
-            channel.last_heard = time.monotonic()
+        if not self._is_running:
+            self._is_running = True
+            for channel in self._channels.values():
+                channel.last_heard = time.monotonic()
+
+    # --- rounds
+
+    def open_round(self, port: int, told: Mapping[str, Any]) -> None:
+        """Tell all that a round begins, on the leader, and what their ranks are to be told."""
+        self.round += 1
+        self.is_new_leader = self.is_outdated = False
+        members = [asdict(member) for member in self.members]
+        here = {member.node_rank for member in self.members}
+        for rank in [rank for rank in self._channels if rank in here]:
+            self.send(rank, {"kind": "round", "number": self.round, "port": port, "members": members, **told})
+        self._begin()
+        self.watch()
+
+    def enter_round(self) -> Mapping[str, Any]:
+        """Take over what the leader said of the next round."""
+        told = self.next_round
+        assert told is not None
+        self.next_round = None
+        self.round = int(told["number"])
+        self.watch()
+        return told
+
+    def shake(self, text: str) -> None:
+        """End this round on all nodes, so that the next one begins with those that are there then."""
+        if self.shaken is None:
+            self.shaken = text
+            if self.is_leader:
+                self.send_to_all({"kind": "lost", "text": text, "is_fatal": False})
+
+    def finish_round(self, ends: Sequence[WorkerEnd], steps: Mapping[int, int], tick: Callable[[], bool]) -> None:
+        """Say how this node's ranks ended; the leader waits for all that are there.
+
+        Args:
+            ends: This node's.
+            steps: The step that each of its ranks was in.
+            tick: Called while waiting; False gives up.
+        """
+        self._ends[self.me.node_rank] = list(ends)
+        self.steps.update(steps)
+        if not self.is_leader:
+            for end in ends:
+                self.send(self.leader, {"kind": "end", "end": end_to_json(end)})
+            self.send(self.leader, {"kind": "done", "steps": {str(rank): step for rank, step in steps.items()}})
+            return
+        while tick() and not self._done >= self.others() and self.refusal is None:
+            self.sleep(0.1)
+            self.pump()
+
+    def others(self) -> set[int]:
+        """Return the node ranks of the others that are there and can be reached."""
+        return {member.node_rank for member in self.members} & self._channels.keys()
+
+    @property
+    def ends(self) -> list[WorkerEnd]:
+        """How ranks of all nodes ended, as far as it is known here."""
+        return [end for rank in sorted(self._ends) for end in self._ends[rank]]
+
+    def tell_outcome(self, **told: Any) -> None:
+        """Tell all how the ranks of all ended, and that this is the end; on the leader."""
+        for other in list(self._channels):
+            for rank, ends in self._ends.items():
+                for end in ends if rank != other else ():
+                    self.send(other, {"kind": "end", "node_rank": rank, "end": end_to_json(end)})
+        self.send_to_all({"kind": "over", **told})
+        self.ending = told
+        self.is_over = True
 
     def begin_anew(self) -> None:
         """Go back to before ranks ran, when all have heard how they ended: they may gather again, and run others."""
-        self._is_over = self._is_running = self._told_ending = False
-        self.endings.clear()
-        self._done.clear()
-        self._ends = {member.node_rank: [] for member in self.members}
+        self.is_over = self.is_under_way = self._is_running = False
+        self.next_round, self.ending = None, {}
+        self.ready.clear()
+        self._begin()
 
     # --- while ranks run
 
     @property
     def descriptors(self) -> list[int]:
         """What to wait on for a word of the others."""
-        return [channel.fileno() for channel in self._channels.values()]
+        own = super().descriptors
+        return own if self.reception is None else [*own, *self.reception.descriptors]
 
     def pump(self) -> None:
-        """Hear what has come, say that this node is there, and note who is not."""
+        """Hear what has come, say that this node is there, note who is not, and let in who comes."""
+        now, before, self._pumped_at = time.monotonic(), self._pumped_at, time.monotonic()
+        if self._is_running and before and now - before > self._patience():
+            # this host was frozen: to the others it is lost, and what they sent meanwhile is of the past
+            for rank in list(self._channels):
+                self._lose(rank, f"this host stood still for {now - before:.0f} s")
         for rank in list(self._channels):
             try:
                 channel = self._channels[rank]
@@ -180,15 +313,31 @@ class Nodes:
                 for message in channel.receive():
                     self._hear(rank, message)
                 silent = time.monotonic() - channel.last_heard
-                if self._is_running and silent > SILENCE_SECONDS:
+                is_importing = self.is_leader and self.is_elastic and rank not in self.ready
+                if self._is_running and silent > self._patience() and not is_importing:
                     raise ChannelClosed(f"nothing was heard of it for {silent:.0f} s")
             except ChannelClosed as error:
                 self._lose(rank, str(error))
-            except (KeyError, TypeError, ValueError, IndexError):
+            except (KeyError, TypeError, ValueError, IndexError, StopIteration):
                 self._lose(rank, "it said what makes no sense")
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
-            self._send_all({"kind": "beat"})
+            self.send_to_all({"kind": "beat"})
+        if self.lease is not None and not self.is_leader and self.is_one_quiet:
+            self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
+        if self.lease is not None and self.is_leader:
+            self.lease.renew(self.round)
+            if self.lease.is_deposed and self.shaken is None:
+                self.shaken = "another node has taken the lead, for nothing was seen of this one"
+        if self.reception is not None and self.is_leader:
+            self.reception.let_in(self)
+
+    def _patience(self) -> float:
+        if self.silence_seconds is not None:
+            return self.silence_seconds
+        if not self.is_elastic:
+            return SILENCE_SECONDS
+        return LOST_SECONDS if self.is_leader else LEADER_LOST_SECONDS
 
     def exchange_signals(self, received: list[int]) -> list[int]:
         """Tell the others of stop signals that this node got, and return those of theirs that are new here.
@@ -200,7 +349,7 @@ class Nodes:
             received: This node's so far; what is new is added.
         """
         for ordinal in range(self._told_signals + 1, len(received) + 1):
-            self._send_all({"kind": "signal", "number": int(received[ordinal - 1]), "ordinal": ordinal})
+            self.send_to_all({"kind": "signal", "number": int(received[ordinal - 1]), "ordinal": ordinal})
         heard, self._signals = self._signals, []
         fresh = []
         for number, ordinal in heard:
@@ -214,68 +363,50 @@ class Nodes:
         """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
         if not self._told_ending:
             self._told_ending = True
-            self._send_all({"kind": "ending", "why": why})
+            self.send_to_all({"kind": "ending", "why": why})
 
     def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Return what nodes said of looking at ranks that hang, each once, with the node; see `joint_look.py`."""
         taken, self._looks = self._looks, []
         return taken
 
-    def send_to_first(self, message: dict[str, Any]) -> None:
-        """Send to node 0; a message that is too long stays here."""
-        with suppress(ValueError):
-            self._send(0, message)
+    def drop_all(self) -> None:
+        """Close all connections, and listen no more."""
+        super().drop_all()
+        if self.reception is not None:
+            self.reception.close()
+            self.reception = None
 
-    def send_to_all(self, message: dict[str, Any]) -> None:
-        """Send to all nodes that this one has a connection with."""
-        with suppress(ValueError):
-            self._send_all(message)
+    # --- nodes that come and go
 
-    # --- the end
+    def take_in(self, members: Sequence[Member]) -> None:
+        """Let the next round be of these nodes; rank 0, whose store all meet in, is on the leader."""
+        self.members = tuple(sorted(members, key=lambda one: (one.node_rank != self.leader, one.node_rank)))
 
-    def finish(self, ends: Sequence[WorkerEnd], tick: Callable[[], bool]) -> list[WorkerEnd]:
-        """Say how this node's ranks ended, and return how all of all nodes did.
+    def add(self, rank: int, channel: Channel) -> None:
+        """Know a node that has come, on the leader; it is of the next round when it says that it is ready."""
+        channel.last_heard = time.monotonic()
+        self._channels[rank] = channel
 
-        Args:
-            ends: This node's.
-            tick: Called while waiting for the others; False gives up.
-        """
-        self._ends[self.me.node_rank] = list(ends)
-        if self.me.node_rank:
-            for end in ends:
-                self._send(0, {"kind": "end", "end": _end_to_json(end)})
-            self._send(0, {"kind": "done"})
-        while not self._is_over and tick():
-            if self.me.node_rank == 0 and self._done >= self._channels.keys():
-                self._tell_outcome()
-                break
-            if self.refusal is not None or (self.me.node_rank and self.lost is not None):
-                break
-            self._sleep(0.1)
-            self.pump()
-        return [end for rank in sorted(self._ends) for end in self._ends[rank]]
+    def is_known(self, rank: int) -> bool:
+        """Whether there is a node with that rank."""
+        return rank == self.me.node_rank or rank in self._channels
 
-    def _tell_outcome(self) -> None:
-        for other in self._channels:
-            for rank, ends in self._ends.items():
-                for end in ends if rank != other else ():
-                    self._send(other, {"kind": "end", "node_rank": rank, "end": _end_to_json(end)})
-        self._send_all({"kind": "over"})
-        self._is_over = True
+    def follow(self, channel: Channel, leader: int) -> None:
+        """Go on under a leader that let this node in."""
+        channel.last_heard = time.monotonic()
+        self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
+        self.has_lost_leader, self.next_round = False, None
+        self._begin()
 
-    def close(self) -> None:
-        """Say what is still to be said, and leave."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while any(channel.has_unsent for channel in self._channels.values()) and time.monotonic() < deadline:
-            for rank, channel in list(self._channels.items()):
-                try:
-                    channel.flush()
-                except ChannelClosed:
-                    del self._channels[rank]
-            time.sleep(0.01)
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+    def lead(self, reception: "Reception") -> None:
+        """Go on as the leader, alone until others come in."""
+        self.drop_all()
+        self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
+        self.ready.clear()
+        self.is_new_leader = True
+        self.take_in([self.me])
+        self._begin()
 
     # --- messages
 
@@ -285,6 +416,12 @@ class Nodes:
             self._gathered.setdefault(rank, []).append(message["value"])
         elif kind == "gathered":
             self._answers.append(list(message["values"]))
+        elif kind == "ready":
+            self.ready.add(rank)
+        elif kind == "round":
+            self.take_in([Member(**member) for member in message["members"]])
+            self._begin()
+            self.next_round = message
         elif kind == "signal":
             self._signals.append((int(message["number"]), int(message["ordinal"])))
             self._pass_on(rank, message)
@@ -292,15 +429,20 @@ class Nodes:
             self.endings.add(str(message["why"]))
             self._pass_on(rank, message)
         elif kind == "end":
-            whose = rank if self.me.node_rank == 0 else int(message["node_rank"])
-            behind = self.members[whose].clock_behind_seconds if self.me.node_rank == 0 else 0.0
-            self._ends[whose].append(_end_from_json(message["end"], str(self.members[whose]), behind))
+            whose = rank if self.is_leader else int(message["node_rank"])
+            behind = self.member(whose).clock_behind_seconds if self.is_leader else 0.0
+            end = end_from_json(message["end"], str(self.member(whose)), behind)
+            self._ends.setdefault(whose, []).append(end)
         elif kind == "done":
+            self.steps.update({int(one): int(step) for one, step in dict(message["steps"]).items()})
             self._done.add(rank)
         elif kind == "over":
-            self._is_over = True
+            self.is_over, self.ending = True, dict(message)
         elif kind == "lost":
-            self.lost = self.lost or str(message["text"])
+            if message.get("is_fatal", True):
+                self.lost = self.lost or str(message["text"])
+            else:
+                self.shaken = self.shaken or str(message["text"])
         elif kind in ("look", "state", "looked", "hang"):
             self._looks.append((rank, message))
         elif kind == "refused":
@@ -308,20 +450,12 @@ class Nodes:
             self._pass_on(rank, message)
 
     def _pass_on(self, rank: int, message: Mapping[str, Any]) -> None:
-        if self.me.node_rank == 0:
-            self._send_all(dict(message), but=rank)
+        if self.is_leader:
+            self.send_to_all(dict(message), but=rank)
 
-    def _send(self, rank: int, message: dict[str, Any]) -> None:
-        if rank not in self._channels:
-            return
-        try:
-            self._channels[rank].send(message)
-        except ChannelClosed as error:
-            self._lose(rank, str(error))
-
-    def _send_all(self, message: dict[str, Any], but: int | None = None) -> None:
-        for rank in [rank for rank in self._channels if rank != but]:
-            self._send(rank, message)
+    def send_to_first(self, message: dict[str, Any]) -> None:
+        """Send to the leader."""
+        self.send(self.leader, message)
 
     def _lose(self, rank: int, why: str) -> None:
         """Take note that a node is gone, and tell the others."""
@@ -329,59 +463,17 @@ class Nodes:
         if channel is None:
             return
         channel.close()
-        if self._is_over:
+        self.ready.discard(rank)
+        is_member = any(member.node_rank == rank for member in self.members)
+        if self.is_over or not is_member:
             return
-        if self.lost is None and self.refusal is None:
-            self.lost = (
-                f"{self.members[rank]} is gone ({why}): its launcher was ended, its host went down, or the network "
-                "between the nodes is cut"
-            )
-            self._send_all({"kind": "lost", "text": self.lost})
-
-    def _sleep(self, most_seconds: float) -> None:
-        poll = select.poll()
-        for descriptor in self.descriptors:
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(most_seconds * 1000)
-
-
-def refusal_of(error: BaseException) -> dict[str, Any]:
-    """Return the message by which a node tells the others why it does not go on."""
-    if isinstance(error, DureError):
-        return {"kind": "refused", "message": str(error)[:_LONGEST_TEXT], "code": error.exit_code}
-    what = "was stopped" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
-    return {"kind": "refused", "message": f"the launcher on {socket.gethostname()} {what}", "code": FAILED}
-
-
-def refused_error(message: Mapping[str, Any]) -> DureError:
-    """Return what another node refused, as an error of this one."""
-    text, code = str(message.get("message")), message.get("code")
-    if code == Misuse.exit_code:
-        return Misuse(text)
-    if code == EnvironmentLacks.exit_code:
-        return EnvironmentLacks(text)
-    return WorkerFailed(text) if code == FAILED else Interrupted(text, int(code or FAILED))
-
-
-def _end_to_json(end: WorkerEnd) -> dict[str, Any]:
-    """Return it as a message of which the task decides how long its texts are, and the channel how long they may be."""
-    told = {**asdict(end), "failure": _cut(end.failure, _LONGEST_TEXT), "crash": []}
-    if len(json.dumps(told)) > MESSAGE_LIMIT_BYTES // 2:
-        told["failure"] = _cut(end.failure, _LONGEST_TEXT // 10)
-    return {**told, "crash": [asdict(frame) for frame in end.crash[:_MOST_FRAMES]]}
-
-
-def _cut(value: Any, longest: int) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _cut(part, longest) for name, part in value.items()}
-    return value[:longest] if isinstance(value, str) else value
-
-
-def _end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
-    """Rebuild how a rank of another node ended, in this node's time."""
-    failure = told["failure"]
-    if failure is not None:
-        failure = {**failure, "time": float(failure["time"]) + clock_behind_seconds}
-    crash = tuple(Frame(**frame) for frame in told["crash"])
-    time_ = float(told["time"]) + clock_behind_seconds
-    return WorkerEnd(**{**told, "failure": failure, "crash": crash, "time": time_, "node": told["node"] or node})
+        text = (
+            f"{self.member(rank)} is gone ({why}): its launcher was ended, its host went down, or the network between "
+            "the nodes is cut"
+        )
+        self.has_lost_leader = not self.is_leader
+        if self.is_elastic and self.is_under_way:
+            self.shake(text)
+        elif self.lost is None and self.refusal is None:
+            self.lost = text
+            self.send_to_all({"kind": "lost", "text": self.lost})

@@ -78,6 +78,13 @@ class Restarts:
             return None
         return self._granted(first.rank, step, cause, go_back_to)
 
+    def heed(self, restart: Restart) -> None:
+        """Count a restart that another node has decided: this one may have to decide the next."""
+        if restart.microbatch_sizes is None:
+            self.count = restart.number
+            self._times.append(time.monotonic())
+            self._last = (None if restart.go_back_to is not None else restart.rank, restart.step, restart.cause)
+
     def after_hang(self, hang: HangVerdict) -> Restart | None:
         """Decide about ranks that were ended because they hung. It may be the network's, and come again: that counts.
 

@@ -22,11 +22,12 @@ from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
 from dure.machine import count_oom_kills
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.rank import CUT, Place, RankInfo, StoreAddress
 
 if TYPE_CHECKING:
     from dure.launch.hang import HangVerdict
     from dure.launch.nodes import Nodes
+    from dure.launch.way_back import WayBack
 
 _REPORT_LIMIT_BYTES = 2**20
 
@@ -69,6 +70,12 @@ class Launch:
     """What the ranks are told of it."""
     nodes: "Nodes | None" = None
     """The run's other hosts, whose launchers have been met."""
+    output_of: Callable[[int], Output] | None = None
+    """Where a rank's output goes, where the ranks of this host may be others in the next round."""
+    on_change: Callable[[str], None] | None = None
+    """Told why a round was ended, where that was no failure of a rank."""
+    way_back: "WayBack | None" = None
+    """What to do when the node that leads cannot be reached; None: end."""
 
     @property
     def first_rank(self) -> int:
@@ -128,6 +135,15 @@ class Worker:
         before, now = self.oom_kills_before, count_oom_kills()
         return None if before is None or now is None else now > before
 
+    def asked_cut(self) -> float | None:
+        """Return for how many seconds it asks that its host fall silent, once."""
+        if self.end is not None or not os.fstat(self.report_fd).st_size:
+            return None
+        seconds = (_read_report(self.report_fd) or {}).get(CUT)
+        if seconds is not None:
+            os.ftruncate(self.report_fd, 0)
+        return None if seconds is None else float(seconds)
+
     def send(self, number: int) -> None:
         """Send a signal, unless it is gone."""
         if self.end is None:
@@ -153,7 +169,8 @@ class KeptMemory:
 
     def __init__(self, launch: Launch) -> None:
         self.heartbeat_fd = unnamed_file("dure-heartbeats")
-        self.heartbeats = Heartbeats(self.heartbeat_fd, launch.world_size)
+        most_ranks = launch.world_size if launch.nodes is None else launch.nodes.most * launch.num_processes
+        self.heartbeats = Heartbeats(self.heartbeat_fd, max(most_ranks, launch.world_size))
         num_snapshots = launch.num_processes if launch.restarts.most else 0
         self.snapshot_fds = tuple(unnamed_file(f"dure-snapshot{rank}") for rank in range(num_snapshots))
 
@@ -161,6 +178,11 @@ class KeptMemory:
     def descriptors(self) -> tuple[int, ...]:
         """What a process must inherit to use it."""
         return self.heartbeat_fd, *self.snapshot_fds
+
+    def forget(self) -> None:
+        """Forget all snapshots: others have gone on meanwhile, from another one."""
+        for descriptor in self.snapshot_fds:
+            os.ftruncate(descriptor, 0)
 
     def close(self) -> None:
         """Give it back."""
@@ -245,6 +267,8 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
             listen_fd=store.listener.fileno() if serves and store.listener is not None else None,
         ),
         interface=None if launch.nodes is None else launch.nodes.interface,
+        is_on_several_hosts=launch.nodes is not None,
+        epoch=None if launch.nodes is None or launch.nodes.lease is None else launch.nodes.lease.epoch,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,

@@ -4,11 +4,16 @@ import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
 
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 """A run's name is also its folder's name, so that it can neither leave the runs folder nor look like an option."""
@@ -152,7 +157,11 @@ class RunSpec(BaseModel):
     )
 
     # several hosts: said at each start, and not kept for a resume
-    nnodes: int = Field(1, gt=0, description="hosts; each starts nproc / nnodes of the processes")
+    nnodes: Annotated[str, BeforeValidator(_as_text)] = Field(
+        "1",
+        pattern=r"^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$",
+        description="hosts, each with nproc / nnodes of the processes; 1:4: at most 4, and it goes on with 1",
+    )
     node_rank: int | None = Field(None, ge=0, description="which of the hosts this is, from 0; another on each")
     rendezvous: str | None = Field(None, description="where the hosts meet: an address of host 0, as 10.0.0.1:29400")
     secret_file: Path | None = Field(
@@ -169,6 +178,16 @@ class RunSpec(BaseModel):
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
     quiet: bool = Field(False, description="no progress and no table; errors only")
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts of the run, when all are there."""
+        return int(self.nnodes.rpartition(":")[2])
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Hosts without which it does not go on."""
+        return int(self.nnodes.partition(":")[0])
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -285,6 +304,8 @@ def requirement(name: str) -> str:
     kind = kinds(info)[0]
     if name == "name":
         return "1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+    if name == "nnodes":
+        return "a whole number above 0, or the fewest and the most, as 1:4"
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))
     words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")

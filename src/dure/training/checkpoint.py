@@ -46,15 +46,19 @@ TRASH = ".trash-"
 class CheckpointStore:
     """The folder of one run's checkpoints. Only `begin` and `save` are collective; the rest is for any one rank."""
 
-    def __init__(self, root: Path, keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, root: Path, keep: int, warn: Callable[[str], None], fence: Callable[[], None] = lambda: None
+    ) -> None:
         """Name the folder; nothing is read or written yet.
 
         Args:
             root: The folder; it is made when the first checkpoint is saved.
             keep: How many of the newest to keep, beside the best.
             warn: Receives one sentence for each thing that is wrong without ending the run.
+            fence: Asked before a checkpoint is completed; raises where another has taken over the run.
         """
         self.root = root
+        self._fence = fence
         self._keep = max(keep, 1)
         self._warn = warn
         self._damaged: set[str] = set()
@@ -96,7 +100,7 @@ class CheckpointStore:
             PeerLost: Another rank could not do its part.
         """
         started = time.perf_counter() if started is None else started
-        writer = CheckpointWriter(self.root, snapshot, position, group)
+        writer = CheckpointWriter(self.root, snapshot, position, group, self._fence)
         writer.begin(copies)
 
         def after_commit(saved: SavedCheckpoint) -> None:

@@ -175,17 +175,22 @@ def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
     return kept
 
 
-def share_of(snapshot: Snapshot, rank: int) -> Share:
+def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
     """Decide what a rank writes of a snapshot.
 
     Tied tensors of the model are written once, and their further names kept as aliases.
+
+    Args:
+        snapshot: Of the run.
+        rank: Who writes.
+        is_whole: Whether it writes what rank 0 would, too: of several hosts one may be lost, with its ranks.
 
     Raises:
         TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
     """
     try:
         model, aliases, model_extra = _model_parts(snapshot.model)
-        is_writer = rank == 0 or snapshot.is_spread
+        is_writer = rank == 0 or is_whole or snapshot.is_spread
         optimizer: dict[str, Any] = {}
         state = {
             "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
@@ -197,7 +202,7 @@ def share_of(snapshot: Snapshot, rank: int) -> Share:
             parts = {
                 part: {name: _as_its_own_piece(v) for name, v in tensors.items()} for part, tensors in parts.items()
             }
-        elif rank:
+        elif not is_writer:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
         share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases)
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""

@@ -46,9 +46,12 @@ class CheckpointWriter:
     that a thread beside the training may do it.
     """
 
-    def __init__(self, root: Path, snapshot: Snapshot, position: Position, group: Group) -> None:
-        """Prepare to save `snapshot` under `root`; nothing is done yet."""
+    def __init__(
+        self, root: Path, snapshot: Snapshot, position: Position, group: Group, fence: Callable[[], None]
+    ) -> None:
+        """Prepare to save `snapshot` under `root`; nothing is done yet. `fence` refuses where it is not ours to."""
         self.root = root
+        self._fence = fence
         self.position = position
         self.rank = group.rank
         self.world_size = group.world_size
@@ -250,6 +253,7 @@ class CheckpointWriter:
             (directory / _word_name(rank)).unlink(missing_ok=True)
         write_new_file(directory / MANIFEST_NAME, [seal(self._manifest(files, metrics, is_best))])
         sync_directory(directory)
+        self._fence()
         final = free_name(self.root, self.position)
         directory.rename(self.root / final)
         self._directory = None

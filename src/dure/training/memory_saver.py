@@ -21,9 +21,11 @@ from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import share_of
 from dure.training.session import Session
 from dure.training.session_state import Progression, captured, plain_state, rank_state, restore
+from dure.training.snapshot_exchange import Found, Survey, brought_up, collect
 from dure.training.snapshot_memory import (
     MOST_PLACES,
     NUM_PLACES,
+    Origin,
     ShareLayout,
     SnapshotWriter,
     forget_after,
@@ -60,7 +62,7 @@ class MemorySaver:
         Args:
             session: What to take them of.
             progression: Where it is.
-            descriptors: Of every rank, the memory that the supervisor keeps; empty: none are taken.
+            descriptors: Of every rank of this host, the memory that the supervisor keeps; empty: none are taken.
             every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
             warn: Receives a sentence if there can be none.
             trusted_samples: Tells up to where the run is known to be right: the newest snapshot of there is kept. None:
@@ -74,6 +76,10 @@ class MemorySaver:
         self.every = every or 1
         self._is_given = every is not None
         self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
+        self._place = session.place
+        self._survey: Survey | None = None
+        self.must_take = False
+        """Whether a snapshot is to be taken before the first step: hosts have come that hold none."""
         self._writer: SnapshotWriter | None = None
         self._went_on_from: Position | None = None
         self._layout: ShareLayout | None = None
@@ -104,8 +110,10 @@ class MemorySaver:
         """
         self._lay_out(rank_state(self.session))
         assert self._layout is not None
-        said = self.session.group.all_gather_json([self._layout.num_bytes, psutil.virtual_memory().available])
-        needed, free = self._num_places * sum(one[0] for one in said), min(one[1] for one in said)
+        mine = [self._place.rank.node_rank, self._layout.num_bytes, psutil.virtual_memory().available]
+        said = self.session.group.all_gather_json(mine)
+        nodes = {node: sum(one[1] for one in said if one[0] == node) for node, _, _ in said}
+        needed, free = self._num_places * max(nodes.values()), min(one[2] for one in said)
         if needed <= MOST_OF_MEMORY * free:
             return True
         self._descriptors = ()
@@ -136,8 +144,9 @@ class MemorySaver:
         settle()
         now, session = self.progression, self.session
         if self._writer is None:
-            own_descriptor = self._descriptors[session.group.rank]
-            self._writer = SnapshotWriter(own_descriptor, self._went_on_from, self._num_places)
+            rank = session.group.rank
+            origin = Origin(round=self._place.round, world_size=session.group.world_size, rank=rank)
+            self._writer = SnapshotWriter(self._own_descriptor, self._went_on_from, self._num_places, origin)
         own = rank_state(session)
         if not self._is_as_laid_out(own):
             own = self._lay_out(own)
@@ -156,12 +165,14 @@ class MemorySaver:
 
     def _lay_out(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         snapshot = captured(self.session, self.progression)
-        share = share_of(snapshot, self.session.group.rank)
+        # a host that is left alone must have all that ranks have alike
+        is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
+        share = share_of(snapshot, self.session.group.rank, is_whole=is_whole)
         # of its own, so that later states can be put into the same place
         self._own_by_name = {name: tensor.clone() for name, tensor in own.items()}
         share.per_rank = {**self._own_by_name, **self._own_buffers()}
         self._own = list(self._own_by_name.values())
-        self._layout = ShareLayout(share)
+        self._layout = ShareLayout(share, is_spread=snapshot.is_spread)
         self._signature = self._parts()
         return own
 
@@ -199,36 +210,64 @@ class MemorySaver:
 
     # taking one up
 
+    @property
+    def _own_descriptor(self) -> int:
+        return self._descriptors[self._place.rank.local_rank]
+
     def forget_after(self, samples_seen: int) -> None:
         """Forget this rank's snapshots of later positions; every rank does, before any goes on."""
         if self._descriptors:
-            forget_after(self._descriptors[self.session.group.rank], samples_seen)
+            forget_after(self._own_descriptor, samples_seen)
 
-    def newest(self) -> Position | None:
-        """Return where the newest snapshot stands that every rank has; the same on every rank."""
-        return newest_common(self._descriptors)
+    def newest(self, has_records: Callable[[int, int], bool]) -> Found | None:
+        """Return the newest snapshot that all can go on from; the same on every rank.
 
-    def load(self, position: Position) -> None:
+        Args:
+            has_records: Whether the records of so many ranks reach a position, in samples: of a host that is gone, the
+                last may be missing. Asked on the first rank.
+
+        Communication: on several hosts, two gathered JSON messages.
+        """
+        if not self._place.is_on_several_hosts:
+            found = newest_common(self._descriptors)
+            return None if found is None else Found(position=found, round=-1, world_size=len(self._descriptors))
+        if not self._descriptors:
+            return None
+        group = self.session.group
+        self._survey = Survey(group, self._place, self._own_descriptor)
+        found_all, chosen = self._survey.candidates(), 0
+        if group.rank == 0:
+            known = (n for n, one in enumerate(found_all) if has_records(one.world_size, one.position.samples_seen))
+            chosen = next(known, 0)
+        chosen = group.all_gather_json(chosen)[0]
+        return found_all[chosen] if found_all else None
+
+    def load(self, found: Found) -> None:
         """Put the session back to a snapshot.
+
+        Communication: one gathered JSON message; on several hosts, shares that one of them has not.
+        """
+        if self._survey is None:
+            checkpoint = self._read(found.position)
+        else:
+            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found)
+            self.must_take = not self._survey.is_everybodys(found)
+        restore(self.session, self.progression, checkpoint)
+        self._load_buffers(checkpoint)
+        self._went_on_from = found.position
+
+    def take_at_once(self) -> None:
+        """Take a snapshot before the first step, where there is room: hosts that came hold none yet.
 
         Communication: one gathered JSON message.
         """
-        checkpoint = self._read(position)
-        restore(self.session, self.progression, checkpoint)
-        self._load_buffers(checkpoint)
-        self._went_on_from = position
+        if self.must_take and self._descriptors and self._has_room():
+            self.take(lambda: None)
+        self.must_take = False
 
     def _read(self, position: Position) -> Checkpoint:
-        saved = [read_share(descriptor, position) for descriptor in self._descriptors]
-        for one in saved:
-            state, newer = json.loads(one.share.state or b"null"), json.loads(one.state)
-            if state is None:
-                continue
-            state["extra"] = newer["extra"]
-            for group, values in zip(state["optimizer"]["groups"], newer["groups"], strict=True):
-                group.update(values)
-            one.share.state = json.dumps(state).encode()
-        return checkpoint_of([one.share for one in saved], position, self.session.group.rank)
+        shares = [brought_up(read_share(descriptor, position)) for descriptor in self._descriptors]
+        return checkpoint_of(shares, position, self.session.group.rank)
 
     def _load_buffers(self, checkpoint: Checkpoint) -> None:
         own = checkpoint.per_rank(self.session.group.world_size) or {}

@@ -38,10 +38,15 @@ class Fault(BaseModel):
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
     """Goes wrong when this step begins; counted over the whole run, from 1."""
-    kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow", "flip"]
-    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step, `flip` flips a bit."""
+    kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow", "flip", "cut"]
+    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step, `flip` flips a bit.
+
+    `cut` lets the rank's host fall silent, as a pulled cable does: its ranks stand still, and its launcher neither
+    reads nor sends. What it does not do: on a real cut both sides go on and wait for each other, and packets are lost;
+    here the others see no error, and what was on its way is read afterwards.
+    """
     seconds: float = Field(1.0, gt=0)
-    """How long `slow` waits."""
+    """How long `slow` waits, and `cut` lasts."""
     tensor: str | None = None
     """The parameter in which `flip` flips a bit; the rank's first one if none is named."""
     element: int = Field(0, ge=0)
@@ -63,8 +68,13 @@ class PlannedOutOfMemory(torch.OutOfMemoryError):
     is_planned = True
 
 
-def read_faults(path: Path, num_ranks: int) -> list[Fault]:
+def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) -> list[Fault]:
     """Read a file of faults.
+
+    Args:
+        path: The file.
+        num_ranks: Ranks that there are.
+        on_several_hosts: Whether a host can be cut off.
 
     Raises:
         SpecInvalid: It cannot be read or says what cannot be; everything at once.
@@ -86,6 +96,8 @@ def read_faults(path: Path, num_ranks: int) -> list[Fault]:
             continue
         if fault.rank >= num_ranks:
             wrong.append(f"{path}, fault {number}: rank is {fault.rank} but the ranks are 0 to {num_ranks - 1}")
+        if fault.kind == "cut" and not on_several_hosts:
+            wrong.append(f"{path}, fault {number}: kind is cut, but the run is on one host (--nnodes)")
         faults.append(fault)
     if wrong:
         raise SpecInvalid(wrong)
@@ -100,9 +112,11 @@ def _where(said: Any) -> str:
 class PlannedFaults:
     """Those of one rank that have not happened yet."""
 
-    def __init__(self, faults: list[Fault], rank: int, run: RunDir) -> None:
+    def __init__(self, faults: list[Fault], rank: int, run: RunDir, cut: Callable[[float], None] = time.sleep) -> None:
+        """Take those of a rank; `cut` lets its host fall silent for so many seconds."""
         happened = {(e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT}
         self._run = run
+        self._cut = cut
         self._due = {
             fault.step: fault
             for fault in faults
@@ -148,6 +162,8 @@ class PlannedFaults:
             self._makes_nan = fault.kind == "nan"
             if fault.kind == "flip" and (tensor := self._flipped(fault)) is not None:
                 flip(tensor, fault.element, fault.bit)
+            if fault.kind == "cut":
+                self._cut(fault.seconds)
             _happen(fault)
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from dure.epochs import refuse_if_over
 from dure.errors import DiskFull, GroupShrank
 from dure.measure.records import Metric
 from dure.rundir import RunDir
@@ -41,7 +42,8 @@ class Saver:
         self.run = run
         self.progression = progression
         self.event = event
-        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn)
+        fence = partial(refuse_if_over, run.path, session.place.epoch)
+        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn, fence)
         minutes = session.spec.checkpoint_every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60
         self.last_time = time.monotonic()
@@ -232,8 +234,9 @@ class Saver:
         if trusted_samples is not None:
             memory.forget_after(trusted_samples)
             group.barrier()
-        found = memory.newest()
-        is_taken = found is not None and (not self.is_first or self._newest_samples() <= found.samples_seen)
+        found = memory.newest(self._has_records)
+        seen = -1 if found is None else found.position.samples_seen
+        is_taken = found is not None and (not self.is_first or self._newest_samples() <= seen)
         if not group.all_gather_json(is_taken)[0] or found is None:
             self.resume()
             return
@@ -242,6 +245,7 @@ class Saver:
         memory.load(found)
         self._drop_lost_best()
         self._undo_records()
+        memory.take_at_once()
 
     def newest_name(self) -> str | None:
         """Return the name of the newest checkpoint, on the first rank."""
@@ -260,8 +264,13 @@ class Saver:
     def _newest_samples(self) -> int:
         return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)
 
+    def _has_records(self, num_ranks: int, samples_seen: int) -> bool:
+        return all(self.run.last_samples(rank) >= samples_seen for rank in range(num_ranks))
+
     def _undo_records(self) -> None:
         if self.is_first:
+            if self.session.place.round and (repeated := self.run.last_samples(0) - self.progression.samples_seen) > 0:
+                self.event("repeated", samples=repeated, samples_seen=self.progression.samples_seen)
             self.run.undo_records_after(self.progression.samples_seen)
         self.session.group.barrier()
 

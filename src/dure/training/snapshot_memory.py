@@ -25,7 +25,7 @@ from dure.training.checkpoint_share import PARTS, Share
 from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.snapshot import Position
 
-_ENTRY = struct.Struct("<10q")
+_ENTRY = struct.Struct("<14q")
 NUM_PLACES = 2
 """Which is enough to go on from the newest."""
 MOST_PLACES = 3
@@ -50,6 +50,10 @@ class _Entry:
     state_begin: int = 0
     state_bytes: int = 0
     data_begin: int = 0
+    round: int = 0
+    world_size: int = 0
+    rank: int = 0
+    kind: int = 0
 
     def pack(self) -> bytes:
         return _ENTRY.pack(*(getattr(self, name) for name in self.__dataclass_fields__))
@@ -63,17 +67,56 @@ class _Entry:
         return Position(samples_seen=self.samples_seen, step=self.step, epoch=self.epoch)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A whole snapshot of one rank, and which rank of which ranks it was then: that may change from round to round."""
+
+    position: Position
+    round: int
+    world_size: int
+    rank: int
+    kind: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """As which rank of which ranks somebody writes."""
+
+    round: int = 0
+    world_size: int = 1
+    rank: int = 0
+
+
+PIECES, WHOLE = 1, 2
+"""Kinds of shares: one that is of use only with those of all other ranks, and one that holds all that is not of one
+rank alone. Bits of one number."""
+
+
 class ShareLayout:
     """What a rank's share consists of and where each tensor stands: the same from step to step."""
 
-    def __init__(self, share: Share) -> None:
-        """Lay out a share; its tensors are copied from wherever they are each time it is written."""
+    def __init__(self, share: Share, *, is_spread: bool = False) -> None:
+        """Lay out a share; its tensors are copied from wherever they are each time it is written.
+
+        Args:
+            share: What is written.
+            is_spread: Whether other ranks have what this one has not, beside pieces.
+        """
+        has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
+        is_whole = bool(share.state) and not is_spread
+        self.kind = PIECES * (has_pieces or is_spread) + WHOLE * is_whole
         self.tensors: list[Tensor] = []
         self.begins: list[int] = []
         self.num_bytes = 0
         parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
         parts[_PER_RANK] = self._place_all(share.per_rank)
-        layout = {"rank": share.rank, "aliases": share.aliases, "parts": parts, "state": share.state.decode()}
+        layout = {
+            "rank": share.rank,
+            "is_spread": is_spread,
+            "aliases": share.aliases,
+            "parts": parts,
+            "state": share.state.decode(),
+        }
         self.text = json.dumps(layout, ensure_ascii=False).encode()
 
     def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
@@ -94,7 +137,13 @@ class ShareLayout:
 class SnapshotWriter:
     """Writes a rank's snapshots."""
 
-    def __init__(self, descriptor: int, kept: Position | None = None, num_places: int = NUM_PLACES) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        kept: Position | None = None,
+        num_places: int = NUM_PLACES,
+        origin: Origin | None = None,
+    ) -> None:
         """Take over the memory of an earlier round.
 
         Args:
@@ -102,8 +151,10 @@ class SnapshotWriter:
             kept: The position from which this round goes on: its snapshot is written over last. Any other one is
                 forgotten: another rank may not have it.
             num_places: Snapshots that there may be; the earlier rounds had as many.
+            origin: Which rank this is, where it may be another one in the next round.
         """
         self._descriptor = descriptor
+        self._origin = origin or Origin()
         if os.fstat(descriptor).st_size < _HEADER_BYTES:
             os.ftruncate(descriptor, _HEADER_BYTES)
         self._map()
@@ -147,6 +198,10 @@ class SnapshotWriter:
             state_begin=entry.state_begin,
             state_bytes=len(state),
             data_begin=entry.data_begin,
+            round=self._origin.round,
+            world_size=self._origin.world_size,
+            rank=self._origin.rank,
+            kind=layout.kind,
         )
         self._put(place)
         self._mark(place, is_whole=1)
@@ -205,15 +260,25 @@ class SavedShare:
     """Its tensors of the model are views of the memory, valid until the next snapshot; the others are copies."""
     state: bytes
     """What the writer passed as `state`."""
+    is_spread: bool = False
 
 
-def positions(descriptor: int) -> list[Position]:
-    """Return where the whole snapshots of a rank stand, at most two."""
+def held(descriptor: int) -> list[Held]:
+    """Return the whole snapshots of a rank, at most three."""
     if os.fstat(descriptor).st_size < _HEADER_BYTES:
         return []
     with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
         entries = [_entry(memory, place) for place in range(MOST_PLACES)]
-    return [entry.position for entry in entries if entry.is_whole]
+    return [
+        Held(position=e.position, round=e.round, world_size=e.world_size, rank=e.rank, kind=e.kind)
+        for e in entries
+        if e.is_whole
+    ]
+
+
+def positions(descriptor: int) -> list[Position]:
+    """Return where the whole snapshots of a rank stand."""
+    return [one.position for one in held(descriptor)]
 
 
 def newest_common(descriptors: Sequence[int]) -> Position | None:
@@ -232,11 +297,43 @@ def forget_after(descriptor: int, samples_seen: int) -> None:
                 struct.pack_into("<q", memory, place * _ENTRY.size, 0)
 
 
-def read_share(descriptor: int, position: Position) -> SavedShare:
-    """Read a rank's share of a snapshot that `positions` has named."""
+def read_share(descriptor: int, position: Position, round_number: int | None = None) -> SavedShare:
+    """Read a rank's share of a snapshot that `positions` or `held` has named."""
+    memory, entry = _found(descriptor, position, round_number)
+    return _parsed(memory, entry)
+
+
+def packed_share(descriptor: int, position: Position, round_number: int) -> tuple[list[int], bytes]:
+    """Return a rank's share as bytes, for another host, and the numbers by which it is read there."""
+    memory, entry = _found(descriptor, position, round_number)
+    with memory:
+        data = memory[entry.begin : entry.begin + entry.num_bytes]
+    return [
+        entry.layout_bytes,
+        entry.state_begin - entry.begin,
+        entry.state_bytes,
+        entry.data_begin - entry.begin,
+    ], data
+
+
+def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
+    """Read what `packed_share` gave; tensors of the model are views of `data`."""
+    layout_bytes, state_begin, state_bytes, data_begin = numbers
+    entry = _Entry(
+        is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes, data_begin=data_begin
+    )
+    return _parsed(data, entry)
+
+
+def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, _Entry]:
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    entry = next(e for e in (_entry(memory, place) for place in range(MOST_PLACES)) if e.position == position)
-    layout = json.loads(memory[entry.begin : entry.begin + entry.layout_bytes])
+    entries = [_entry(memory, place) for place in range(MOST_PLACES)]
+    entry = next(e for e in entries if e.is_whole and e.position == position and round_number in (None, e.round))
+    return memory, entry
+
+
+def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
+    layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
 
     def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:
         tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
@@ -257,14 +354,15 @@ def read_share(descriptor: int, position: Position) -> SavedShare:
         aliases=layout["aliases"],
         state=layout["state"].encode(),
     )
-    return SavedShare(share=share, state=memory[entry.state_begin : entry.state_begin + entry.state_bytes])
+    state = bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes])
+    return SavedShare(share=share, state=state, is_spread=layout["is_spread"])
 
 
 def _entry(memory: mmap.mmap, place: int) -> _Entry:
     return _Entry.unpack(memory[place * _ENTRY.size : (place + 1) * _ENTRY.size])
 
 
-def _view(memory: mmap.mmap, begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _view(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)

@@ -6,6 +6,7 @@ import json
 import multiprocessing.util
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
 from dure.failure import describe_failure, is_peer_lost, told_undisturbed
 from dure.heartbeat import Heartbeats
-from dure.rank import Place
+from dure.rank import CUT, Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
@@ -71,8 +72,9 @@ class Worker:
         spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
         if spec.faults is not None and self.job["kind"] == "train":
-            faults = read_faults(spec.faults, self.group.world_size)
-            self.faults = PlannedFaults(faults, self.place.rank.rank, self.run)
+            # of the ranks when all hosts are there
+            faults = read_faults(spec.faults, max(self.run.read_spec().nproc, self.group.world_size))
+            self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
         session = open_session(spec, self.place, self.group, devices, around_loss)
         self.group = session.group
@@ -91,10 +93,14 @@ class Worker:
         return stop_exit_code(stop.received or 0) if is_interrupted else 0
 
     def _spec(self) -> RunSpec:
-        """Return what the user asked for, with microbatches as small as memory has turned out to need."""
+        """Return what the user asked for, on the devices that are there, with microbatches as small as memory needs."""
         spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
-        smaller = self.place.microbatch_size
-        return spec if smaller is None else spec.model_copy(update={"microbatch_size": smaller})
+        changed: dict[str, int] = {}
+        if self.place.is_on_several_hosts:
+            changed["nproc"] = self.place.rank.world_size  # some hosts may be gone
+        if self.place.microbatch_size is not None:
+            changed["microbatch_size"] = self.place.microbatch_size
+        return spec.model_copy(update=changed) if changed else spec
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
@@ -109,6 +115,13 @@ class Worker:
         if session.group.rank == 0 and status == "completed":
             self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
         return status == "interrupted"
+
+    def _cut(self, seconds: float) -> None:
+        """Ask the launcher to let this host fall silent, and go on when it has."""
+        assert self.place.report_fd is not None
+        os.pwrite(self.place.report_fd, json.dumps({CUT: seconds}).encode(), 0)
+        while os.fstat(self.place.report_fd).st_size:
+            time.sleep(0.001)
 
     def _evaluate(self, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)

@@ -1,0 +1,49 @@
+"""Who may write into a run on several hosts: whoever began its last epoch, which only one can.
+
+An epoch is an empty file in the run's folder, made only where there is none. So hosts that cannot reach each other, but
+see the same folder, agree: who leads begins an epoch, and who finds a later one than its own leads no more.
+"""
+
+import os
+from pathlib import Path
+
+from dure.errors import CheckpointNotWritten
+
+FOLDER = ".leader"
+_EPOCH = "epoch-"
+
+
+def newest_epoch(run: Path) -> int:
+    """Return the number of the last epoch that a node began; 0 where none did."""
+    try:
+        names = os.listdir(run / FOLDER)
+    except OSError:
+        return 0
+    numbers = (name.removeprefix(_EPOCH) for name in names if name.startswith(_EPOCH))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def begin_epoch(run: Path, epoch: int) -> bool:
+    """Begin an epoch; False when another has begun it."""
+    (run / FOLDER).mkdir(exist_ok=True)
+    try:
+        os.close(os.open(run / FOLDER / f"{_EPOCH}{epoch}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
+def refuse_if_over(run: Path, epoch: int | None) -> None:
+    """Refuse to write where a later epoch has begun.
+
+    Args:
+        run: The folder.
+        epoch: The one in which the caller was started; None for a run of one host.
+
+    Raises:
+        CheckpointNotWritten: Another node leads the run now.
+    """
+    if epoch is not None and newest_epoch(run) > epoch:
+        raise CheckpointNotWritten(
+            f"another node leads {run.name} since nothing was seen of this one, so nothing is written here any more"
+        )

@@ -1,0 +1,61 @@
+"""Stop signals that a supervisor gets and its ranks are to follow."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dure.launch.workers import Worker
+from dure.stopping import STOP_SIGNALS, heeded_signals
+
+
+class StoppedBeforeStart(BaseException):
+    """A signal came while there was no rank."""
+
+
+@contextmanager
+def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
+    """Pass stop signals on to workers, the second one as the end of all; gives the list of those that came.
+
+    While there is no worker, the first one raises `StoppedBeforeStart`.
+    """
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if not workers:
+            raise StoppedBeforeStart
+        pass_on_signal(number, workers, is_first=len(received) == 1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
+    # where children are not waited for (SIG_IGN), nobody would learn how they ended
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            # None: a handler that was not set from Python, and cannot be put back from it
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> None:
+    """Ask workers to stop, or end them where they were asked before."""
+    for worker in workers:
+        if is_first:
+            worker.send(number)
+        else:
+            worker.stop_at_once()
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Deliver stop signals only when every worker is known, so that none misses a signal passed on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,260 @@
+"""One round of a job on one host: its ranks are started, watched, and ended together."""
+
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+
+from dure.errors import EnvironmentLacks
+from dure.launch.examination import examine
+from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
+from dure.launch.hang import HangVerdict, explain
+from dure.launch.joint_look import JointLook
+from dure.launch.nodes import Nodes
+from dure.launch.passed_signals import pass_on_signal, signals_held_back
+from dure.launch.store_server import StoreServer
+from dure.launch.verdict import STOP_ENDS, WorkerEnd
+from dure.launch.watchdog import Watchdog
+from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
+
+_FAILURE_GRACE_SECONDS = 1.0
+"""What the other ranks get after one failed, to end by themselves and leave word why."""
+_RESTART_GRACE_SECONDS = 0.1
+"""What they get where all are started again anyway and the first to fail has said why."""
+_POLL_SECONDS = 0.02
+_LOOK_SECONDS = 0.5
+"""The longest sleep: a bound on what a missed wake-up could cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How all ranks of a job ended, on all nodes."""
+
+    ends: list[WorkerEnd]
+    """Empty when a signal came before any rank was started."""
+    signal: int | None
+    """The first signal that asked the run to stop, if any."""
+    refusal: str | None = None
+    """Why the ranks were not started once more, where the failure alone does not say it."""
+    hang: HangVerdict | None = None
+    """Why the supervisor ended ranks that were not getting on."""
+    lost: str | None = None
+    """The sentence about a node that went away, or did not go on."""
+
+
+def run_round(
+    launch: Launch,
+    workers: list[Worker],
+    memory: KeptMemory,
+    round_number: int,
+    received: list[int],
+    store: StoreSocket,
+    *,
+    by_fork: bool,
+) -> HangVerdict | None:
+    """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
+    memory.heartbeats.forget()
+    with _store_served(launch, store, by_fork=by_fork):
+        with signals_held_back():
+            for rank in range(launch.first_rank, launch.first_rank + launch.num_processes):
+                worker = start_worker(launch, rank, store, memory, round_number=round_number, by_fork=by_fork)
+                workers.append(worker)  # one by one: those started must be known if the next cannot be
+        if store.listener is not None:
+            store.listener.close()
+        hang = _wait(launch, workers, memory, received)
+        kill_all(workers)
+    return hang
+
+
+def end_open_line(launch: Launch, workers: list[Worker]) -> None:
+    """Begin a fresh line in the terminal when rank 0 could not end its live line itself."""
+    if any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
+        _begin_line(launch)
+
+
+def _begin_line(launch: Launch) -> None:
+    has_live_line = sys.stderr.isatty() and launch.outputs[0].descriptors is None
+    if has_live_line:
+        print(file=sys.stderr)
+
+
+def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
+    """Wait until all have ended; after the first end only as long as its grace lasts, and never beyond their time.
+
+    Returns:
+        Why they will not end by themselves, if they hang and are not to be waited for.
+    """
+    watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
+    look = joint_look(launch, workers, memory, watchdog)
+    deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
+    while True:
+        alive = _still_alive(workers)
+        if not alive:
+            return None
+        ending = ending_of([worker.end for worker in workers if worker.end is not None])
+        grace = _grace(ending, launch, [worker.end for worker in workers if worker.end is not None])
+        others: list[int] = []
+        if launch.nodes is not None:
+            _fall_silent(launch.nodes, alive)
+            grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
+            others = launch.nodes.descriptors
+        if grace is not None:
+            deadline = min(deadline or float("inf"), time.monotonic() + grace)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return None
+        _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
+        if watchdog is not None and deadline is None:
+            hang = _hang(launch, workers, memory, watchdog, look)
+            if hang is not None:
+                return hang
+
+
+def joint_look(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog | None = None
+) -> JointLook | None:
+    """Return the look that this node takes together with others, where there are others."""
+    hangs = launch.hangs
+    if launch.nodes is None or hangs is None:
+        return None
+
+    def acts(seconds: float, is_certain: bool) -> bool:
+        return watchdog is not None and hangs.acts(seconds, watchdog.last_threshold, is_certain=is_certain)
+
+    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts)
+
+
+def _hang(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog, look: JointLook | None
+) -> HangVerdict | None:
+    """Tell of ranks that are not getting on; return why, if they are to be ended."""
+    seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
+    if look is not None:
+        assert launch.nodes is not None
+        if seconds is not None and not launch.nodes.is_one_quiet:
+            look.ask(seconds)
+        found = look.advance()
+        if found is not None and launch.on_hang is not None:
+            launch.on_hang(found[0])
+        return found[0] if found is not None and found[1] else None
+    if seconds is None or launch.hangs is None:
+        return None
+    verdict = explain(examine(workers, memory.heartbeats), seconds)
+    if launch.on_hang is not None:
+        _begin_line(launch)
+        launch.on_hang(verdict)
+    acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
+    return verdict if acts else None
+
+
+def _still_alive(workers: list[Worker]) -> list[Worker]:
+    for worker in workers:
+        if worker.end is None:
+            worker.poll()
+    return [worker for worker in workers if worker.end is None]
+
+
+def _heed_others(
+    launch: Launch, nodes: Nodes, workers: list[Worker], received: list[int], ending: str | None
+) -> float | None:
+    """Exchange with the other nodes what concerns all; return what their news leave the ranks here, if anything."""
+    nodes.pump()
+    for number in nodes.exchange_signals(received):
+        pass_on_signal(number, workers, is_first=len(received) == 1)
+    if ending is not None:
+        nodes.tell_ending(ending)
+    if nodes.shaken is not None:
+        return 0.0  # all are started again anyway
+    if nodes.lost is not None or nodes.refusal is not None:
+        return _FAILURE_GRACE_SECONDS
+    graces = [_grace(said, launch) for said in nodes.endings]
+    return _least(*graces) if graces else None
+
+
+def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
+    """Let this host stand still and say nothing, where a planned fault asks for it."""
+    seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
+    if seconds is None:
+        return
+    for worker in alive:
+        worker.send(signal.SIGSTOP)
+    time.sleep(seconds)
+    nodes.pump()
+    if nodes.shaken is None and nodes.lost is None:  # else they are ended without another instruction
+        for worker in alive:
+            worker.send(signal.SIGCONT)
+
+
+def _least(*graces: float | None) -> float | None:
+    return min((grace for grace in graces if grace is not None), default=None)
+
+
+def ending_of(ends: list[WorkerEnd]) -> str | None:
+    """Return what the first ranks to end mean for the others: `failed`, `stopped`, `ended`, or nothing yet."""
+    ends = [end for end in ends if not end.is_tolerated]
+    if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
+        return "failed"
+    if any(end.exit_code in STOP_ENDS for end in ends):
+        return "stopped"
+    return "ended" if ends else None
+
+
+def _grace(ending: str | None, launch: Launch, ends: Sequence[WorkerEnd] = ()) -> float | None:
+    """Return the seconds that the other ranks get; None: any time."""
+    if ending == "failed":
+        if not launch.restarts.most:
+            return _FAILURE_GRACE_SECONDS
+        was_killed = any(end.failure is None and end.exit_code < 0 and end.exit_code not in STOP_ENDS for end in ends)
+        return 0.0 if was_killed else _RESTART_GRACE_SECONDS
+    if ending == "stopped":
+        return launch.stop_grace_seconds
+    return launch.end_grace_seconds if ending == "ended" else None
+
+
+def _sleep_until_one_ends(alive: list[Worker], most_seconds: float, others: Sequence[int] = ()) -> None:
+    pidfds = [worker.pidfd for worker in alive if worker.pidfd is not None]
+    if len(pidfds) < len(alive):
+        time.sleep(min(_POLL_SECONDS, most_seconds))
+        return
+    poll = select.poll()  # select() itself takes no descriptor above 1023
+    for descriptor in (*pidfds, *others):
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(most_seconds * 1000)
+
+
+def kill_all(workers: list[Worker]) -> None:
+    """End workers that are still there, and wait until they are gone."""
+    for worker in workers:
+        worker.stop_at_once()
+    while _still_alive(workers):
+        time.sleep(0.001)
+
+
+def _store_served(launch: Launch, store: StoreSocket, *, by_fork: bool) -> AbstractContextManager[object]:
+    if not launch.serves_store or store.listener is None:
+        return nullcontext()
+    return closing(StoreServer(store.listener, by_fork=by_fork))
+
+
+def decide_to_fork(launch: Launch) -> bool:
+    """Return whether ranks are forked.
+
+    Raises:
+        EnvironmentLacks: It was asked for where it cannot work.
+    """
+    if launch.start != "fork":
+        return launch.start == "auto" and reason_not_to_fork() is None
+    reason = reason_fork_would_fail(launch.threads)
+    if reason is not None:
+        raise EnvironmentLacks(f"start is fork but {reason}: use --start spawn, or auto")
+    return True
+
+
+def listening_on(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)

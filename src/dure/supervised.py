@@ -1,0 +1,254 @@
+"""A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
+from dure.launch.child import Output
+from dure.launch.hang import tell_of_hang
+from dure.launch.nodes import Nodes
+from dure.launch.restarts import Restart, RestartPolicy
+from dure.launch.supervisor import Outcome, run_workers
+from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
+from dure.launch.watchdog import HangPolicy
+from dure.launch.way_back import WayBack
+from dure.launch.workers import Launch
+from dure.machine import count_cores
+from dure.measure.records import RunSummary
+from dure.rank import Place
+from dure.report.summary import summarise
+from dure.rundir import SPEC, SUMMARY, RunDir, default_name
+from dure.spec import RunSpec
+from dure.stopping import stop_exit_code
+from dure.strategies import STRATEGIES
+
+_WORKER = "dure.training.worker"
+_REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
+
+
+def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
+    """Open the folder of a run that goes on, or make one."""
+    if resume is not None:
+        return RunDir.open(Path(resume))
+    name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
+    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None)
+
+
+def count_processes(spec: RunSpec) -> int:
+    """Return how many processes the run has."""
+    info = STRATEGIES[spec.strategy or "single"]
+    extra = (getattr(spec, info.extra_processes) or spec.nproc) if info.extra_processes else 0
+    return 1 if info.one_process else spec.nproc + extra
+
+
+def threads_for(spec: RunSpec, num_processes: int) -> int:
+    """Return how many threads each process has."""
+    return spec.threads or max(1, count_cores() // num_processes)
+
+
+def start_workers(
+    run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: Nodes | None = None, way_back: WayBack | None = None
+) -> Outcome:
+    """Start the run's ranks of this host, and return when those of all hosts have ended.
+
+    Args:
+        run: Its folder.
+        spec: What is run.
+        job: What the ranks are to do.
+        nodes: All hosts, if there are several.
+        way_back: What this one does when it has lost the others.
+    """
+    num_processes = count_processes(spec) if nodes is None else nodes.me.num_ranks
+    ranks = range(num_processes) if nodes is None else range(nodes.first_rank, nodes.first_rank + num_processes)
+    for stale in run.path.glob("logs/failure-rank*.json"):
+        stale.unlink(missing_ok=True)
+    threads = threads_for(spec, num_processes)
+    if spec.start == "inline":
+        return _run_inline(job, Place(threads=threads, is_supervised=False))
+
+    def writes() -> bool:
+        return nodes is None or nodes.is_leader
+
+    def output_of(rank: int) -> Output:
+        return Output(log=str(run.log_path(rank))) if rank else Output()
+
+    return run_workers(
+        Launch(
+            entry=_WORKER,
+            job=job,
+            num_processes=num_processes,
+            threads=threads,
+            outputs=[output_of(rank) for rank in ranks],
+            output_of=output_of,
+            # of several nodes each asks its own clock; they have a store of their own for every round
+            store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
+            start=spec.start,
+            expendable=_expendable(spec),
+            restarts=_restart_policy(spec, job),
+            on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
+            on_change=None if nodes is None else lambda why: _note_change(run, why, nodes, spec),
+            hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
+            on_hang=lambda hang: tell_of_hang(run if writes() else None, hang),
+            nodes=nodes,
+            way_back=way_back,
+        )
+    )
+
+
+def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
+    """Return how often ranks are started again.
+
+    An evaluation is simply asked for once more. Where ranks can be missed, the end of one that cannot ends the run.
+    """
+    may_restart = job["kind"] == "train" and not _expendable(spec)
+    return RestartPolicy(most=spec.max_restarts if may_restart else 0, window_seconds=spec.restart_window_seconds)
+
+
+def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool) -> None:
+    cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
+    event: dict[str, Any]
+    if restart.microbatch_sizes is None:
+        event = {"event": "restart", "number": restart.number, **cause}
+        where = "" if restart.go_back_to is None else ", from where all agreed"
+        said = f"restart {restart.number} of {spec.max_restarts}{where}"
+    else:
+        before, after = restart.microbatch_sizes
+        event = {"event": "microbatch_halved", "from": before, "to": after, **cause}
+        said = (
+            f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
+            f"the global batch stays {spec.global_batch_size}"
+        )
+    if writes:
+        run.append_event(**event)
+        for stale in run.path.glob("logs/failure-rank*.json"):
+            stale.unlink(missing_ok=True)
+    _say(f"{restart.cause}\n      {said}", spec)
+
+
+def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
+    """Say that the run goes on with other nodes, and write it down on the one that leads."""
+    there = sorted(member.node_rank for member in nodes.members)
+    if nodes.is_leader:
+        run.append_event("nodes", message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader)
+        for stale in run.path.glob("logs/failure-rank*.json"):
+            stale.unlink(missing_ok=True)
+    on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
+    _say(f"{why}\n      the run goes on with {on}: {nodes.world_size} ranks", spec)
+
+
+def _say(text: str, spec: RunSpec) -> None:
+    if not spec.quiet:
+        with suppress(OSError):
+            print(f"dure: {text}", file=sys.stderr, flush=True)
+
+
+def _expendable(spec: RunSpec) -> range:
+    """Return the ranks that the others go on without: those with a device, where the strategy says so."""
+    info = STRATEGIES[spec.strategy or "single"]
+    goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
+    return range(spec.nproc if goes_on else 0)
+
+
+def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:
+    import torch
+
+    from dure.training.worker import main
+
+    threads = torch.get_num_threads()
+    try:
+        code = main(job, place)
+    finally:
+        torch.set_num_threads(threads)  # the process lives on, and is not ours
+    return Outcome(ends=[WorkerEnd(rank=0, exit_code=code, time=time.time(), was_stopped=False)], signal=None)
+
+
+def signal_of(outcome: Outcome) -> int | None:
+    """Return the signal that stopped the run, sent to the supervisor or to a rank."""
+    return outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
+
+
+def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True) -> RunSummary:
+    """Write the summary, whatever came of the run, and raise what is not success.
+
+    Args:
+        run: Its folder.
+        spec: What was run.
+        outcome: How the ranks ended.
+        is_own: Whether this launcher writes the run's records; otherwise another node's does.
+    """
+    stopped_by = signal_of(outcome)
+    verdict = judge(run.path, outcome.ends, stopped_by)
+    error: DureError | None = None
+    status = "completed"
+    if verdict is None and not _ended_complete(run):
+        if stopped_by is not None:
+            status = "interrupted"
+            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
+        else:
+            verdict = left_early(outcome.ends)
+    if outcome.lost is not None and not is_own and _ended_complete(run):
+        _say(outcome.lost, spec)  # it was done without this node
+        verdict = None
+    elif outcome.lost is not None:
+        goes_on_elsewhere = not is_own and spec.fewest_nodes < spec.num_nodes
+        cure = "" if goes_on_elsewhere else f"; `dure train --resume {run.path}` goes on from the last checkpoint"
+        text = f"{outcome.lost}{cure}"
+        verdict = Verdict(text=text, exit_code=FAILED, first=None)
+    elif outcome.hang is not None:
+        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
+        verdict = Verdict(text=text, exit_code=FAILED, first=None)
+    if verdict is not None:
+        status = "failed"
+        refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
+        error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
+    summary = summarise(run, spec, status, None if error is None else str(error))
+    if not is_own:
+        if error is not None:
+            raise error
+        return summary
+    if error is None:
+        run.write_json(SUMMARY, summary.to_json())
+        return summary
+    if error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run)):
+        raise error
+    run.append_event(status, message=str(error))
+    run.write_json(SUMMARY, summary.to_json())
+    raise error
+
+
+def _ended_complete(run: RunDir) -> bool:
+    last = None
+    for event in run.events():
+        if event["event"] in ("attempt", "completed", "interrupted"):
+            last = event["event"]
+    return last == "completed"
+
+
+@contextmanager
+def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
+    """Undo what a refused start wrote: a new run's folder goes, a resumed run's records are put back."""
+    before = {} if is_new else {name: run.read_json(name) for name in (SPEC, SUMMARY) if (run.path / name).is_file()}
+    try:
+        yield
+    except DureError as error:
+        if error.exit_code in _REFUSED:
+            if is_new:
+                run.discard()
+            elif not _has_begun(run):
+                for name, record in before.items():
+                    run.write_json(name, record)
+        raise
+
+
+def _has_begun(run: RunDir) -> bool:
+    """Whether the last attempt got as far as training."""
+    has_begun = False
+    for event in run.events():
+        if event["event"] in ("attempt", "training"):
+            has_begun = event["event"] == "training"
+    return has_begun

@@ -1,0 +1,83 @@
+"""Two hosts: network namespaces joined by a virtual cable, and a third that does not belong."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.commands import Command, Prewarmed
+
+HEAD, OTHER = "10.77.1.1", "10.77.1.2"
+ROUNDING = 1e-10
+"""Of float64 sums in another order, over a few dozen steps."""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Hosts:
+    """Two hosts of a run, and one from which a stranger comes."""
+
+    names: tuple[str, str, str]
+    servers: tuple[Prewarmed, Prewarmed]
+
+    def start(
+        self,
+        node: int,
+        folder: Path,
+        *words: object,
+        several: bool = True,
+        secret: str = "secret",
+        nnodes: str = "2",
+        at: int | None = None,
+        **environ: str,
+    ) -> Command:
+        where = ("--nnodes", nnodes, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", secret)
+        where = (*where, "--rendezvous-timeout", 30) if several else ()
+        return self.servers[node if at is None else at].start(folder, words[0], *where, *words[1:], **environ)
+
+    def cut(self) -> None:
+        """Pull the cable between the hosts."""
+        self.inside(1, "ip", "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        """Put it back."""
+        self.inside(1, "ip", "link", "set", "cable", "up")
+
+    def both(self, folder: Path, *words: object, **environ: str) -> tuple[Command, Command]:
+        return self.start(0, folder, *words, **environ), self.start(1, folder, *words, **environ)
+
+    def inside(self, host: int, *command: str) -> str:
+        words = ["ip", "netns", "exec", self.names[host], *command]
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
+
+    def listeners(self, node: int) -> set[str]:
+        """Return the addresses on which something listens, as the kernel writes them."""
+        lines = self.inside(node, "cat", "/proc/net/tcp", "/proc/net/tcp6").splitlines()
+        fields = [line.split() for line in lines if not line.lstrip().startswith("sl")]
+        return {words[1].partition(":")[0] for words in fields if words[3] == "0A"}
+
+
+def made_namespaces(names: tuple[str, str, str]) -> None:
+    for name in names:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    for name, net in zip(names[1:], (1, 2), strict=True):
+        ip("-n", names[0], "link", "add", f"to{net}", "type", "veth", "peer", "name", "cable", "netns", name)
+        for where, link, host in ((names[0], f"to{net}", 1), (name, "cable", 2)):
+            ip("-n", where, "address", "add", f"10.77.{net}.{host}/24", "dev", link)
+            ip("-n", where, "link", "set", link, "up")
+    ip("-n", names[2], "route", "add", "default", "via", "10.77.2.1")
+
+
+def ended(commands: tuple[Command, ...], seconds: float = 60.0) -> list[int]:
+    return [command.wait(seconds) for command in commands]
+
+
+def last_weights(run: Path) -> dict[str, np.ndarray]:
+    newest = sorted((run / "checkpoints").glob("samples-*"))[-1]
+    return {name: value for file in newest.glob("model*.safetensors") for name, value in load_file(file).items()}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Command, Prewarmed
-from tests.faults.test_nodes import ip, made_namespaces
+from tests.two_hosts import ip, made_namespaces
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 

@@ -120,6 +120,7 @@ class TrainingLoop:
         record_samples: bool,
         skips_nonfinite: bool = False,
         begin_step: Callable[[int], None] | None = None,
+        before_change: Callable[[], None] | None = None,
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
@@ -141,6 +142,8 @@ class TrainingLoop:
         """Steps between launching one and knowing its facts."""
         self.begin_step = begin_step
         """Told of each step before it is computed: what is planned to go wrong goes wrong here."""
+        self.before_change = before_change
+        """Called when gradients are there and weights still as they were."""
         self._pending: deque[LaunchedStep] = deque()
         self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
         """Steps whose samples are asked for, the one under way in front."""
@@ -223,6 +226,8 @@ class TrainingLoop:
             if isinstance(marks[1], float):
                 marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
+        if self.before_change is not None:
+            self.before_change()
         if step.skipped is None:
             self._set_learning_rates(batch.samples_seen - len(batch.indices))
             strategy.optimizer_step()

@@ -37,6 +37,8 @@ from dure.data import TensorData
 HERE = Path(__file__).resolve()
 MARK = "EXITS_BENCHMARK_MARK"
 """In the environment of everything that is started here, with a value of its own."""
+OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Temporary folders that torch keeps: one for what it compiles, and one that torchrun leaves of each run."""
 GRACE_SECONDS = 5.0
 """What was told to end may take so long to be gone."""
 SETTINGS = {"strategy": "ddp", "nproc": 2, "samples": 4, "global_batch_size": 4, "device": "cpu", "quiet": True}
@@ -84,7 +86,7 @@ class Left:
             threads=me.num_threads(),
             open_files=me.num_fds(),
             shared_memory_segments=len(os.listdir("/dev/shm")),
-            temporary_files=sum(1 for _ in place.rglob("*")),
+            temporary_files=sum(not one.name.startswith(OF_TORCH) for one in place.iterdir()),
         )
 
     def exceeds(self, other: "Left") -> bool:

@@ -25,6 +25,7 @@ from dure.training.task import Schedule
 
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped: after so many it is not the batches but the weights."""
+_LOOK, _SKIP = "look at these samples and the learning rate", ", or leave such steps out with --on-nonfinite skip"
 _SHOWN_INDICES = 32
 _END = object()
 """What comes after the last batch."""
@@ -311,7 +312,8 @@ class TrainingLoop:
         error = LossNotFinite(*self._who_is_not_finite(step, loss_sum))
         self._num_skipped += 1
         if not self.skips_nonfinite:
-            raise error
+            way_on = _LOOK + (_SKIP if "on_nonfinite" in self.strategy.info.settings else "")
+            raise LossNotFinite(f"{error}; {way_on}", error.culprits)
         if self._num_skipped > MOST_SKIPPED:
             raise LossNotFinite(f"{error}; the {MOST_SKIPPED} steps before it were skipped too", error.culprits)
         step.skipped = error

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from dure.errors import (
 from dure.hosts import facts_to_agree_on, several_hosts
 from dure.launch.child import Output, is_worker
 from dure.launch.hang import tell_of_hang
+from dure.launch.log_pump import LogPump
 from dure.launch.nodes import Nodes
 from dure.launch.rendezvous import NodeSettings, join
 from dure.launch.restarts import Restart, RestartPolicy
@@ -341,13 +342,14 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: No
     threads = _threads(spec, num_processes)
     if spec.start == "inline":
         return _run_inline(job, Place(threads=threads, is_supervised=False))
-    return run_workers(
-        Launch(
+    quiet = [run.log_path(rank) for rank in ranks if rank]
+    with closing(LogPump(quiet, is_shown=False)) as pump:
+        launch = Launch(
             entry=_WORKER,
             job=job,
             num_processes=num_processes,
             threads=threads,
-            outputs=[Output(log=str(run.log_path(rank))) if rank else Output() for rank in ranks],
+            outputs=[*([Output()] if ranks[0] == 0 else []), *(Output(descriptors=both) for both in pump.descriptors)],
             # of several nodes each asks its own clock; they have a store of their own for every round
             store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
             start=spec.start,
@@ -357,8 +359,9 @@ def _start_workers(run: RunDir, spec: RunSpec, job: Mapping[str, Any], nodes: No
             hangs=HangPolicy(hang_after=spec.hang_after, action=_hang_action(spec)),
             on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
             nodes=nodes,
+            pump=pump,
         )
-    )
+        return run_workers(launch)
 
 
 def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:

@@ -18,6 +18,7 @@ from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
 from dure.launch.examination import crash_frames
+from dure.launch.log_pump import LogPump
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
@@ -67,6 +68,8 @@ class Launch:
     """What the ranks are told of it."""
     nodes: "Nodes | None" = None
     """The run's other hosts, whose launchers have been met."""
+    pump: LogPump | None = None
+    """What ranks speak through, where it is not started before one does."""
 
     @property
     def first_rank(self) -> int:
@@ -272,6 +275,8 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
         listener.close()
 
     def entry() -> int:
+        if launch.pump is not None:
+            launch.pump.leave()
         return int(importlib.import_module(launch.entry).main(launch.job, place))
 
     run_in_child(entry, place, output, parent)

@@ -80,6 +80,13 @@ class LaunchedStep:
     skipped: LossNotFinite | None = None
     """Why the weights were left as they were."""
 
+    def forget(self, seconds: float) -> None:
+        """Leave out of the time of the step what was just done that is no part of it."""
+        if isinstance(self.marks[0], float):  # an accelerator's marks are events, and it works on meanwhile
+            self.marks[:] = [mark + seconds for mark in self.marks]
+            if self.gradients_ready is not None:
+                self.gradients_ready += seconds
+
 
 class StepOutcome(NamedTuple):
     """A step that is done: its record, and what ranks asked for in it."""
@@ -121,7 +128,7 @@ class TrainingLoop:
         record_samples: bool,
         skips_nonfinite: bool = False,
         begin_step: Callable[[int], None] | None = None,
-        before_change: Callable[[], None] | None = None,
+        before_change: Callable[[], float] | None = None,
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
@@ -144,7 +151,7 @@ class TrainingLoop:
         self.begin_step = begin_step
         """Told of each step before it is computed: what is planned to go wrong goes wrong here."""
         self.before_change = before_change
-        """Called when gradients are there and weights still as they were."""
+        """Called when gradients are there and weights still as they were; returns the seconds that took."""
         self._pending: deque[LaunchedStep] = deque()
         self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
         """Steps whose samples are asked for, the one under way in front."""
@@ -227,8 +234,8 @@ class TrainingLoop:
             if isinstance(marks[1], float):
                 marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
-        if self.before_change is not None:
-            self.before_change()
+        if self.before_change is not None and (waited := self.before_change()):
+            step.forget(waited)
         if step.skipped is None:
             self._set_learning_rates(batch.samples_seen - len(batch.indices))
             strategy.optimizer_step()

@@ -93,6 +93,11 @@ class PendingSave:
         return self._writer.is_copied
 
     @property
+    def is_whole(self) -> bool:
+        """Whether what is copied may change."""
+        return self._is_whole.is_set()
+
+    @property
     def memory_words(self) -> str:
         """What the copies would have taken, and of what."""
         return f"{format_bytes(self._writer.copied_bytes)} of the {format_bytes(self._writer.free_bytes)}"
@@ -202,6 +207,8 @@ class PendingSave:
         self._hold()
         self.complete_copy()
         self._is_written.wait()
+        if self._thread is not None and self._writer.rank:
+            self._thread.join()  # its word is left before rank 0 may take away where
         said = group.all_gather_json(self._word())
         if self._writer.rank == 0 and self._saved is None and self._error is None:
             if len(said) == self._writer.world_size and all("error" not in one for one in said):

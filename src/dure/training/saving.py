@@ -136,19 +136,23 @@ class Saver:
             watched = list(steady_tensors(share))
             self._watched = (watched, checksum(watched)) if watched else None
 
-    def before_change(self) -> None:
-        """Be done with reading what the optimiser's step is about to change.
+    def before_change(self) -> float:
+        """Be done with reading what the optimiser's step is about to change; return the seconds that took.
 
         To be called between each step's forward and backward and its optimiser. In the first one after `prepare`, what
         is said to be steady is looked at: a task may change weights by itself, in its loss, and then they are copied
         at once. Whether it did so later on shows by torch's count of changes.
         """
+        if self._watched is None and (self.pending is None or self.pending.is_whole):
+            return 0.0
+        started = time.perf_counter()
         if self._watched is not None and self.copies is not None:
             watched, before = self._watched
             self.copies.is_beside = checksum(watched) == before
             self._watched = None
         if self.pending is not None:
             self.pending.complete_copy()
+        return time.perf_counter() - started
 
     def settle(self, *, is_last: bool = False) -> bool | None:
         """Wait for the save under way; return whether it is on the disk, and None when there is none.

@@ -35,7 +35,7 @@ class Talking(dure.Task):
 
 
 def talk():
-    lines = "".join(f"a line that is as long as lines of logs are, with a number: {n}\\n" for n in range(10_000))
+    lines = "".join(f"a line that is about as long as lines of logs are, with its number: {n:05d}\\n" for n in range(10_000))
     for _ in range(100):
         sys.stdout.write(lines)
     sys.stdout.flush()
@@ -61,7 +61,7 @@ def test_rank_when_it_says_a_million_lines_then_none_waits_and_its_log_is_cut_es
     seconds = re.fullmatch(r"talked for ([\d.]+) seconds", last[2])
     assert seconds is not None
     assert float(seconds[1]) < 20  # and a million lines a minute leave it sixty
-    assert Path(f"{log}.1").read_text().startswith("a line that is as long")
+    assert Path(f"{log}.1").read_text().startswith("a line that is about as long")
 
 
 @pytest.mark.faults

@@ -35,7 +35,8 @@ class Talking(dure.Task):
 
 
 def talk():
-    lines = "".join(f"a line that is about as long as lines of logs are, with its number: {n:05d}\\n" for n in range(10_000))
+    line = "a line that is about as long as lines of logs are, with its number"
+    lines = "".join(f"{line}: {number:05d}\\n" for number in range(10_000))
     for _ in range(100):
         sys.stdout.write(lines)
     sys.stdout.flush()

@@ -87,6 +87,10 @@ class CheckpointNotWritten(DureError):
     """A checkpoint that the system refused to write although there was room; those before it are untouched."""
 
 
+class StateChanged(DureError):
+    """What a checkpoint was being copied of changed before the optimiser's step: the copy would be of no position."""
+
+
 class LossNotFinite(DureError):
     """A NaN or infinite loss on some rank. `culprits` holds each such rank with the samples of its share."""
 

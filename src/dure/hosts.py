@@ -127,6 +127,8 @@ def preflight_settings(
         command="dure train --preflight",
         needs_shared_folder=True,
     )
+
+
 def train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
     """Train with the ranks of this host, beside those of others.
 

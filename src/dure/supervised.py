@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.launch.child import Output
 from dure.launch.hang import tell_of_hang
+from dure.launch.log_pump import QuietLogs
 from dure.launch.nodes import Nodes
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
@@ -74,30 +75,33 @@ def start_workers(
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
-    def output_of(rank: int) -> Output:
-        return Output(log=str(run.log_path(rank))) if rank else Output()
+    with closing(QuietLogs(run.log_path, [rank for rank in ranks if rank])) as logs:
 
-    return run_workers(
-        Launch(
-            entry=_WORKER,
-            job=job,
-            num_processes=num_processes,
-            threads=threads,
-            outputs=[output_of(rank) for rank in ranks],
-            output_of=output_of,
-            # of several nodes each asks its own clock; they have a store of their own for every round
-            store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
-            start=spec.start,
-            expendable=_expendable(spec),
-            restarts=_restart_policy(spec, job),
-            on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
-            on_change=None if nodes is None else lambda why: _note_change(run, why, nodes, spec),
-            hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
-            on_hang=lambda hang: tell_of_hang(run if writes() else None, hang),
-            nodes=nodes,
-            way_back=way_back,
+        def output_of(rank: int) -> Output:
+            return Output(descriptors=logs.descriptors_of(rank)) if rank else Output()
+
+        return run_workers(
+            Launch(
+                entry=_WORKER,
+                job=job,
+                num_processes=num_processes,
+                threads=threads,
+                outputs=[output_of(rank) for rank in ranks],
+                output_of=output_of,
+                quiet_logs=logs,
+                # of several nodes each asks its own clock; they have a store of their own for every round
+                store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
+                start=spec.start,
+                expendable=_expendable(spec),
+                restarts=_restart_policy(spec, job),
+                on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
+                on_change=None if nodes is None else lambda why: _note_change(run, why, nodes, spec),
+                hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
+                on_hang=lambda hang: tell_of_hang(run if writes() else None, hang),
+                nodes=nodes,
+                way_back=way_back,
+            )
         )
-    )
 
 
 def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:

@@ -110,9 +110,19 @@ def test_evaluate_when_called_then_takes_the_best_unless_told(api: SimpleNamespa
     assert [kwargs for _, _, kwargs in api.calls] == expected
 
 
+DIGITS = f"{Path(__file__).parents[2] / 'examples/digits.py'}:Digits"
+
+
 def test_flag_when_its_value_is_no_number_then_says_what_it_must_be(capsys: Any) -> None:
-    assert main(["train", "x.py:Y", "--epochs", "three"]) == 2
+    assert main(["train", DIGITS, "--epochs", "three"]) == 2
     assert capsys.readouterr().err == "dure: flag --epochs: epochs is 'three' but must be a number above 0\n"
+
+
+def test_flags_when_several_cannot_be_then_all_are_named(capsys: Any) -> None:
+    assert main(["train", DIGITS, "--epochs", "-1", "--seed", "x", "--nproc", "1.5"]) == 2
+    head, *faults = capsys.readouterr().err.splitlines()
+    assert head == "dure: 3 settings cannot be:"
+    assert [fault.split(":")[0].strip() for fault in faults] == ["flag --epochs", "flag --seed", "flag --nproc"]
 
 
 def test_export_when_called_then_takes_the_last_and_says_what_was_written(api: SimpleNamespace, capsys: Any) -> None:

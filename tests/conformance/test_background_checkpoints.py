@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from dure.rundir import RunDir
 from dure.strategies import STRATEGIES
+from dure.training import host_copies
 from dure.training.checkpoint import Checkpoint, verify
 from tests.conformance.cases import is_layered, train_case
 from tests.conformance.tasks import Regression
@@ -13,7 +16,10 @@ PLACES = [pytest.param(name, marks=[] if name in ("single", "ddp") else pytest.m
 
 
 @pytest.mark.parametrize("strategy", PLACES)
-def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_are_waited_for(strategy, tmp_path):
+def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_are_waited_for(
+    strategy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)  # as if it were large: copied beside the next step
     task = Regression(kind="tokens", optimizer="adamw", dropout=0.2, layered=is_layered(strategy))
     nproc = 2 if STRATEGIES[strategy].many_devices else 1
     settings = {"global_batch_size": 7, "checkpoint_every_samples": 14, "keep_checkpoints": 99, "deterministic": True}
@@ -25,7 +31,49 @@ def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_a
     for path in paths:
         assert digests(beside / "checkpoints" / path.name) == digests(path), path.name
     Checkpoint.read(beside / "checkpoints" / paths[0].name)
+    saves = [event for event in RunDir.open(beside).events() if event["event"] == "checkpoint"]
+    is_steady = strategy not in ("averaging", "diloco", "parameter_server", "rpc_model")
+    assert [event["beside_bytes"] > 0 for event in saves] == [is_steady] * len(saves)
+    assert not [event for event in RunDir.open(beside).events() if event["event"] == "warning"]
 
 
 def digests(path: Path) -> dict[str, str]:
     return {name: entry.sha256 for name, entry in verify(path).files.items()}
+
+
+class Meddling(Regression):
+    """Changes its weights in its loss: through `data`, which no count shows, always; or openly, in one step."""
+
+    way: str = "always"
+    _calls = 0
+
+    def loss(self, model, batch):
+        self._calls += model.training
+        with torch.no_grad():
+            if self.way == "always":
+                model.inner.weight.data.mul_(0.99)
+            elif self._calls == 5:
+                model.inner.weight.mul_(0.5)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("way", ["always", "once"])
+def test_checkpoints_when_the_loss_itself_changes_weights_are_of_one_position_all_the_same(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    settings = {"global_batch_size": 4, "checkpoint_every_samples": 16, "keep_checkpoints": 99, "deterministic": True}
+    beside, waited = (
+        train_case(tmp_path, Meddling(way=way), checkpoint_async=is_async, **settings) for is_async in (True, False)
+    )
+    events = list(RunDir.open(beside).events())
+    saved = [(event["samples_seen"], event["beside_bytes"] > 0) for event in events if event["event"] == "checkpoint"]
+    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    if way == "always":  # seen before the first save: nothing is copied beside a loss like this
+        assert saved == [(16, False), (32, False), (44, False)]
+        assert warnings == []
+    else:  # the fifth step changed what was being copied; one step later all is copied at once
+        assert saved == [(24, False), (32, False), (44, False)]
+        assert len(warnings) == 1
+        assert warnings[0].endswith("from here on training waits for the copy of each")
+    for samples in (32, 44):
+        name = f"samples-{samples:012d}"
+        assert digests(beside / "checkpoints" / name) == digests(waited / "checkpoints" / name)

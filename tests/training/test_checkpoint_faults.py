@@ -144,7 +144,19 @@ def test_save_when_many_are_there_keeps_the_newest_and_the_best(tmp_path):
     assert store.best() == tmp_path / "samples-000000000016"
     flip_bit(tmp_path / "samples-000000000016" / "model.safetensors", 4000)
     assert store.best() == tmp_path / "samples-000000000048"
-    assert "no good checkpoint that is marked as the best; taking the newest" in warnings[-1]
+    assert [text.split(":")[0] for text in warnings] == [
+        "checkpoint samples-000000000016 is damaged",
+        "there is no good checkpoint that is marked as the best; taking the newest, samples-000000000048",
+    ]
+
+
+def test_best_when_the_newest_is_the_damaged_best_then_each_line_is_there_once(tmp_path):
+    store, warnings = new_store(tmp_path, keep=2)
+    save_at(store, 8)
+    best = save_at(store, 16, is_best=True).path
+    flip_bit(best / "model.safetensors", 4000)
+    assert store.best() == tmp_path / "samples-000000000008"
+    assert len(warnings) == len(set(warnings)) == 2
 
 
 def test_leftovers_when_their_process_is_dead_are_removed_and_a_live_save_is_not(tmp_path):

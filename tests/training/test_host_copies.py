@@ -1,16 +1,59 @@
 """Copies of what a rank writes: the same bits, in the same memory every time."""
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from dure.strategies.pieces import Piece
+from dure.training import host_copies
 from dure.training.checkpoint_share import Share
 from dure.training.host_copies import HostCopies
 
 
 def share_of(**tensors: Any) -> Share:
     return Share(rank=0, parts={"model": tensors, "optimizer": {}}, per_rank={"random": torch.arange(5)}, state=b"{}")
+
+
+def steady(**tensors: Any) -> Share:
+    share = share_of(**tensors)
+    return Share(rank=0, parts=share.parts, per_rank=share.per_rank, state=b"{}", steady=frozenset({"w"}))
+
+
+@pytest.fixture
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCopies]:
+    """Copies beside training whose thread comes too late for everything."""
+    copy, main = host_copies._copy_from, threading.current_thread()
+    monkeypatch.setattr(host_copies, "_copy_from", lambda w: copy(w) if threading.current_thread() is main else None)
+    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    copies = HostCopies(1)
+    copies.is_beside = True
+    yield copies
+    copies.close()
+
+
+def test_copy_when_beside_training_takes_at_once_what_is_not_steady_and_is_whole_when_completed(held_copies):
+    w, buffer = torch.ones(1000), torch.ones(1000)
+    copied = held_copies.of(steady(w=w, buffer=buffer)).parts["model"]
+    buffer += 1
+    assert copied["buffer"].sum() == 1000
+    assert (held_copies.is_complete, held_copies.beside_bytes) == (False, w.nbytes)
+    assert held_copies.complete()
+    w += 1
+    assert held_copies.is_complete
+    assert copied["w"].sum() == 1000
+    assert held_copies.complete()
+
+
+def test_copy_when_its_source_changes_before_it_is_complete_says_so_once(held_copies):
+    w = torch.ones(1000)
+    held_copies.of(steady(w=w))
+    w.detach().mul_(2)
+    assert not held_copies.complete()
+    held_copies.of(steady(w=w))
+    assert held_copies.complete()
 
 
 def test_copy_when_taken_again_lies_in_the_same_memory():

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from dure.comm.groups import Solo
-from dure.errors import CheckpointNotWritten, DiskFull, PeerLost
+from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
+from dure.training import host_copies
 from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, verify
 from dure.training.checkpoint_share import Share
 from dure.training.host_copies import HostCopies
@@ -93,6 +95,47 @@ def test_checkpoint_when_all_threads_are_done_is_there_before_the_ranks_meet_aga
     assert verify(answers[0].path).world_size == 3
     assert answers[0].num_bytes == sum(entry.num_bytes for entry in verify(answers[0].path).files.values())
     assert leftovers(tmp_path) == leftovers(answers[0].path) == []
+
+
+def begin_beside(root: Path, group: Any, model: Any, optimizer: Any) -> PendingSave:
+    copies = HostCopies(2)
+    copies.is_beside = True
+    steady = frozenset(name for name, _ in model.named_parameters())
+    snapshot = replace(snapshot_of(model, optimizer, group.rank), steady=steady)
+    pending = new_store(root)[0].begin(snapshot, at(8), group, copies=copies)
+    pending.start()
+    return pending
+
+
+def test_checkpoint_when_copied_beside_training_has_the_very_files_of_one_that_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    model, optimizer = trained()
+    pending = begin_beside(tmp_path / "beside", Solo(), model, optimizer)
+    pending.complete_copy()
+    train(model, optimizer, 2, seed=1)
+    saved = pending.settle(Solo())
+    assert saved.beside_bytes > 0
+    waited = new_store(tmp_path / "waited")[0].save(snapshot_of(*trained()), at(8), Solo())
+    assert verify(saved.path).files == verify(waited.path).files
+
+
+def test_checkpoint_when_what_it_copies_changes_on_one_rank_is_left_out_on_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+
+    def work(group: ThreadRank) -> bool:
+        model, optimizer = trained()
+        pending = begin_beside(tmp_path, group, model, optimizer)
+        if group.rank == 0:
+            train(model, optimizer, 1)
+        pending.complete_copy()
+        assert pending.has_failed or group.rank
+        pending.settle(group)
+        return True
+
+    answers = ThreadGroup(2).run(work)
+    assert [type(answer) for answer in answers] == [StateChanged] * 2
+    assert "at 8 samples was copied beside it, so it is left out" in str(answers[1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stall_when_nobody_waits_is_the_copy_and_else_the_waiting_too(tmp_path, slow_disk):

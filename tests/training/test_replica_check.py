@@ -19,8 +19,9 @@ def test_pace_when_comparing_is_dear_then_it_is_rare_but_not_at_once():
     for _ in range(6):
         pace.note(0.2, 0.01)
         every.append(pace.every)
-    assert every == [4, 16, 64, 256, 1024, 2000]
-    assert 0.2 / (every[-1] * 0.01) == MOST_FRACTION
+    assert every == [4, 16, 64, 256, 1024, 2858]
+    # cost and steps are measured beside whatever else runs: a third more is still within the bound
+    assert 1.33 * 0.2 / (every[-1] * 0.01) < MOST_FRACTION
 
 
 def test_pace_when_one_comparison_was_slow_then_the_others_decide():

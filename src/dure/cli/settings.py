@@ -36,8 +36,11 @@ def _flag_parameter(name: str, group: Group) -> inspect.Parameter:
     (kind,) = kinds(info)
     words = info.description
     if get_origin(kind) is Literal:
-        # the parser would refuse a wrong word by itself, before the other settings are looked at
-        kind, words = str, f"{words} [choices: {', '.join(get_args(kind))}]"
+        words = f"{words} [choices: {', '.join(get_args(kind))}]"
+    if kind is not bool:
+        # the parser would refuse a wrong word or number by itself, before the other settings are looked at; `--help`
+        # shows the name
+        kind = str if get_origin(kind) is Literal else type(kind.__name__, (str,), {})
     default = info.default
     parameter = Parameter(
         name=flag_name(name),

@@ -38,6 +38,7 @@ class SurvivorsGroup(Group):
             expendable: Ranks that may die.
         """
         self.everyone = group
+        self.transport = group.transport
         self.members = list(range(group.world_size))
         """The living, by their rank in `everyone`, as all members know them."""
         self._own = group.rank

@@ -4,6 +4,7 @@ It stands between the ranks and the terminal so that neither the supervisor nor 
 talks much, and so that no rank can write a line that looks like another's: the prefix is put here.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -12,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,8 @@ ROTATE_BYTES = 64 * 2**20
 """A log file that has grown so large becomes `<name>.1`, in place of the one before."""
 
 _READ_BYTES = 2**18
+_PIPE_BYTES = 2**20
+"""That a rank may say before anybody reads it, where the system allows so much."""
 _PATIENCE_SECONDS = 2.0
 """How long an unfinished line waits for its end: a progress bar has none."""
 _END_SECONDS = 5.0
@@ -57,8 +61,8 @@ class Stream:
     """One rank's stdout or stderr."""
 
     prefix: str
-    console: int
-    """The descriptor that it is shown on."""
+    console: int | None
+    """The descriptor that it is shown on, if it is."""
     log: "LogFile"
     rest: bytearray = field(default_factory=bytearray)
     """An unfinished line, as far as it will be shown."""
@@ -112,7 +116,8 @@ class Stream:
         if not lines:
             return
         self.log.write("".join(f"{line}\n" for line in lines))
-        _write(self.console, "".join(f"{self.prefix}{line}\n" for line in lines).encode())
+        if self.console is not None:
+            _write(self.console, "".join(f"{self.prefix}{line}\n" for line in lines).encode())
 
 
 class LogFile:
@@ -149,42 +154,123 @@ def _write(descriptor: int, data: bytes) -> None:
 class LogPump:
     """The supervisor's side of it."""
 
-    def __init__(self, log_paths: Sequence[Path], *, with_prefix: bool, first_rank: int = 0) -> None:
-        """Start the process.
+    def __init__(
+        self, log_paths: Sequence[Path], *, with_prefix: bool = False, first_rank: int = 0, is_shown: bool = True
+    ) -> None:
+        """Make the pipes, and start the process.
 
         Args:
             log_paths: Of each rank.
             with_prefix: Whether shown lines begin with the rank.
             first_rank: Whose log is the first.
+            is_shown: Whether what is said goes to the terminal too. If not, the process is only started when something
+                is said: most ranks never say anything, and a start need not wait for it.
         """
-        pipes = [(os.pipe(), os.pipe()) for _ in log_paths]
+        pipes = [_pipes(is_shown=is_shown) for _ in log_paths]
         self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
         """Of each rank: where its stdout and its stderr go."""
         reading = [(out[0], err[0]) for out, err in pipes]
-        told = {
+        self.waiting_for = sorted({descriptor for both in reading for descriptor in both})
+        """Where there is something to read once a rank has said something; empty when the process is started."""
+        self._told = {
             "logs": [str(path) for path in log_paths],
             "reading": reading,
             "prefixes": [f"[rank {first_rank + i}] " if with_prefix else "" for i in range(len(log_paths))],
+            "is_shown": is_shown,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "dure.launch.log_pump", json.dumps(told)],
-            pass_fds=[descriptor for both in reading for descriptor in both],
-            stdin=subprocess.DEVNULL,
-        )
-        for both in reading:
-            for descriptor in both:
-                os.close(descriptor)
+        self._process: subprocess.Popen[bytes] | None = None
+        for path in log_paths:
+            path.touch()
+        if is_shown:
+            self._start()
+
+    def _start(self) -> None:
+        # nothing of dure or of its environment is needed, and half of the time is saved without
+        command = [sys.executable, "-I", "-S", __file__, json.dumps(self._told)]
+        self._process = subprocess.Popen(command, pass_fds=self.waiting_for, stdin=subprocess.DEVNULL)
+        _close(self.waiting_for)
+        self.waiting_for = []
+
+    def start_if_needed(self) -> None:
+        """Start the process if something was said; to be called whenever there is something to read."""
+        poll = select.poll()
+        for descriptor in self.waiting_for:
+            poll.register(descriptor, select.POLLIN)
+        if self.waiting_for and poll.poll(0):
+            self._start()
+
+    def leave(self) -> None:
+        """In a forked rank, let go of what belongs to the supervisor and to the other ranks."""
+        _close({*self.waiting_for, *(descriptor for both in self.descriptors for descriptor in both)})
 
     def close(self) -> None:
         """Wait until everything that was said is shown; nobody may start a rank afterwards."""
-        for both in self.descriptors:
-            for descriptor in both:
-                os.close(descriptor)
+        self.start_if_needed()
+        _close({descriptor for both in self.descriptors for descriptor in both})
+        if self._process is None:
+            _close(self.waiting_for)
+            return
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.terminate()
             self._process.wait()
+
+
+class QuietLogs:
+    """The logs of ranks that are not shown, by rank: which ones a host has may change from round to round."""
+
+    def __init__(self, log_path: Callable[[int], Path], ranks: Iterable[int]) -> None:
+        """Make the pipes of some ranks, whose lines one process takes.
+
+        Args:
+            log_path: Returns the file of a rank.
+            ranks: Of the first round.
+        """
+        first = list(ranks)
+        self._log_path = log_path
+        self._pumps = [LogPump([log_path(rank) for rank in first], is_shown=False)]
+        self._descriptors = dict(zip(first, self._pumps[0].descriptors, strict=True))
+
+    def descriptors_of(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's stdout and stderr go."""
+        if rank not in self._descriptors:
+            self._pumps.append(LogPump([self._log_path(rank)], is_shown=False))
+            (self._descriptors[rank],) = self._pumps[-1].descriptors
+        return self._descriptors[rank]
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """Where there is something to read once a rank has said something that nobody reads yet."""
+        return [descriptor for pump in self._pumps for descriptor in pump.waiting_for]
+
+    def start_if_needed(self) -> None:
+        """See that what was said is read; to be called whenever there is something to read."""
+        for pump in self._pumps:
+            pump.start_if_needed()
+
+    def leave(self) -> None:
+        """In a forked rank, let go of what belongs to the supervisor and to the other ranks."""
+        for pump in self._pumps:
+            pump.leave()
+
+    def close(self) -> None:
+        """Wait until everything that was said is in the logs; nobody may start a rank afterwards."""
+        for pump in self._pumps:
+            pump.close()
+
+
+def _pipes(*, is_shown: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Make one pipe for stdout and one for stderr; where both go to the log alone, one for both keeps their order."""
+    out = os.pipe()
+    with suppress(OSError, AttributeError):  # beyond what a user may have, or not Linux
+        fcntl.fcntl(out[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return out, os.pipe() if is_shown else out
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def main() -> None:
@@ -203,7 +289,8 @@ def main() -> None:
     streams: dict[int, Stream] = {}
     for (out, err), path, prefix in zip(told["reading"], told["logs"], told["prefixes"], strict=True):
         log = LogFile(Path(path))
-        streams[out], streams[err] = Stream(prefix, 1, log), Stream(prefix, 2, log)
+        consoles = (1, 2) if told["is_shown"] else (None, None)
+        streams[out], streams[err] = Stream(prefix, consoles[0], log), Stream(prefix, consoles[1], log)
     poll = select.poll()
     for descriptor in streams:
         poll.register(descriptor, select.POLLIN)

@@ -97,17 +97,19 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             return None
         ending = ending_of([worker.end for worker in workers if worker.end is not None])
         grace = _grace(ending, launch, [worker.end for worker in workers if worker.end is not None])
-        others: list[int] = []
+        others: list[int] = [] if launch.quiet_logs is None else launch.quiet_logs.waiting_for
         if launch.nodes is not None:
             _fall_silent(launch.nodes, alive)
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
-            others = launch.nodes.descriptors
+            others += launch.nodes.descriptors
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return None
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
+        if launch.quiet_logs is not None:
+            launch.quiet_logs.start_if_needed()
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:

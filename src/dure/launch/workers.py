@@ -18,6 +18,7 @@ from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
 from dure.launch.examination import crash_frames
+from dure.launch.log_pump import QuietLogs
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
@@ -76,6 +77,8 @@ class Launch:
     """Told why a round was ended, where that was no failure of a rank."""
     way_back: "WayBack | None" = None
     """What to do when the node that leads cannot be reached; None: end."""
+    quiet_logs: QuietLogs | None = None
+    """What ranks that are not shown speak through; it is looked after while they run."""
 
     @property
     def first_rank(self) -> int:
@@ -298,6 +301,8 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
         listener.close()
 
     def entry() -> int:
+        if launch.quiet_logs is not None:
+            launch.quiet_logs.leave()
         return int(importlib.import_module(launch.entry).main(launch.job, place))
 
     run_in_child(entry, place, output, parent)

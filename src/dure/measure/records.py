@@ -83,7 +83,8 @@ class RunSummary:
     samples: int
     epochs: float
     final_loss: float | None
-    """Mean loss of the last step."""
+    """Mean training loss over the last step's global batch, whose few samples make it jump from step to step; of an
+    epoch there is the mean in `rows`."""
     metrics: dict[str, Metric]
     """Of the last evaluation."""
     best: dict[str, Any] | None

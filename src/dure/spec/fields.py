@@ -138,7 +138,7 @@ class RunSpec(BaseModel):
     check_replicas_every: int | None = Field(
         None,
         ge=0,
-        description="steps from comparing replicas to the next time, 0: never (default: for 1 % of the time)",
+        description="steps from comparing replicas to the next time, 0: never (default: for less than 1 % of the time)",
     )
     on_divergence: Literal["stop", "heal"] = Field(
         "stop", description="a replica that differs: end the run and name it, or go back to where all agreed"

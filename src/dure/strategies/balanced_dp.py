@@ -24,6 +24,8 @@ from dure.strategies.single import LocalSums
 class BalancedDataParallel(LocalSums):
     """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
 
+    changes_in_step_only = True
+
     def distribute(self) -> None:
         """Build the replicas, their threads and the shares."""
         super().distribute()

@@ -216,6 +216,9 @@ class Strategy(ABC):
     is_in_step = True
     """Whether ranks are never more than a step apart and a rank's state at any of them is one to go on from. Otherwise
     a run goes on from its last checkpoint after a failure."""
+    changes_in_step_only = False
+    """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
+    change: what reads them may then do so until that begins."""
     gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 
@@ -384,6 +387,16 @@ class Strategy(ABC):
     def state_dict(self) -> StrategyState:
         """Return weights and optimiser state; valid until the next step."""
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
+
+    def steady_names(self) -> frozenset[str]:
+        """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
+
+        Frozen parameters are not among them: that of a teacher, say, may follow its pupil whenever the task likes.
+        """
+        if not self.changes_in_step_only:
+            return frozenset()
+        named = self.model.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, parameter in named if parameter.requires_grad)
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""

@@ -56,6 +56,8 @@ class ObjectiveModule(nn.Module):
 class DDP(Strategy):
     """torch's DistributedDataParallel over the objective."""
 
+    changes_in_step_only = True
+
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""
         return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)

@@ -42,6 +42,8 @@ class DividedModel(nn.Module):
 class DataParallel(LocalSums):
     """One process, many devices, loss on device 0."""
 
+    changes_in_step_only = True
+
     def distribute(self) -> None:
         """Build the replicas and their threads."""
         super().distribute()

@@ -59,6 +59,8 @@ class ObjectiveModule(nn.Module):
 class FSDP(ShardedStrategy):
     """`fully_shard` over repeated blocks and over the model."""
 
+    changes_in_step_only = True
+
     @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
         """Refuse what cannot be sharded, and settings that find nothing to work on."""

@@ -31,6 +31,8 @@ _SURVEYED_SAMPLES = 4
 class ModelParallel(LocalSums):
     """One process, many devices, each with some consecutive blocks of the model."""
 
+    changes_in_step_only = True
+
     plan: SectionPlan
     """Which section, by the number of its device, keeps what."""
 

@@ -21,6 +21,8 @@ from dure.torchcompat import run_backward
 class NaiveDDP(ReducedFacts):
     """A process per device; every gradient is reduced by itself after backward."""
 
+    changes_in_step_only = True
+
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""
         return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)

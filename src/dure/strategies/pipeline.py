@@ -62,6 +62,8 @@ class _Call:
 class Pipeline(ReducedFacts):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
+    changes_in_step_only = True
+
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
         options: StrategyOptions,

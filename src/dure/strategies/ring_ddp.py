@@ -32,6 +32,8 @@ NUM_FACTS = 4
 class RingDDP(LocalSums):
     """A process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
 
+    changes_in_step_only = True
+
     @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
         """Refuse sparse gradients, which cannot be views into a flat buffer, and options that exclude each other."""

@@ -62,6 +62,8 @@ class LocalSums(Strategy):
 class Single(LocalSums):
     """The plain loop: forward, backward, step."""
 
+    changes_in_step_only = True
+
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches."""
         self.begin_step(requests)

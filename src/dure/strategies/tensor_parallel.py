@@ -57,6 +57,8 @@ _NO_RULE = ("sharding propagation", "sharding strategy", "mixed torch.Tensor and
 class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
 
+    changes_in_step_only = True
+
     @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
         """Refuse a model with nothing to divide, and a plan that does not fit it."""

@@ -187,22 +187,24 @@ class CheckpointStore:
         """Return the checkpoint that was the best when it was saved; the newest good one when that cannot be used."""
         declared = [path for path, manifest in self._readable() if manifest.is_best]
         found = self._first_valid(declared, "the best before it")
-        if found is None and (found := self.newest_valid()) is not None:
+        if found is None and (found := self._first_valid(self._named())) is not None:
             self._warn(f"there is no good checkpoint that is marked as the best; taking the newest, {found.name}")
         return found
 
-    def _first_valid(self, candidates: list[Path], what: str) -> Path | None:
+    def _first_valid(self, candidates: list[Path], what: str | None = None) -> Path | None:
+        """Return the first good one; say `what` it is if others came before it. Of each damaged one is told once."""
         skipped = False
         for path in candidates:
             try:
                 verify(path)
             except (CheckpointDamaged, CheckpointMismatch) as error:
-                self._warn(str(error))
+                if path.name not in self._damaged:
+                    self._warn(str(error))
                 self._damaged.add(path.name)
                 skipped = True
                 continue
             self._damaged.discard(path.name)
-            if skipped:
+            if skipped and what is not None:
                 self._warn(f"taking {path.name}, {what}")
             return path
         return None

@@ -49,6 +49,8 @@ class Share:
     aliases: dict[str, str] = field(default_factory=dict)
     state: bytes = b""
     """The JSON of everything that is no tensor; rank 0 writes it."""
+    steady: frozenset[str] = frozenset()
+    """As a `Snapshot` has it."""
 
     def pieces(self) -> PieceTable:
         """Return the tensors that are pieces as plain JSON values, for the other ranks."""
@@ -204,7 +206,7 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
             }
         elif not is_writer:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
-        share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases)
+        share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases, steady=snapshot.steady)
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
         share.check_dtypes()
     except TypeError as error:

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from dure.comm.groups import Group
-from dure.errors import CheckpointNotWritten, DiskFull, PeerLost
+from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
 from dure.training.host_copies import HostCopies
@@ -56,7 +56,9 @@ class CheckpointWriter:
         self.rank = group.rank
         self.world_size = group.world_size
         self.is_copied = False
-        """Whether what is written is a copy, and the tensors themselves may change."""
+        """Whether what is written is a copy: the tensors themselves may change when it is complete."""
+        self.copies: HostCopies | None = None
+        """Who makes it."""
         self.copied_bytes = self.free_bytes = 0
         """What all ranks' copies would take beyond what they have already, and the memory that is free."""
         self._snapshot = snapshot
@@ -87,7 +89,7 @@ class CheckpointWriter:
             self._directory = self.root / name
             if copies is not None and self.copied_bytes <= MOST_OF_MEMORY * self.free_bytes:
                 assert self._share is not None
-                self._share, self.is_copied = copies.of(self._share), True
+                self._share, self.is_copied, self.copies = copies.of(self._share), True, copies
         except BaseException:
             self.abandon()
             raise
@@ -113,11 +115,14 @@ class CheckpointWriter:
 
         Raises:
             DiskFull: It found no room.
+            StateChanged: What it copied did not stay as it was.
             PeerLost: Anything else.
         """
         for rank, other in enumerate(answers):
             if other.get("is_full"):
                 raise DiskFull(other["error"])
+            if other.get("is_changed"):
+                raise StateChanged(other["error"])
             if "error" in other:
                 raise PeerLost(
                     f"rank {rank} could not {phase} its part of the checkpoint"
@@ -294,7 +299,8 @@ class CheckpointWriter:
 
 def word_of(error: Exception) -> dict[str, Any]:
     """Return a failure as what the other ranks are told of it."""
-    return {"error": f"{error}" or type(error).__name__, "is_full": isinstance(error, DiskFull)}
+    kinds = {"is_full": isinstance(error, DiskFull), "is_changed": isinstance(error, StateChanged)}
+    return {"error": f"{error}" or type(error).__name__, **kinds}
 
 
 def _word_name(rank: int) -> str:

@@ -2,6 +2,8 @@
 
 Memory that is new costs a page fault for every page that is first touched, more than the copying itself: so it is
 asked for once, in huge pages where the system has them, and touched before it is needed where there is time.
+
+What only the optimiser's step changes is copied beside the next forward and backward; what else there is, at once.
 """
 
 import ctypes
@@ -42,6 +44,14 @@ class HostCopies:
         Args:
             num_threads: The calling one counted.
         """
+        self.is_beside = False
+        """Whether what is steady is copied beside training, until `complete`. Otherwise all is copied at once."""
+        self.beside_bytes = 0
+        """Of the last copy, what was left to the time beside training."""
+        self._waiting: Iterator[Block] = iter(())
+        self._helping: Future[None] | None = None
+        self._begun: list[tuple[Tensor, int]] = []
+        """What is copied beside training, and how often it had been changed when that began."""
         self._room = torch.empty(0, dtype=torch.uint8)
         self._targets: list[Tensor] = []
         self._num_helpers = min(num_threads - 1, _MOST_HELPERS)
@@ -67,11 +77,12 @@ class HostCopies:
         self._touching = self._pool().submit(_touch, self._room.data_ptr(), self.num_bytes)
 
     def of(self, share: Share) -> Share:
-        """Return a share that is a copy; valid until the next one is made."""
+        """Return a share that is a copy once it is complete; valid until the next one is made."""
+        self.complete()
         sources = list(_tensors(share))
         if not self._fits(sources):
             self._lay_out(sources)
-        self._copy(sources)
+        self._copy(sources, {id(tensor) for tensor in steady_tensors(share)} if self.is_beside else set())
         targets = iter(self._targets)
 
         def placed(value: Tensor | Piece) -> Tensor | Piece:
@@ -83,8 +94,25 @@ class HostCopies:
             per_rank={name: next(targets) for name in share.per_rank},
         )
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was copied may change."""
+        return self._helping is None
+
+    def complete(self) -> bool:
+        """Copy what is left, and return whether nothing has changed between the beginning and now."""
+        if self._helping is None:
+            return True
+        _copy_from(self._waiting)
+        if not self._helping.cancel():
+            self._helping.result()
+        self._helping = None
+        begun, self._begun = self._begun, []
+        return all(source._version == version for source, version in begun)
+
     def close(self) -> None:
         """Let go of memory and threads; what was copied is still valid for who holds it."""
+        self.complete()
         if self._helpers is not None:
             self._helpers.shutdown()
         self._helpers = None
@@ -115,9 +143,11 @@ class HostCopies:
             self._targets.append(self._room[begin:end].view(source.dtype).view(source.shape))
             begin = _aligned(end)
 
-    def _copy(self, sources: list[Tensor]) -> None:
+    def _copy(self, sources: list[Tensor], steady: set[int]) -> None:
+        """Copy, and leave large tensors to a thread whose ids are among `steady`."""
         self._await_touching()
         large: list[Block] = []
+        later: list[Block] = []
         is_away = False
         for source, target in zip(sources, self._targets, strict=True):
             is_here = source.device.type == "cpu"
@@ -126,11 +156,19 @@ class HostCopies:
                 target.copy_(source.detach(), non_blocking=not is_here)
             elif source.nbytes < _SMALL_BYTES:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            elif id(source) in steady and not source.is_inference():
+                later += _blocks(target.data_ptr(), source.data_ptr(), source.nbytes)
+                self._begun.append((source, source._version))
             else:
                 large += _blocks(target.data_ptr(), source.data_ptr(), source.nbytes)
+        self.beside_bytes = sum(size for _, _, size in later)
         self._copy_blocks(large)
         if is_away:
             torch.accelerator.synchronize()
+        if later:
+            # one thread moves nearly as much as memory can; `complete` lends it a hand
+            self._waiting = iter(later)
+            self._helping = self._pool().submit(_copy_from, self._waiting)
 
     def _copy_blocks(self, blocks: list[Block]) -> None:
         waiting = iter(blocks)
@@ -179,6 +217,16 @@ def _tensors(share: Share) -> Iterator[Tensor]:
         for value in tensors.values():
             yield value.tensor if isinstance(value, Piece) else value
     yield from share.per_rank.values()
+
+
+def steady_tensors(share: Share) -> Iterator[Tensor]:
+    """Yield the tensors on this host that only the optimiser's step changes."""
+    for part, tensors in share.parts.items():
+        for name, value in tensors.items():
+            tensor = value.tensor if isinstance(value, Piece) else value
+            is_steady = name in share.steady if part == "model" else bool(share.steady)
+            if is_steady and tensor.device.type == "cpu":
+                yield tensor
 
 
 def _needed_bytes(sources: list[Tensor]) -> int:

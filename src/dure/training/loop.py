@@ -25,6 +25,7 @@ from dure.training.task import Schedule
 
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped: after so many it is not the batches but the weights."""
+_LOOK, _SKIP = "look at these samples and the learning rate", ", or leave such steps out with --on-nonfinite skip"
 _SHOWN_INDICES = 32
 _END = object()
 """What comes after the last batch."""
@@ -79,6 +80,13 @@ class LaunchedStep:
     skipped: LossNotFinite | None = None
     """Why the weights were left as they were."""
 
+    def forget(self, seconds: float) -> None:
+        """Leave out of the time of the step what was just done that is no part of it."""
+        if isinstance(self.marks[0], float):  # an accelerator's marks are events, and it works on meanwhile
+            self.marks[:] = [mark + seconds for mark in self.marks]
+            if self.gradients_ready is not None:
+                self.gradients_ready += seconds
+
 
 class StepOutcome(NamedTuple):
     """A step that is done: its record, and what ranks asked for in it."""
@@ -120,6 +128,7 @@ class TrainingLoop:
         record_samples: bool,
         skips_nonfinite: bool = False,
         begin_step: Callable[[int], None] | None = None,
+        before_change: Callable[[], float] | None = None,
     ) -> None:
         self.strategy = strategy
         self.group = strategy.group
@@ -141,6 +150,8 @@ class TrainingLoop:
         """Steps between launching one and knowing its facts."""
         self.begin_step = begin_step
         """Told of each step before it is computed: what is planned to go wrong goes wrong here."""
+        self.before_change = before_change
+        """Called when gradients are there and weights still as they were; returns the seconds that took."""
         self._pending: deque[LaunchedStep] = deque()
         self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
         """Steps whose samples are asked for, the one under way in front."""
@@ -223,6 +234,8 @@ class TrainingLoop:
             if isinstance(marks[1], float):
                 marks[1] += self._data_seconds - first_wait  # waits for later microbatches were inside the span
             step.known = self._check_finite(step)
+        if self.before_change is not None and (waited := self.before_change()):
+            step.forget(waited)
         if step.skipped is None:
             self._set_learning_rates(batch.samples_seen - len(batch.indices))
             strategy.optimizer_step()
@@ -306,7 +319,8 @@ class TrainingLoop:
         error = LossNotFinite(*self._who_is_not_finite(step, loss_sum))
         self._num_skipped += 1
         if not self.skips_nonfinite:
-            raise error
+            way_on = _LOOK + (_SKIP if "on_nonfinite" in self.strategy.info.settings else "")
+            raise LossNotFinite(f"{error}; {way_on}", error.culprits)
         if self._num_skipped > MOST_SKIPPED:
             raise LossNotFinite(f"{error}; the {MOST_SKIPPED} steps before it were skipped too", error.culprits)
         step.skipped = error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.comm.groups import Group
-from dure.errors import PeerLost
+from dure.errors import PeerLost, StateChanged
 from dure.training.checkpoint_writer import CheckpointWriter, word_of
 from dure.units import format_bytes
 
@@ -35,6 +35,8 @@ class SavedCheckpoint:
     """How long training was held up for it."""
     write_seconds: float
     """From the first byte to the last."""
+    beside_bytes: int = 0
+    """What rank 0 copied beside the next forward and backward; what it waited for in the end is in the stall."""
 
 
 class _Cancelled(Exception):
@@ -67,6 +69,8 @@ class PendingSave:
         self._is_best = is_best
         self._after_commit = after_commit
         self._thread: threading.Thread | None = None
+        self._is_whole = threading.Event()
+        """Whether the copy is complete, so that it may be written."""
         self._is_written = threading.Event()
         """Whether this rank's own part has ended, well or badly."""
         self._is_cancelled = threading.Event()
@@ -89,6 +93,11 @@ class PendingSave:
         return self._writer.is_copied
 
     @property
+    def is_whole(self) -> bool:
+        """Whether what is copied may change."""
+        return self._is_whole.is_set()
+
+    @property
     def memory_words(self) -> str:
         """What the copies would have taken, and of what."""
         return f"{format_bytes(self._writer.copied_bytes)} of the {format_bytes(self._writer.free_bytes)}"
@@ -104,15 +113,35 @@ class PendingSave:
         return self._error is not None or self._heard is not None
 
     def start(self) -> None:
-        """Write in a thread, and let training go on."""
+        """Write in a thread, as soon as the copy is complete, and let training go on."""
+        if self._writer.copies is None or self._writer.copies.is_complete:
+            self._is_whole.set()
         name = f"dure-checkpoint-{self.position.samples_seen}"
         # an interpreter that ends must not wait for a rank that never left its word
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._let_go()
 
+    def complete_copy(self) -> None:
+        """Return when what is copied may change; to be called before it does, by the thread that began the save."""
+        if self._thread is None or self._is_whole.is_set():
+            return
+        is_held_already = self._hold()
+        assert self._writer.copies is not None
+        if not self._writer.copies.complete():
+            self._error = StateChanged(
+                f"weights or the optimiser's state changed outside the optimiser's step while the checkpoint at "
+                f"{self.position.samples_seen} samples was copied beside it, so it is left out"
+            )
+        self._is_whole.set()
+        if not is_held_already:
+            self._let_go()
+
     def _run(self) -> None:
-        self.write()
+        self._is_whole.wait()
+        if self._error is None:
+            self.write()
+        self._is_written.set()
         if self._writer.rank:
             self._writer.leave_word({"files": self._files} if self._error is None else word_of(self._error))
         elif self._error is None:
@@ -142,6 +171,7 @@ class PendingSave:
                 num_bytes=sum(entry["num_bytes"] for part in parts for entry in part.values()),
                 stall_seconds=self._stall_seconds(),
                 write_seconds=time.perf_counter() - self._began_to_write,
+                beside_bytes=0 if self._writer.copies is None else self._writer.copies.beside_bytes,
             )
             self._after_commit(self._saved)
         except Exception as error:
@@ -170,12 +200,15 @@ class PendingSave:
 
         Raises:
             DiskFull: On every rank, when one found no room.
+            StateChanged: On every rank, when what one copied did not stay as it was meanwhile.
             CheckpointNotWritten: On the rank that could not write.
             PeerLost: Another rank could not write its part.
         """
-        seconds, since = self._held
-        self._held = seconds, time.perf_counter() if since is None else since
+        self._hold()
+        self.complete_copy()
         self._is_written.wait()
+        if self._thread is not None and self._writer.rank:
+            self._thread.join()  # its word is left before rank 0 may take away where
         said = group.all_gather_json(self._word())
         if self._writer.rank == 0 and self._saved is None and self._error is None:
             if len(said) == self._writer.world_size and all("error" not in one for one in said):
@@ -213,6 +246,7 @@ class PendingSave:
         """
         if is_hurried:
             self._is_cancelled.set()
+        self.complete_copy()
         if self._thread is not None:
             self._is_written.wait()
             self._thread.join(_PATIENCE_SECONDS)
@@ -223,6 +257,12 @@ class PendingSave:
         while is_waiting and self._writer.is_still_written() and time.monotonic() < deadline:
             time.sleep(_LONGEST_LOOK_SECONDS)
         self._writer.abandon()
+
+    def _hold(self) -> bool:
+        """Count from now on as time that training was held up; return whether it was counted already."""
+        seconds, since = self._held
+        self._held = seconds, time.perf_counter() if since is None else since
+        return since is not None
 
     def _let_go(self) -> None:
         self._held = self._stall_seconds(), None

@@ -20,6 +20,8 @@ from dure.training.session_state import Progression
 
 MOST_FRACTION = 0.01
 """Of the run's time that comparisons may take when nothing else is asked for."""
+_AIMED_FRACTION = 0.7 * MOST_FRACTION
+"""What the interval is chosen for: cost and steps are known to a third at best where others use the machine too."""
 _SLOWEST_GROWTH = 4
 """From one interval to the next: one slow comparison must not be the reason for none in a long time."""
 _REMEMBERED = 5
@@ -31,7 +33,7 @@ class Pace:
     """After how many steps to compare again."""
 
     def __init__(self, every: int | None) -> None:
-        """Take a given number of steps, or None for as many as `MOST_FRACTION` of the time allows."""
+        """Take a given number of steps, or None for as many as keep it below `MOST_FRACTION` of the time."""
         self.every = every or 1
         self._is_given = every is not None
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)
@@ -41,7 +43,7 @@ class Pace:
         if self._is_given:
             return
         self._costs.append(cost_seconds)
-        needed = math.ceil(median(self._costs) / (MOST_FRACTION * max(step_seconds, 1e-6)))
+        needed = math.ceil(median(self._costs) / (_AIMED_FRACTION * max(step_seconds, 1e-6)))
         self.every = max(1, min(needed, _SLOWEST_GROWTH * self.every))
 
 

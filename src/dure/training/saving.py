@@ -9,15 +9,17 @@ from functools import partial
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from dure.epochs import refuse_if_over
-from dure.errors import DiskFull, GroupShrank
+from dure.errors import DiskFull, GroupShrank, StateChanged
+from dure.measure.checksum import checksum
 from dure.measure.records import Metric
 from dure.rundir import RunDir
 from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
 from dure.training.checkpoint_share import share_of
 from dure.training.checkpoint_writer import MOST_OF_MEMORY
-from dure.training.host_copies import HostCopies
+from dure.training.host_copies import HostCopies, steady_tensors
 from dure.training.memory_saver import MemorySaver
 from dure.training.seeds import seed_rank
 from dure.training.session import Session
@@ -51,6 +53,8 @@ class Saver:
         self.last_samples = -1
         self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
         self.pending: PendingSave | None = None
+        self._watched: tuple[list[Tensor], int] | None = None
+        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
         self._is_full_told = False
 
     @property
@@ -131,11 +135,32 @@ class Saver:
         on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size
         if on_this_host <= MOST_OF_MEMORY * psutil.virtual_memory().available:
             self.copies.prepare(share)
+            watched = list(steady_tensors(share))
+            self._watched = (watched, checksum(watched)) if watched else None
+
+    def before_change(self) -> float:
+        """Be done with reading what the optimiser's step is about to change; return the seconds that took.
+
+        To be called between each step's forward and backward and its optimiser. In the first one after `prepare`, what
+        is said to be steady is looked at: a task may change weights by itself, in its loss, and then they are copied
+        at once. Whether it did so later on shows by torch's count of changes.
+        """
+        if self._watched is None and (self.pending is None or self.pending.is_whole):
+            return 0.0
+        started = time.perf_counter()
+        if self._watched is not None and self.copies is not None:
+            watched, before = self._watched
+            self.copies.is_beside = checksum(watched) == before
+            self._watched = None
+        if self.pending is not None:
+            self.pending.complete_copy()
+        return time.perf_counter() - started
 
     def settle(self, *, is_last: bool = False) -> bool | None:
         """Wait for the save under way; return whether it is on the disk, and None when there is none.
 
-        All ranks call it at the same step, and get the same answer.
+        There is none either if it was left out because what it copied did not stay as it was: now is the time for
+        another. All ranks call it at the same step, and get the same answer.
 
         Args:
             is_last: Whether a full disk is an error.
@@ -152,6 +177,13 @@ class Saver:
             self.pending = None
             self._go_on_without(seen, error, is_last=is_last)
             return False
+        except StateChanged as error:
+            self.pending = None
+            self._forget(seen)
+            if self.copies is not None:
+                self.copies.is_beside = False
+            self.warn(f"{error}; from here on training waits for the copy of each")
+            return None
         except BaseException:
             self.pending = None
             raise
@@ -205,6 +237,7 @@ class Saver:
                 num_bytes=saved.num_bytes,
                 stall_seconds=saved.stall_seconds,
                 write_seconds=saved.write_seconds,
+                beside_bytes=saved.beside_bytes,
                 is_best=is_best,
             )
 

@@ -42,6 +42,7 @@ def captured(session: Session, progression: Progression) -> Snapshot:
         model=state.model,
         optimizer=state.optimizer,
         is_spread=state.is_spread,
+        steady=strategy.steady_names(),
         extra=plain_state(session, progression),
         per_rank=rank_state(session),
     )

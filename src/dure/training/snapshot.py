@@ -35,5 +35,8 @@ class Snapshot:
     """Plain values of any nesting: gradient scaler, the best so far, sums of an open epoch."""
     is_spread: bool = False
     """Whether ranks other than 0 have tensors, or state, that rank 0 has not (a pipeline's stages)."""
+    steady: frozenset[str] = frozenset()
+    """Of the model's names those whose tensors, like the optimiser's, change in the optimiser's step only. Empty: there
+    is no telling, and the optimiser's may change as well."""
     per_rank: Mapping[str, Tensor] = field(default_factory=dict)
     """What belongs to this rank alone: the states of its random generators."""

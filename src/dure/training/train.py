@@ -119,6 +119,7 @@ class Conductor:
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
                 begin_step=self.begin_step,
+                before_change=self.saver.before_change,
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():

@@ -75,9 +75,9 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float(np.abs(mine[name] - theirs[name]).max()) for name in mine)
 
 
-def undisturbed(hosts: Hosts, folder: Path) -> Path:
+def undisturbed(hosts: Hosts, folder: Path, epochs: int = EPOCHS) -> Path:
     """Train the same on one host and one rank."""
-    alone = hosts.start(0, folder, *train("alone", "--quiet"), several=False)
+    alone = hosts.start(0, folder, *train("alone", "--quiet", epochs=epochs), several=False)
     assert alone.wait() == 0, alone.err
     return folder / "runs/alone"
 
@@ -182,7 +182,7 @@ def test_leader_when_it_stands_still_then_the_other_leads_and_it_comes_back_as_o
 def test_three_hosts_when_the_leader_is_killed_and_then_too_few_are_left_then_they_wait_and_go_on(
     hosts: Hosts, tmp_path
 ):
-    words = train("run", *paused(tmp_path, 6))
+    words = train("run", *paused(tmp_path, 6), epochs=40)
 
     def start(node: int) -> Command:
         return hosts.start(node, tmp_path, *words, nnodes="2:3", at=min(node, 1))
@@ -202,6 +202,6 @@ def test_three_hosts_when_the_leader_is_killed_and_then_too_few_are_left_then_th
     (tmp_path / "hurry").touch()
     assert ended((first, second, third)) == [0, 0, 0], first.err + second.err + third.err
     assert {event["leader"] for event in run.events("nodes")} == {1}
-    assert is_each_sample_used(run, ranks=6)
-    assert largest_difference(run.path, undisturbed(hosts, tmp_path)) < ROUNDING
+    assert is_each_sample_used(run, 40, ranks=6)
+    assert largest_difference(run.path, undisturbed(hosts, tmp_path, 40)) < ROUNDING
     assert max(pauses(run)[4][:1]) < RESET_SECONDS

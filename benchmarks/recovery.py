@@ -106,6 +106,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def _ranks(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Return its ranks: what takes their lines, once one speaks, is a child of it too."""
+    return [child for child in supervisor.children() if not any("log_pump" in word for word in child.cmdline())]
+
+
 def kills_under_dure(draw: random.Random) -> list[dict[str, float | None]]:
     """Kill ranks of one run, one after another, and return what each cost."""
     found: list[dict[str, float | None]] = []
@@ -116,7 +121,7 @@ def kills_under_dure(draw: random.Random) -> list[dict[str, float | None]]:
         first = _first_step_of_round(run, 1)
         for number in range(KILLS_OF_A_RUN):
             time.sleep(0.3 + draw.random() * 0.2)
-            killed_at, rank = time.time(), draw.choice(psutil.Process(process.pid).children())
+            killed_at, rank = time.time(), draw.choice(_ranks(psutil.Process(process.pid)))
             rank.send_signal(signal.SIGKILL)
             last_step = max(record["step"] for record in _lines(run / "rank0.jsonl") if record["time"] < killed_at)
             first = _first_step_of_round(run, number + 2)

@@ -67,6 +67,11 @@ def main() -> None:
         raise SystemExit("soak: " + "; ".join(faults))
 
 
+def _ranks(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Return its ranks: what takes their lines, once one speaks, is a child of it too."""
+    return [child for child in supervisor.children() if not any("log_pump" in word for word in child.cmdline())]
+
+
 def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
     """Train with faults, and return what was seen of it."""
     run, draw, faults = folder / "run", random.Random(1), Counter[str]()
@@ -82,7 +87,7 @@ def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
             if time.monotonic() < next_fault:
                 continue
             next_fault = time.monotonic() + every
-            ranks = supervisor.children()
+            ranks = _ranks(supervisor)
             after = _size(supervisor)
             children |= {child.pid for child in ranks}
             fault = draw.choice(FAULTS)

@@ -124,7 +124,7 @@ class Command:
 
         def children() -> list[int] | None:
             try:
-                found = sorted(child.pid for child in psutil.Process(self.pid).children())
+                found = sorted(child.pid for child in psutil.Process(self.pid).children() if not _is_pump(child))
             except psutil.NoSuchProcess:
                 raise AssertionError(f"it ended before its ranks were seen: {self.err}") from None
             return found if len(found) == count else None
@@ -142,6 +142,11 @@ class Command:
     def kill_all(self) -> None:
         for process in self.processes():
             process.kill()
+
+
+def _is_pump(process: psutil.Process) -> bool:
+    """Whether it is no rank: the process that takes what quiet ranks say, once one does."""
+    return any(word.endswith("log_pump.py") for word in process.cmdline())
 
 
 def _in_session(leader: int) -> Iterator[psutil.Process]:

@@ -119,17 +119,21 @@ class Command:
         """Return whatever runs in its session now, orphans too."""
         return list(_in_session(self.pid))
 
+    def ranks_now(self) -> list[int]:
+        """Return the pids of the ranks that are there, by rank."""
+        try:
+            return sorted(child.pid for child in psutil.Process(self.pid).children() if not _is_pump(child))
+        except psutil.NoSuchProcess:
+            raise AssertionError(f"it ended before its ranks were seen: {self.err}") from None
+
     def ranks(self, count: int) -> list[int]:
         """Wait for the ranks to be there and return their pids by rank."""
 
-        def children() -> list[int] | None:
-            try:
-                found = sorted(child.pid for child in psutil.Process(self.pid).children() if not _is_pump(child))
-            except psutil.NoSuchProcess:
-                raise AssertionError(f"it ended before its ranks were seen: {self.err}") from None
+        def all_of_them() -> list[int] | None:
+            found = self.ranks_now()
             return found if len(found) == count else None
 
-        return wait_until(children, f"{count} ranks")
+        return wait_until(all_of_them, f"{count} ranks")
 
     def send(self, number: int) -> None:
         """Signal the supervisor alone."""

@@ -103,17 +103,22 @@ def state_from_json(data: dict[str, Any]) -> RankState:
 
 
 def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankState]:
-    """Ask all ranks at once; takes at most about a second, whatever they are doing."""
+    """Ask all ranks at once; takes at most about two seconds, whatever they are doing."""
     alive = [worker for worker in workers if worker.end is None]
     began = time.monotonic()
     stacks_from = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in alive}
     for worker in alive:
         with suppress(OSError):
-            if STACKS_SIGNAL is not None and not _is_stopped(worker.pid):
-                worker.send(STACKS_SIGNAL)
             worker.questions.send(b"?", socket.MSG_DONTWAIT)
     answers = _answers(alive)
+    for worker in alive:
+        # only now: the handler follows the frames of all threads without Python's lock, and the one that answers would
+        # change its own under it, which crashed a rank now and then
+        with suppress(OSError):
+            if STACKS_SIGNAL is not None and not _is_stopped(worker.pid):
+                worker.send(STACKS_SIGNAL)
     busy = _busy_fractions(alive)
+    _wait_for_stacks(alive, stacks_from)
     states = []
     for worker in workers:
         beat = heartbeats.last(worker.rank)
@@ -182,6 +187,19 @@ def collective_from(told: Mapping[str, Any]) -> Collective:
     """Read one entry of `torchcompat.flight_record`."""
     frames = _without_launcher(Frame(file=file, line=line, function=name) for file, line, name in told["frames"])
     return Collective(**{**told, "frames": frames})
+
+
+def _wait_for_stacks(workers: "Sequence[Worker]", began_at: Mapping[int, int]) -> None:
+    """Wait until what the ranks were asked to write is there: a busy machine lets them wait for a core first."""
+    before: dict[int, int] = {}
+    deadline = time.monotonic() + (0.0 if STACKS_SIGNAL is None else _PATIENCE_SECONDS)
+    while time.monotonic() < deadline:
+        here = [worker for worker in workers if not _is_stopped(worker.pid) and _stat(worker.pid)[0] not in "?Z"]
+        sizes = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in here}
+        if sizes == before and all(size > began_at[rank] for rank, size in sizes.items()):
+            return
+        before = sizes
+        time.sleep(_SAMPLE_SECONDS)
 
 
 def _stacks(descriptor: int, begin: int) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]:

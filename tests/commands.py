@@ -150,7 +150,10 @@ class Command:
 
 def _is_pump(process: psutil.Process) -> bool:
     """Whether it is no rank: the process that takes what quiet ranks say, once one does."""
-    return any(word.endswith("log_pump.py") for word in process.cmdline())
+    try:
+        return any(word.endswith("log_pump.py") for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False  # it has just ended
 
 
 def _in_session(leader: int) -> Iterator[psutil.Process]:

@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DURE_NO_VENV ?= 0
 PYTEST_ARGS ?=
-# two tests at a time; those that measure time take turns by themselves (tests/turns.py)
+# two tests at a time; those that measure time, or kill, have the machine for themselves (tests/turns.py)
 TWO := -n 2 --dist worksteal
 
 ifeq ($(DURE_NO_VENV),1)
@@ -62,7 +62,7 @@ slow: $(DEV) ## run the tests that take longer
 	$(PY) -m pytest $(TWO) -m slow $(PYTEST_ARGS)
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
-	$(PY) -m pytest $(TWO) -m faults $(PYTEST_ARGS)
+	$(PY) -m pytest -m faults $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

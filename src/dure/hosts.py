@@ -1,7 +1,6 @@
 """A run of a task on several hosts: what may be asked for and looked at before, what must be agreed on, its course."""
 
 import platform
-import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from dure.rank import Launched
 from dure.rundir import RunDir
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
-from dure.supervised import finish, nothing_half_written, run_folder, start_workers
+from dure.supervised import finish, nothing_half_written, run_folder, say, start_workers
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after")
 """Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
@@ -192,18 +191,13 @@ def _way_back(
         with suppress(RunInvalid):  # the old leader may hold it as long as it is frozen; it writes nothing any more
             held.enter_context(run.lock())
 
-    def say(text: str) -> None:
-        if not spec.quiet:
-            with suppress(OSError):
-                print(f"dure: {text}", file=sys.stderr, flush=True)
-
     return WayBack(
         said=about(several, nodes.me, facts),
         folder=folder,
         secret_file=several.secret_file,
         port=port,
         timeout_seconds=several.timeout_seconds,
-        on_wait=say,
+        on_wait=lambda text: say(text, spec),
         on_lead=lead,
     )
 

@@ -131,7 +131,7 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool)
         run.append_event(**event)
         for stale in run.path.glob("logs/failure-rank*.json"):
             stale.unlink(missing_ok=True)
-    _say(f"{restart.cause}\n      {said}", spec)
+    say(f"{restart.cause}\n      {said}", spec)
 
 
 def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
@@ -142,10 +142,11 @@ def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
         for stale in run.path.glob("logs/failure-rank*.json"):
             stale.unlink(missing_ok=True)
     on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
-    _say(f"{why}\n      the run goes on with {on}: {nodes.world_size} ranks", spec)
+    say(f"{why}\n      the run goes on with {on}: {nodes.world_size} ranks", spec)
 
 
-def _say(text: str, spec: RunSpec) -> None:
+def say(text: str, spec: RunSpec) -> None:
+    """Tell people of what happens to the run, unless they asked for quiet."""
     if not spec.quiet:
         with suppress(OSError):
             print(f"dure: {text}", file=sys.stderr, flush=True)
@@ -196,7 +197,7 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         else:
             verdict = left_early(outcome.ends)
     if outcome.lost is not None and not is_own and _ended_complete(run):
-        _say(outcome.lost, spec)  # it was done without this node
+        say(outcome.lost, spec)  # it was done without this node
         verdict = None
     elif outcome.lost is not None:
         goes_on_elsewhere = not is_own and spec.fewest_nodes < spec.num_nodes

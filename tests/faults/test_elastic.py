@@ -15,7 +15,7 @@ import pytest
 from tests.commands import Command, RunFiles, wait_until
 from tests.two_hosts import ROUNDING, Hosts, ended, last_weights
 
-pytestmark = [pytest.mark.faults, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 NUM_SAMPLES, BATCH, EPOCHS = 97, 8, 80

@@ -93,7 +93,6 @@ def test_rank_when_it_fails_on_the_other_host_then_both_name_it_and_end(hosts, t
         assert "script.py:15 in <module>" in said
 
 
-@pytest.mark.alone
 def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_two_seconds(hosts, tmp_path):
     commands = hosts.both(tmp_path, *LONG, "--nproc", 4, "--max-restarts", 0)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
@@ -138,7 +137,6 @@ for step in range(10):
 """
 
 
-@pytest.mark.alone
 def test_rank_when_it_hangs_on_one_host_then_both_say_where_and_that_the_other_waits(hosts, tmp_path):
     (tmp_path / "script.py").write_text(HANGING)
     words = ("run", "--nproc", 2, "--threads", 1, "--name", "run", "--hang-after", 2, "--on-hang", "stop", "script.py")
@@ -153,7 +151,6 @@ def test_rank_when_it_hangs_on_one_host_then_both_say_where_and_that_the_other_w
     assert len(RunFiles(tmp_path / "runs/run").events("hang")) == 1
 
 
-@pytest.mark.alone
 def test_node_when_its_launcher_is_killed_then_the_other_names_it_and_ends(hosts, tmp_path):
     commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
@@ -217,7 +214,6 @@ def stranger(hosts: Hosts, says: bytes) -> tuple[str, float]:
     return how, float(seconds)
 
 
-@pytest.mark.alone
 def test_stranger_when_it_knocks_then_it_is_refused_within_a_second_and_the_run_does_not_notice(hosts, tmp_path):
     run = RunFiles(tmp_path / "runs/run")
     head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2, "--task.pause-seconds", "0.05")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import EnvironmentLacks, SpecInvalid
 
@@ -54,19 +55,12 @@ def preflight(
         float,
         Parameter(name=("--timeout", "--timeout-seconds"), help="seconds that the collectives may take, all together"),
     ] = 30.0,
-    nnodes: Annotated[int, Parameter(help="hosts: start the same command on each, with its own --node-rank")] = 1,
-    node_rank: Annotated[int | None, Parameter(help="which of the hosts this is, from 0", show_default=False)] = None,
-    rendezvous: Annotated[
-        str | None, Parameter(help="where the hosts meet: an address of host 0, as 10.0.0.1:29400", show_default=False)
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        Parameter(help="what the hosts know each other by (default: ~/.config/dure/secret)", show_default=False),
-    ] = None,
-    rendezvous_timeout: Annotated[float, Parameter(help="seconds to wait for the other hosts")] = 600.0,
-    allow_public_address: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="meet at a public address, without encryption")
-    ] = False,
+    nnodes: NumNodes = 1,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    secret_file: SecretFile = None,
+    rendezvous_timeout: RendezvousTimeout = 600.0,
+    allow_public_address: PublicAddressFlag = False,
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     json: JsonFlag = False,
 ) -> None:

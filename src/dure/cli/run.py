@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.errors import Misuse
 
 _TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--allow-public-address", "--preflight", "--help", "-h"})
@@ -48,19 +49,12 @@ def run(
     module: Annotated[
         bool, Parameter(name=("--module", "-m"), negative=(), show_default=False, help="it is a module's name")
     ] = False,
-    nnodes: Annotated[int, Parameter(help="hosts: start the same command on each, with its own --node-rank")] = 1,
-    node_rank: Annotated[int | None, Parameter(help="which of the hosts this is, from 0", show_default=False)] = None,
-    rendezvous: Annotated[
-        str | None, Parameter(help="where the hosts meet: an address of host 0, as 10.0.0.1:29400", show_default=False)
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        Parameter(help="what the hosts know each other by (default: ~/.config/dure/secret)", show_default=False),
-    ] = None,
-    rendezvous_timeout: Annotated[float, Parameter(help="seconds to wait for the other hosts")] = 600.0,
-    allow_public_address: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="meet at a public address, without encryption")
-    ] = False,
+    nnodes: NumNodes = 1,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    secret_file: SecretFile = None,
+    rendezvous_timeout: RendezvousTimeout = 600.0,
+    allow_public_address: PublicAddressFlag = False,
     preflight: Annotated[
         bool,
         Parameter(

@@ -104,6 +104,15 @@ def test_two_ranks_when_they_lose_each_other_then_both_are_named_with_their_host
     assert "look at the network between them" in found.cure
 
 
+def test_rank_when_it_is_stopped_and_nobody_has_time_left_to_say_so_then_it_is_named():
+    at = "broadcast from rank 0"
+    ranks = [RankProgress(rank=rank, done=("all_reduce of 8 B",), at=at) for rank in range(3)]
+    ends = [WorkerEnd(rank=rank, exit_code=-9, time=9, was_stopped=True, was_held=rank == 2) for rank in range(3)]
+    (found,) = judged(ranks, ends, [""] * 3, 8, "gloo", 8)
+    assert found.seen == f"rank 2 did not come through {at}; rank 0 waited for it in {at}; rank 1 waited for it in {at}"
+    assert found.cure.startswith("a process of rank 2 is stopped (SIGSTOP, or a debugger)")
+
+
 def test_rank_when_nccl_aborts_those_that_waited_for_it_then_it_is_named_and_not_they():
     ranks = [RankProgress(rank=rank, done=("meeting the others",), at="all_reduce of 8 B") for rank in range(3)]
     ends = [WorkerEnd(rank=rank, exit_code=-6, time=rank, was_stopped=False) for rank in (0, 2)]

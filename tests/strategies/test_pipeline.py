@@ -1,6 +1,7 @@
 """The pipeline strategy: what each rank keeps and sends, any loss and any output, and who is refused."""
 
 import re
+import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,8 +173,8 @@ def test_measured_bubble_is_near_the_formula_when_computing_takes_long(schedule,
         )  # fmt: skip
         for rank in range(2):
             measured = [record["measured"]["bubble_fraction"] for record in records_of(run, rank)[1:]]
-            # sending, and two cores for all, make it larger
-            assert formula - 0.02 < min(measured) < formula + 0.2
+            # sending, and two cores for all, make it larger; one step in which this rank alone was held up is smaller
+            assert formula - 0.02 < statistics.median(measured) < formula + 0.2
 
 
 class Mixing(Regression):

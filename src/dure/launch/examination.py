@@ -115,7 +115,7 @@ def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankSta
         # only now: the handler follows the frames of all threads without Python's lock, and the one that answers would
         # change its own under it, which crashed a rank now and then
         with suppress(OSError):
-            if STACKS_SIGNAL is not None and not _is_stopped(worker.pid):
+            if STACKS_SIGNAL is not None and not is_stopped(worker.pid):
                 worker.send(STACKS_SIGNAL)
     busy = _busy_fractions(alive)
     _wait_for_stacks(alive, stacks_from)
@@ -133,7 +133,7 @@ def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankSta
         if worker in alive:
             main, others = _stacks(worker.stacks_fd, stacks_from[worker.rank])
             told = {
-                "is_stopped": _is_stopped(worker.pid),
+                "is_stopped": is_stopped(worker.pid),
                 "busy_fraction": busy[worker.rank],
                 "main": main,
                 "others": others,
@@ -149,7 +149,7 @@ def _answers(workers: "Sequence[Worker]") -> dict[int, tuple[Collective, ...]]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     received: dict[int, bytearray] = {worker.rank: bytearray() for worker in workers}
     done: dict[int, tuple[Collective, ...]] = {}
-    waiting = {worker.questions.fileno(): worker for worker in workers if not _is_stopped(worker.pid)}
+    waiting = {worker.questions.fileno(): worker for worker in workers if not is_stopped(worker.pid)}
     poll = select.poll()
     for descriptor in waiting:
         poll.register(descriptor, select.POLLIN)
@@ -194,7 +194,7 @@ def _wait_for_stacks(workers: "Sequence[Worker]", began_at: Mapping[int, int]) -
     before: dict[int, int] = {}
     deadline = time.monotonic() + (0.0 if STACKS_SIGNAL is None else _PATIENCE_SECONDS)
     while time.monotonic() < deadline:
-        here = [worker for worker in workers if not _is_stopped(worker.pid) and _stat(worker.pid)[0] not in "?Z"]
+        here = [worker for worker in workers if not is_stopped(worker.pid) and _stat(worker.pid)[0] not in "?Z"]
         sizes = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in here}
         if sizes == before and all(size > began_at[rank] for rank, size in sizes.items()):
             return
@@ -245,7 +245,8 @@ def _without_launcher(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     return tuple(itertools.takewhile(lambda frame: frame.file != _LAUNCHER, frames))
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal or a debugger holds a process."""
     return _stat(pid)[0] in ("T", "t")
 
 

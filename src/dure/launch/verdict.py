@@ -42,6 +42,8 @@ class WorkerEnd:
     """When the supervisor saw it, seconds since the epoch."""
     was_stopped: bool
     """Whether the supervisor itself ended it, because another rank had failed."""
+    was_held: bool = False
+    """Of one that the supervisor ended: whether a signal or a debugger held it then."""
     failure: Mapping[str, Any] | None = None
     """The rank's own record of why it failed, if it could leave one."""
     is_tolerated: bool = False

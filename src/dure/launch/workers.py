@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
-from dure.launch.examination import crash_frames
+from dure.launch.examination import crash_frames, is_stopped
 from dure.launch.log_pump import QuietLogs
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
@@ -109,6 +109,7 @@ class Worker:
     is_expendable: bool = False
     end: WorkerEnd | None = None
     was_stopped: bool = False
+    was_held: bool = False
     oom_kills_before: int | None = field(default_factory=count_oom_kills)
 
     def poll(self) -> None:
@@ -127,6 +128,7 @@ class Worker:
                 exit_code=code,
                 time=time.time(),
                 was_stopped=self.was_stopped,
+                was_held=self.was_held,
                 failure=failure,
                 is_tolerated=self.is_expendable and was_killed,
                 is_out_of_memory=self._was_memory_short() if was_killed and code == -signal.SIGKILL else None,
@@ -155,7 +157,7 @@ class Worker:
     def stop_at_once(self) -> None:
         """Kill it, and remember that this end is our doing."""
         if self.end is None:
-            self.was_stopped = True
+            self.was_stopped, self.was_held = True, is_stopped(self.pid)
             self.send(signal.SIGKILL)
 
     def _close(self) -> None:

@@ -185,8 +185,8 @@ def _blamed(
 ) -> Finding:
     """Name the rank, or the two, because of which not all came through.
 
-    A rank that failed for a reason of its own comes first, then one that said nothing while others said that they
-    waited, then the two between which the first call failed.
+    A rank that failed for a reason of its own comes first, then one that was stopped when all were ended, then one
+    that said nothing while others said that they waited, then the two between which the first call failed.
     """
     causes = [end for end in ends.values() if _is_cause(end) and not (is_nccl and _was_aborted(end))]
     if causes:
@@ -196,19 +196,24 @@ def _blamed(
         seen = f"{_name(first.rank, where)} failed in {at_what}: {_reason(first, len(ranks))}"
         return failure(NAME, seen, "every rank must come through", _cure_of(at))
     late = [progress for progress in ranks if not progress.is_through]
+    held = [progress for progress in late if _was_held(ends.get(progress.rank))]
     waiting = [
         progress
         for progress in late
         if _has_said(end := ends.get(progress.rank)) or (is_nccl and end is not None and _was_aborted(end))
     ]
-    silent = [progress for progress in late if progress not in waiting]
+    if held:
+        # those that waited may have had no time left to say so
+        waiting = [progress for progress in late if progress not in held and len(progress.done) >= len(held[0].done)]
+    silent = held or [progress for progress in late if progress not in waiting]
     if waiting and silent:
         behind = _behind(silent)
         others = [
             f"{_name(progress.rank, where)} waited for it in {progress.at}" for progress in waiting if progress.at
         ]
         seen = f"{_names(behind, where)} did not come through {_steps(behind)}; {'; '.join(others[:_MOST_NAMED])}"
-        return failure(NAME, seen, "every rank must answer", _SILENT_CURE.format(_names(behind, where)))
+        cure = _HELD_CURE if held else _SILENT_CURE
+        return failure(NAME, seen, "every rank must answer", cure.format(_names(behind, where)))
     behind = _behind(waiting or late or list(ranks))
     at = behind[0].at
     pair = tuple(_name(progress.rank, where) for progress in behind) if len(behind) == 2 else ()
@@ -216,6 +221,10 @@ def _blamed(
     return failure(NAME, seen, "every rank must come through", _cure_of(at), pair)
 
 
+_HELD_CURE = (
+    "a process of {} is stopped (SIGSTOP, or a debugger): see on its host who does that to processes, and let it go on "
+    "(`kill -CONT`)"
+)
 _SILENT_CURE = (
     "see on its host whether a process of {} is stopped or waits for its GPU or its disk (`ps -o pid,stat,wchan`, "
     "`nvidia-smi`), or give more time with --timeout"
@@ -226,6 +235,10 @@ def _is_cause(end: WorkerEnd) -> bool:
     if end.exit_code == 0 or end.was_stopped:
         return False
     return end.failure is None or not end.failure["is_consequence"]
+
+
+def _was_held(end: WorkerEnd | None) -> bool:
+    return end is not None and end.was_held
 
 
 def _was_aborted(end: WorkerEnd) -> bool:

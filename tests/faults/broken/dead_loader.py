@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ class Data(Dataset):
 
     def __getitem__(self, index):
         if dist.get_rank() == 1 and index == 20:
+            time.sleep(1)  # until rank 1 waits for it: torch raises wherever the rank is when a loader process dies
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(4)
 

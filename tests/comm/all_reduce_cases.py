@@ -1,6 +1,7 @@
 """What the all-reduce tests run on every rank, and what they ask of the answers."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -75,21 +76,23 @@ def vector_of(case: Case, rank: int) -> Tensor:
 def run_cases(cases: Sequence[Case], rank: int, world_size: int) -> dict[Case, Answer]:
     """Run every case on this rank of the default group."""
     algorithms = {name: open_all_reduce(name, hosts=hosts_of(world_size)) for name in OVER_SOCKETS}
-    references: dict[Case, Tensor] = {}
-    answers = {}
+    alike: dict[Case, list[str]] = defaultdict(list)
     for case in cases:
-        key = case._replace(name="")
-        if key not in references:
-            references = {key: _reference(case, rank, world_size)}  # one at a time: the large ones are large
-        algorithm, vector = algorithms[case.name], vector_of(case, rank)
-        before = algorithm.sent_bytes
-        algorithm.all_reduce(vector, case.op)
-        answers[case] = Answer(digest(vector), algorithm.sent_bytes - before, _difference(vector, references[key]))
+        alike[case._replace(name="")].append(case.name)
+    answers = {}
+    for kind, names in alike.items():
+        mine = vector_of(kind, rank)
+        reference = _reference(kind, mine.clone(), world_size)
+        for name in names:
+            algorithm, vector = algorithms[name], mine.clone()
+            before = algorithm.sent_bytes
+            algorithm.all_reduce(vector, kind.op)
+            answer = Answer(digest(vector), algorithm.sent_bytes - before, _difference(vector, reference))
+            answers[kind._replace(name=name)] = answer
     return answers
 
 
-def _reference(case: Case, rank: int, world_size: int) -> Tensor:
-    vector = vector_of(case, rank)
+def _reference(case: Case, vector: Tensor, world_size: int) -> Tensor:
     dist.all_reduce(vector, dist.ReduceOp.MAX if case.op == "max" else dist.ReduceOp.SUM)
     if case.op == "mean":
         vector = vector.div(world_size, rounding_mode="trunc" if case.dtype == torch.int64 else None)

@@ -17,6 +17,8 @@ from tests.turns import turn
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # pytest-xdist tells its workers a width; what a command shows without a terminal is to be the same with it and without
 os.environ.pop("COLUMNS", None)
+# hundreds of tests start an interpreter: each would compile dure anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True)

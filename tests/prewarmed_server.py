@@ -4,6 +4,8 @@ Reads one JSON request per line: `argv` for `dure`, or for `script`, a Python fi
 prefix of two files. Answers `{"pid": ...}`, and `{"pid": ..., "code": ...}` when that command has ended.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -11,6 +13,8 @@ import select
 import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +70,41 @@ def become(request: dict[str, Any]) -> tuple[str, Any]:
     return "dure", request["argv"]
 
 
+def leave_after(run: Callable[[], object]) -> None:
+    """Run, and end as multiprocessing ends its forks: to take a whole interpreter down costs half a second."""
+    code: object = None
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            raise
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            raise SystemExit(code) from None  # as Python says it
+    os._exit(code or 0)
+
+
 if __name__ == "__main__":
-    import dure.cli
+    import dure.cli.train
+    import dure.comm.shm_backend
     import dure.data
+    import dure.report.end_table
+    import dure.strategies.ddp
     import dure.training.worker
     from dure.torchcompat import import_late_parts
 
     import_late_parts()
+    gc.freeze()  # what lives now is the server's: collecting it in a fork would only touch and so copy its pages
     answer(pid=os.getpid())
     todo = serve()
     if todo is not None:
         kind, what = todo
         if kind == "script":
-            runpy.run_path(what, run_name="__main__")
+            leave_after(lambda: runpy.run_path(what, run_name="__main__"))
         else:
-            sys.exit(dure.cli.main(what))
+            leave_after(lambda: sys.exit(dure.cli.main(what)))

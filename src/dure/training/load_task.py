@@ -219,13 +219,21 @@ def _import_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+def _is_same_file(one: str | None, other: Path) -> bool:
+    # by what they are: thousands of modules are asked, and to resolve their paths would take a tenth of a second
+    try:
+        return one is not None and os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise TaskInvalid(f"{path} does not exist: give the path of the file that defines the task")
     for module in list(sys.modules.values()):
         # the file may be imported already: under its package name by tests, or as the running script
-        if getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == path:
+        if _is_same_file(getattr(module, "__file__", None), path):
             return module
     name = f"dure_task_{path.stem}"
     if name in sys.modules:

@@ -45,11 +45,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let tests that are marked `alone` or `faults` have the machine for themselves, and the others share it."""
+    """Let tests that are marked `alone` have the machine for themselves, and the others share it."""
     if not hasattr(item.config, "workerinput"):
         return (yield)
-    alone = any(item.get_closest_marker(name) is not None for name in ("alone", "faults"))
-    with turn(Path(item.config.workerinput["turns"]), alone=alone):
+    with turn(Path(item.config.workerinput["turns"]), alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
 

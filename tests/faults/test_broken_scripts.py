@@ -12,7 +12,7 @@ SCRIPTS = sorted((Path(__file__).parent / "broken").glob("*.py"))
 HANG_AFTER_SECONDS = 2
 MOST_SECONDS_LATER = 5
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 
 def expected_lines(script: Path) -> dict[int, tuple[list[int], bool]]:

@@ -15,7 +15,7 @@ from tests.conformance.cases import largest_difference, weights_of
 from tests.conformance.tasks import Regression
 from tests.faults.test_restarts import each_step_once, train
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 HANG_AFTER_SECONDS = 3.0
 """Longer than a first step takes where nothing has been imported yet."""

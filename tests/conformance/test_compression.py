@@ -65,7 +65,7 @@ def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, tmp_
 def test_a_compressed_run_learns_the_digits_sends_less_and_says_so(strategy, name, tmp_path):
     settings = {"compression_fraction": 0.05} if name == "topk" else {}
     summary = dure.train(
-        Digits(), strategy=strategy, nproc=2, compression=name, epochs=8, global_batch_size=32, runs_dir=tmp_path,
+        Digits(), strategy=strategy, nproc=2, compression=name, epochs=5, global_batch_size=32, runs_dir=tmp_path,
         quiet=True, start="fork", device="cpu", **settings,
     )  # fmt: skip
     assert summary.metrics["accuracy"].value > 0.95

@@ -55,6 +55,7 @@ def test_exchange_when_a_member_dies_then_all_others_raise_in_that_one_and_go_on
 def test_agreement_when_members_die_one_after_the_other_then_ends_with_what_the_living_say():
     def work(group):
         survivors = of(group)
+        survivors.barrier()
         if group.rank == 1:
             end_now()
         if group.rank == 3:
@@ -69,12 +70,13 @@ def test_agreement_when_members_die_one_after_the_other_then_ends_with_what_the_
 def test_exchange_when_one_dies_that_is_needed_then_everybody_raises():
     def work(group):
         survivors = of(group)
+        survivors.barrier()  # all are there: rank 0 has the store by which they meet
         if group.rank == 0:
             end_now()
         if group.rank != LEADER:
             os._exit(0)
         group.close = group.abandon
-        with pytest.raises(RuntimeError, match=r"by peer|[Cc]onnect timeout") as caught:
+        with pytest.raises(RuntimeError, match="by peer") as caught:
             survivors.barrier()
         return not isinstance(caught.value, PeerLost)
 

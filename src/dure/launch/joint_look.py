@@ -45,7 +45,7 @@ class JointLook:
 
     def advance(self) -> tuple[HangVerdict, bool] | None:
         """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
-        for rank, message in self._nodes.take_looks():
+        for rank, message in self._nodes.news.take_looks():
             kind = message["kind"]
             if kind == "look" and not self._nodes.is_leader:
                 self._send_states()

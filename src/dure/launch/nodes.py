@@ -16,6 +16,8 @@ from dure.launch.channel import Channel, ChannelClosed
 from dure.launch.links import Links
 from dure.launch.member import Member, StoppedByPeer
 from dure.launch.node_messages import end_from_json, end_to_json, refusal_of, refused_error
+from dure.launch.roster import Roster
+from dure.launch.round_news import RoundNews
 from dure.launch.verdict import WorkerEnd
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ _PREPARATION_SECONDS = 600.0
 """Before the ranks run, a launcher that imports says nothing for a while."""
 
 
-class Nodes(Links):
+class Nodes(Roster, Links):
     """All nodes of a run, as one of them sees them."""
 
     def __init__(
@@ -62,13 +64,9 @@ class Nodes(Links):
             reception: Where nodes come in while the run goes on, on the leader.
             leader: Its node rank.
         """
-        self.me = me
-        self.members = tuple(members)
-        self.own_address = own_address or me.address
-        self.most = most or len(members)
-        self.fewest = fewest or self.most
+        Roster.__init__(self, me, members, own_address=own_address, fewest=fewest, most=most, leader=leader)
+        Links.__init__(self, channels)
         self.reception = reception
-        self.leader = leader
         self.lease: Lease | None = None
         """By which nodes that cannot reach each other know who leads, once there is a run folder."""
         self.round = -1
@@ -77,9 +75,8 @@ class Nodes(Links):
         """The sentence about a node that went away, where the run does not go on without it."""
         self.refusal: DureError | None = None
         """Why another node does not go on."""
-        self.is_over = False
-        self.is_under_way = False
-        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
+        self.is_over = self.is_under_way = False
+        """The second: whether the nodes have met in the run's folder; from then on one that can be missed may go."""
         self.ending: dict[str, Any] = {}
         """What the leader said at the end."""
         self.has_lost_leader = False
@@ -91,7 +88,7 @@ class Nodes(Links):
         """What counts as lost; None: `SILENCE_SECONDS`, or less where the run goes on."""
         self.next_round: Mapping[str, Any] | None = None
         """What the leader said of the round that is to begin."""
-        super().__init__(channels)
+        self.news = RoundNews()
         self._signals: list[tuple[int, int]] = []
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
@@ -101,72 +98,11 @@ class Nodes(Links):
         self.ready: set[int] = set()
         """Nodes that have imported what their ranks need."""
         self._next_beat = self._pumped_at = 0.0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forget what was said of a round."""
-        self.endings: set[str] = set()
-        """What others said of their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
-        self.shaken: str | None = None
-        """Why this round is to end and the next one to begin with other nodes."""
-        self.steps: dict[int, int] = {}
-        """Of ranks of other nodes: the step that they were in when they ended."""
-        self._told_ending = False
-        self._ends: dict[int, list[WorkerEnd]] = {}
-        self._done: set[int] = set()
-        self._looks: list[tuple[int, Mapping[str, Any]]] = []
-
-    # --- who is there
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this node decides for all."""
-        return self.me.node_rank == self.leader
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run goes on without some of its nodes."""
-        return self.fewest < self.most
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the nodes that are there."""
-        return sum(member.num_ranks for member in self.members)
-
-    @property
-    def first_rank(self) -> int:
-        """The first of this node's ranks: the leader's come first, and then the others' in the order of nodes."""
-        own = [member.node_rank for member in self.members].index(self.me.node_rank)
-        return sum(member.num_ranks for member in self.members[:own])
 
     @property
     def why_lost(self) -> str | None:
         """Return the sentence about a node that went away or did not go on."""
         return str(self.refusal) if self.lost is None and self.refusal is not None else self.lost
-
-    @property
-    def interface(self) -> str | None:
-        """Return the network interface that has this node's address, as gloo and NCCL want it named."""
-        import psutil
-
-        if len(self.members) == 1:
-            return None
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(one.address.partition("%")[0] == self.own_address for one in addresses):
-                return str(name)
-        return None
-
-    def member(self, node_rank: int) -> Member:
-        """Return a node that is there."""
-        return next(member for member in self.members if member.node_rank == node_rank)
-
-    def node_of(self, rank: int) -> Member:
-        """Return the node that a rank runs on."""
-        for member in self.members:
-            if rank < member.num_ranks:
-                return member
-            rank -= member.num_ranks
-        raise IndexError(rank)
 
     def __enter__(self) -> Self:
         return self
@@ -195,8 +131,8 @@ class Nodes(Links):
         while True:
             if self.refusal is not None:
                 raise self.refusal
-            if self.lost or self.shaken or self.has_lost_leader:
-                raise WorkerFailed(self.lost or self.shaken or "the leader of the run is gone")
+            if self.lost or self.news.shaken or self.has_lost_leader:
+                raise WorkerFailed(self.lost or self.news.shaken or "the leader of the run is gone")
             if self._signals:
                 raise StoppedByPeer(self._signals[0][0])
             if self._answers:
@@ -227,22 +163,21 @@ class Nodes(Links):
         here = {member.node_rank for member in self.members}
         for rank in [rank for rank in self._channels if rank in here]:
             self.send(rank, {"kind": "round", "number": self.round, "port": port, "members": members, **told})
-        self._begin()
+        self.news = RoundNews()
         self.watch()
 
     def enter_round(self) -> Mapping[str, Any]:
         """Take over what the leader said of the next round."""
-        told = self.next_round
+        told, self.next_round = self.next_round, None
         assert told is not None
-        self.next_round = None
         self.round = int(told["number"])
         self.watch()
         return told
 
     def shake(self, text: str) -> None:
         """End this round on all nodes, so that the next one begins with those that are there then."""
-        if self.shaken is None:
-            self.shaken = text
+        if self.news.shaken is None:
+            self.news.shaken = text
             if self.is_leader:
                 self.send_to_all({"kind": "lost", "text": text, "is_fatal": False})
 
@@ -254,14 +189,14 @@ class Nodes(Links):
             steps: The step that each of its ranks was in.
             tick: Called while waiting; False gives up.
         """
-        self._ends[self.me.node_rank] = list(ends)
-        self.steps.update(steps)
+        self.news.ends_of[self.me.node_rank] = list(ends)
+        self.news.steps.update(steps)
         if not self.is_leader:
             for end in ends:
                 self.send(self.leader, {"kind": "end", "end": end_to_json(end)})
             self.send(self.leader, {"kind": "done", "steps": {str(rank): step for rank, step in steps.items()}})
             return
-        while tick() and not self._done >= self.others() and self.refusal is None:
+        while tick() and not self.news.done >= self.others() and self.refusal is None:
             self.sleep(0.1)
             self.pump()
 
@@ -269,15 +204,10 @@ class Nodes(Links):
         """Return the node ranks of the others that are there and can be reached."""
         return {member.node_rank for member in self.members} & self._channels.keys()
 
-    @property
-    def ends(self) -> list[WorkerEnd]:
-        """How ranks of all nodes ended, as far as it is known here."""
-        return [end for rank in sorted(self._ends) for end in self._ends[rank]]
-
     def tell_outcome(self, **told: Any) -> None:
         """Tell all how the ranks of all ended, and that this is the end; on the leader."""
         for other in list(self._channels):
-            for rank, ends in self._ends.items():
+            for rank, ends in self.news.ends_of.items():
                 for end in ends if rank != other else ():
                     self.send(other, {"kind": "end", "node_rank": rank, "end": end_to_json(end)})
         self.send_to_all({"kind": "over", **told})
@@ -289,7 +219,7 @@ class Nodes(Links):
         self.is_over = self.is_under_way = self._is_running = False
         self.next_round, self.ending = None, {}
         self.ready.clear()
-        self._begin()
+        self.news = RoundNews()
 
     # --- while ranks run
 
@@ -327,8 +257,8 @@ class Nodes(Links):
             self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
         if self.lease is not None and self.is_leader:
             self.lease.renew(self.round)
-            if self.lease.is_deposed and self.shaken is None:
-                self.shaken = "another node has taken the lead, for nothing was seen of this one"
+            if self.lease.is_deposed and self.news.shaken is None:
+                self.news.shaken = "another node has taken the lead, for nothing was seen of this one"
         if self.reception is not None and self.is_leader:
             self.reception.let_in(self)
 
@@ -361,14 +291,9 @@ class Nodes(Links):
 
     def tell_ending(self, why: str) -> None:
         """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
-        if not self._told_ending:
-            self._told_ending = True
+        if not self.news.has_told_ending:
+            self.news.has_told_ending = True
             self.send_to_all({"kind": "ending", "why": why})
-
-    def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Return what nodes said of looking at ranks that hang, each once, with the node; see `joint_look.py`."""
-        taken, self._looks = self._looks, []
-        return taken
 
     def drop_all(self) -> None:
         """Close all connections, and listen no more."""
@@ -378,10 +303,6 @@ class Nodes(Links):
             self.reception = None
 
     # --- nodes that come and go
-
-    def take_in(self, members: Sequence[Member]) -> None:
-        """Let the next round be of these nodes; rank 0, whose store all meet in, is on the leader."""
-        self.members = tuple(sorted(members, key=lambda one: (one.node_rank != self.leader, one.node_rank)))
 
     def add(self, rank: int, channel: Channel) -> None:
         """Know a node that has come, on the leader; it is of the next round when it says that it is ready."""
@@ -397,7 +318,7 @@ class Nodes(Links):
         channel.last_heard = time.monotonic()
         self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
         self.has_lost_leader, self.next_round = False, None
-        self._begin()
+        self.news = RoundNews()
 
     def lead(self, reception: "Reception") -> None:
         """Go on as the leader, alone until others come in."""
@@ -406,7 +327,7 @@ class Nodes(Links):
         self.ready.clear()
         self.is_new_leader = True
         self.take_in([self.me])
-        self._begin()
+        self.news = RoundNews()
 
     # --- messages
 
@@ -420,31 +341,31 @@ class Nodes(Links):
             self.ready.add(rank)
         elif kind == "round":
             self.take_in([Member(**member) for member in message["members"]])
-            self._begin()
+            self.news = RoundNews()
             self.next_round = message
         elif kind == "signal":
             self._signals.append((int(message["number"]), int(message["ordinal"])))
             self._pass_on(rank, message)
         elif kind == "ending":
-            self.endings.add(str(message["why"]))
+            self.news.endings.add(str(message["why"]))
             self._pass_on(rank, message)
         elif kind == "end":
             whose = rank if self.is_leader else int(message["node_rank"])
             behind = self.member(whose).clock_behind_seconds if self.is_leader else 0.0
             end = end_from_json(message["end"], str(self.member(whose)), behind)
-            self._ends.setdefault(whose, []).append(end)
+            self.news.ends_of.setdefault(whose, []).append(end)
         elif kind == "done":
-            self.steps.update({int(one): int(step) for one, step in dict(message["steps"]).items()})
-            self._done.add(rank)
+            self.news.steps.update({int(one): int(step) for one, step in dict(message["steps"]).items()})
+            self.news.done.add(rank)
         elif kind == "over":
             self.is_over, self.ending = True, dict(message)
         elif kind == "lost":
             if message.get("is_fatal", True):
                 self.lost = self.lost or str(message["text"])
             else:
-                self.shaken = self.shaken or str(message["text"])
+                self.news.shaken = self.news.shaken or str(message["text"])
         elif kind in ("look", "state", "looked", "hang"):
-            self._looks.append((rank, message))
+            self.news.looks.append((rank, message))
         elif kind == "refused":
             self.refusal = self.refusal or refused_error(message)
             self._pass_on(rank, message)

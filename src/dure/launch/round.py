@@ -169,11 +169,11 @@ def _heed_others(
         pass_on_signal(number, workers, is_first=len(received) == 1)
     if ending is not None:
         nodes.tell_ending(ending)
-    if nodes.shaken is not None:
+    if nodes.news.shaken is not None:
         return 0.0  # all are started again anyway
     if nodes.lost is not None or nodes.refusal is not None:
         return _FAILURE_GRACE_SECONDS
-    graces = [_grace(said, launch) for said in nodes.endings]
+    graces = [_grace(said, launch) for said in nodes.news.endings]
     return _least(*graces) if graces else None
 
 
@@ -186,7 +186,7 @@ def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
         worker.send(signal.SIGSTOP)
     time.sleep(seconds)
     nodes.pump()
-    if nodes.shaken is None and nodes.lost is None:  # else they are ended without another instruction
+    if nodes.news.shaken is None and nodes.lost is None:  # else they are ended without another instruction
         for worker in alive:
             worker.send(signal.SIGCONT)
 

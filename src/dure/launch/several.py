@@ -58,7 +58,7 @@ def run_on_nodes(launch: Launch, nodes: Nodes) -> Outcome:
             end_open_line(launch, workers)
         rounds.part()
         return Outcome(
-            ends=nodes.ends,
+            ends=nodes.news.ends,
             signal=received[0] if received else None,
             refusal=nodes.ending.get("refusal"),
             hang=rounds.hang,
@@ -236,7 +236,7 @@ class _Rounds:
 
     def _goes_on(self) -> bool:
         """Decide, on the leader, whether there is another round."""
-        nodes, hangs, ends = self.nodes, self.launch.hangs, self.nodes.ends
+        nodes, hangs, ends = self.nodes, self.launch.hangs, self.nodes.news.ends
         if self._is_at_end() or (ends and all(end.exit_code == 0 for end in ends)):
             return False
         if self.hang is not None and hangs is not None and hangs.action == "stop":
@@ -245,10 +245,10 @@ class _Rounds:
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
         timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
         self.patience = time.monotonic() + timeout
-        if nodes.shaken is not None or (nodes.lease is not None and nodes.lease.is_deposed):
-            self.told = {**known, "change": nodes.shaken}
+        if nodes.news.shaken is not None or (nodes.lease is not None and nodes.lease.is_deposed):
+            self.told = {**known, "change": nodes.news.shaken}
             return True
-        steps = nodes.steps
+        steps = nodes.news.steps
         if self.hang is not None:
             restart = self.restarts.after_hang(self.hang)
         else:
@@ -267,7 +267,7 @@ class _Rounds:
     def _find_leader(self) -> bool:
         """Find out who leads now; the ranks here have ended. False when the run does not go on here."""
         way_back, nodes = self.launch.way_back, self.nodes
-        said = nodes.shaken
+        said = nodes.news.shaken
         if way_back is None:
             nodes.lost = said or "the leader of the run is gone"
             return False

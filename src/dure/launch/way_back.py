@@ -67,7 +67,7 @@ class WayBack:
             nodes: All of them, as this node knew them.
             is_stopped: Whether this node was asked to stop meanwhile.
         """
-        lease, why = nodes.lease, nodes.shaken or "another node leads the run"
+        lease, why = nodes.lease, nodes.news.shaken or "another node leads the run"
         assert lease is not None
         old = [member.node_rank for member in nodes.members if member.node_rank != nodes.leader]
         place = old.index(nodes.me.node_rank) if nodes.me.node_rank in old else len(old)

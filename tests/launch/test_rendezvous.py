@@ -289,7 +289,7 @@ def test_node_when_it_is_asked_to_stop_then_the_other_hears_it_once(two):
     until(two[0], lambda: two[0]._signals)
     assert two[0].exchange_signals(mine) == mine == [signal.SIGTERM]
     two[0].tell_ending("stopped")
-    until(two[1], lambda: two[1].endings)
+    until(two[1], lambda: two[1].news.endings)
     assert two[1].exchange_signals(theirs) == []
 
 
@@ -339,7 +339,7 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
         list(pool.map(lambda node, mine: node.finish_round(mine, {}, lambda: True), (zero, one), ends))
         zero.tell_outcome(refusal="no more")
         until(one, lambda: one.is_over)
-        told = zero.ends, one.ends
+        told = zero.news.ends, one.news.ends
     assert one.ending["refusal"] == "no more"
     assert [end.rank for end in told[0]] == [end.rank for end in told[1]] == [0, 1]
     assert abs(told[0][1].time - now) < 1.0

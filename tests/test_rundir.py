@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DiskFull, RunInvalid
-from dure.rundir import RunDir, check_name, default_name, list_runs
+from dure.rundir import RunDir, check_name, default_name
+from dure.runs import list_runs
 from dure.spec import resolve
 from dure.strategies import STRATEGIES
 

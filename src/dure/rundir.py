@@ -15,7 +15,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import mmap
 import os
 import platform
 import re
@@ -29,16 +28,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dure.errors import DiskFull, DureError, EnvironmentLacks, RunInvalid
+from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
+from dure.record_lines import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
 _LOCK_PATIENCE_SECONDS = 0.5
 """`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
-
-_CLOCK_SLACK_SECONDS = 0.02
-"""File times come from the kernel's coarse clock, up to one tick behind `time.time()`."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,11 @@ class RunDir:
             DiskFull: There is no space for it.
         """
         check_name(name)
-        with _saying(runs_dir, "made"):
+        with saying(runs_dir, "made"):
             runs_dir.mkdir(parents=True, exist_ok=True)
         for number in range(1, 1000 if or_numbered else 2):
             path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
-            with contextlib.suppress(FileExistsError), _saying(path, "made"):
+            with contextlib.suppress(FileExistsError), saying(path, "made"):
                 path.mkdir()
                 (path / "logs").mkdir()
                 if not for_script:
@@ -137,7 +134,7 @@ class RunDir:
         target = self.path / name
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
-        with _saying(target, "written"):
+        with saying(target, "written"):
             try:
                 with temporary.open("w", encoding="utf-8") as file:
                     file.write(text)
@@ -155,7 +152,7 @@ class RunDir:
         Raises:
             RunInvalid: It is missing, cannot be read, or is no JSON.
         """
-        with _saying(self.path / name, "read"):
+        with saying(self.path / name, "read"):
             text = (self.path / name).read_bytes()
         try:
             return json.loads(text)
@@ -185,11 +182,11 @@ class RunDir:
 
     def records(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a rank's step records in the order in which they were written."""
-        return _json_lines(self.records_path(rank))
+        return read_lines(self.records_path(rank))
 
     def last_samples(self, rank: int) -> int:
         """Return the samples seen after the last step that a rank's records have; 0 before the first."""
-        return int(_last_record(self.records_path(rank)).get("samples_seen", 0))
+        return int(last_record(self.records_path(rank)).get("samples_seen", 0))
 
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will do again to `undone.jsonl`.
@@ -197,10 +194,10 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            begin = _end_of_records_until(path, samples_seen)
-            undone = list(_json_lines(path, begin))
+            begin = end_of_records_until(path, samples_seen)
+            undone = list(read_lines(path, begin))
             rank = int(path.stem.removeprefix("rank"))
-            with _saying(path, "written"):
+            with saying(path, "written"):
                 if undone:
                     with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
                         file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
@@ -214,7 +211,7 @@ class RunDir:
     def append_event(self, event: str, **fields: Any) -> None:
         """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
-        with _saying(self.path / EVENTS, "written"):
+        with saying(self.path / EVENTS, "written"):
             descriptor = os.open(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(descriptor, (_newline_after_torn_line(descriptor) + line).encode())
@@ -223,7 +220,7 @@ class RunDir:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events; a line that a crash tore is left out."""
-        return _json_lines(self.path / EVENTS)
+        return read_lines(self.path / EVENTS)
 
     # --- hangs
 
@@ -250,7 +247,7 @@ class RunDir:
             RunInvalid: Another process holds it; its pid is said.
         """
         owner = os.getpid()
-        with _saying(self.path / LOCK, "opened"):
+        with saying(self.path / LOCK, "opened"):
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _take(descriptor, self.path)
@@ -301,133 +298,7 @@ def default_name(task: str, strategy: str, now: datetime) -> str:
     return f"{now:%Y-%m-%d_%H-%M-%S}_{label[:24]}_{strategy}"[:64]
 
 
-# --- the runs of a folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOverview:
-    """One run as `dure runs` shows it."""
-
-    name: str
-    path: str
-    status: str
-    """`running`, `completed`, `interrupted`, `failed`, `died` (it ended without a word) or `unreadable`."""
-    task: str | None = None
-    strategy: str | None = None
-    world_size: int | None = None
-    num_devices: int | None = None
-    samples: int | None = None
-    best: dict[str, Any] | None = None
-    """As in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
-
-
-def list_runs(runs_dir: Path) -> list[RunOverview]:
-    """Return the runs of a folder by name, which for default names is by date. A damaged one is shown, not fatal.
-
-    Raises:
-        RunInvalid: The folder does not exist or cannot be read.
-    """
-    if not runs_dir.is_dir():
-        raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
-    with _saying(runs_dir, "read"):
-        paths = sorted(path for path in runs_dir.iterdir() if RunDir(path).is_script or (path / SPEC).is_file())
-    return [overview(RunDir(path)) for path in paths]
-
-
-def overview(run: RunDir) -> RunOverview:
-    """Return how a run stands; a damaged one is `unreadable`."""
-    try:
-        if run.is_script:
-            return _script_overview(run)
-        spec = run.read_spec()
-        summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
-        status = _status(run, summary)
-        last = {} if status not in ("running", "died") else _last_record(run.records_path(0))
-        return RunOverview(
-            name=run.name,
-            path=str(run.path),
-            status=status,
-            task=spec.task,
-            strategy=summary.get("strategy", spec.strategy),
-            world_size=summary.get("world_size"),
-            num_devices=summary.get("num_devices", spec.nproc),
-            samples=last.get("samples_seen", summary.get("samples", 0)),
-            best=summary.get("best"),
-        )
-    except (DureError, AttributeError, TypeError):
-        return RunOverview(name=run.name, path=str(run.path), status="unreadable")
-
-
-def _script_overview(run: RunDir) -> RunOverview:
-    record = run.read_json(SCRIPT)
-    summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
-    return RunOverview(
-        name=run.name,
-        path=str(run.path),
-        status=_status(run, summary),
-        task=record["script"],
-        strategy="script",
-        world_size=record["world_size"],
-        num_devices=record["world_size"],
-    )
-
-
-def _status(run: RunDir, summary: Mapping[str, Any]) -> str:
-    """Tell how a run stands. A summary older than the last attempt speaks of an attempt before that one."""
-    if run.is_active():
-        return "running"
-    attempts = [event["time"] for event in run.events() if event.get("event") == "attempt"]
-    if not summary or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
-        return "died"
-    return str(summary["status"]) if "status" in summary else "unreadable"
-
-
-def _last_record(path: Path) -> dict[str, Any]:
-    """Return the last whole line of a record file, reading only its end: it may hold millions."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**16))
-        lines = file.read().splitlines()
-    return next((record for line in reversed(lines) if (record := _parse(line)) is not None), {})
-
-
 # --- small parts
-
-
-def _json_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        file.seek(begin)
-        for line in file:
-            record = _parse(line)
-            if record is not None:
-                yield record
-
-
-def _end_of_records_until(path: Path, samples_seen: int) -> int:
-    """Return the bytes of a record file up to a position in the run, read from its end: it may hold millions."""
-    if path.stat().st_size == 0:
-        return 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = len(data)
-        while end:
-            begin = data.rfind(b"\n", 0, end - 1) + 1
-            record = _parse(data[begin:end])
-            if record is not None and record["samples_seen"] <= samples_seen:
-                break
-            end = begin
-        return end
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None when a crash tore it."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _newline_after_torn_line(descriptor: int) -> str:
@@ -454,7 +325,7 @@ def _take(descriptor: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _saying(path: Path, done: str) -> Iterator[None]:
+def saying(path: Path, done: str) -> Iterator[None]:
     """Turn what the operating system says of a file into a sentence."""
     try:
         yield

@@ -5,7 +5,7 @@ from rich.console import Console, RenderableType
 
 from dure.measure.records import EpochRow, Metric, RunSummary
 from dure.report.end_table import MOST_ROWS, render, runs_table
-from dure.rundir import RunOverview
+from dure.runs import RunOverview
 
 
 def text(renderable: RenderableType, width: int = 80) -> str:

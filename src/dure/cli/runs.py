@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json, show
-from dure.rundir import list_runs
+from dure.runs import list_runs
 from dure.spec import RunSpec
 
 

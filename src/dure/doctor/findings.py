@@ -9,7 +9,8 @@ from typing import Any
 from dure.errors import DureError
 from dure.launch.hang import verdict_from_json
 from dure.launch.verdict import read_failure
-from dure.rundir import SUMMARY, RunDir, RunOverview, overview
+from dure.rundir import SUMMARY, RunDir
+from dure.runs import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
 _QUIET_SECONDS = 60.0

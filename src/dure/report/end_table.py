@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dure.measure.records import EpochRow, Metric, RunSummary
-from dure.rundir import RunOverview
+from dure.runs import RunOverview
 from dure.units import format_seconds
 
 MOST_ROWS = 24

@@ -1,0 +1,53 @@
+"""Files of one JSON object a line, to which processes append that may die in the middle of one."""
+
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    """Return the last whole line of a record file, reading only its end: it may hold millions."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        lines = file.read().splitlines()
+    return next((record for line in reversed(lines) if (record := parse_line(line)) is not None), {})
+
+
+def read_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a file, from a byte on; without the file none."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(begin)
+        for line in file:
+            record = parse_line(line)
+            if record is not None:
+                yield record
+
+
+def end_of_records_until(path: Path, samples_seen: int) -> int:
+    """Return the bytes of a record file up to a position in the run, read from its end: it may hold millions."""
+    if path.stat().st_size == 0:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = len(data)
+        while end:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            record = parse_line(data[begin:end])
+            if record is not None and record["samples_seen"] <= samples_seen:
+                break
+            end = begin
+        return end
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse a line, or return None when a crash tore it."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

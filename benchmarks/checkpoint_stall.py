@@ -29,8 +29,8 @@ import dure
 from dure.rank import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
-from dure.strategies.base import NO_REQUESTS
 from dure.strategies.batches import Microbatch
+from dure.strategies.step_facts import NO_REQUESTS
 from dure.training.saving import Saver
 from dure.training.session import open_rank_group, open_session
 from dure.training.session_state import Progression

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from dure.comm.groups import Group
 from dure.measure.shares import shares
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import NO_REQUESTS, Requests, StepFacts, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
 

@@ -11,10 +11,11 @@ from torch import nn
 import dure
 from dure.errors import SpecInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.parameter_server_shards import Message, plan_shards
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests
 from examples.digits import Digits
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (

@@ -16,11 +16,12 @@ import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.measure.clock import StepClock
 from dure.strategies import STRATEGIES
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.pipeline import Pipeline, fault_of_backend
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests
 from examples.char_gpt import CharGPT
 from examples.digits import Digits
 from tests.comm.gloo_ranks import on_ranks

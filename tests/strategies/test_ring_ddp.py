@@ -8,9 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression

@@ -10,10 +10,11 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies import STRATEGIES
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
 from dure.strategies.rpc_model import RpcModel
+from dure.strategies.step_facts import Requests
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised, Regression

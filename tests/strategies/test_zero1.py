@@ -10,9 +10,10 @@ from torch import Tensor, nn, optim
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests
 from dure.training.checkpoint import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, train_case, weights_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from dure.data import TensorData
 from dure.errors import Interrupted, TaskInvalid
-from dure.strategies.base import Requests
+from dure.strategies.step_facts import Requests
 from dure.training.fetch import Loader, SampleFetch
 from dure.training.loop import TrainingLoop, check_schedule
 from dure.training.order import SampleOrder

@@ -9,9 +9,10 @@ from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import LossNotFinite
 from dure.strategies import STRATEGIES
-from dure.strategies.base import Requests, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.single import Single
+from dure.strategies.step_facts import Requests
 from dure.training.fetch import Loader, SampleFetch
 from dure.training.loop import TrainingLoop
 from dure.training.order import SampleOrder

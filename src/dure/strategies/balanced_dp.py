@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from dure.machine import available_memory_bytes, total_memory_bytes
 from dure.measure.shares import shares
-from dure.strategies.base import LossTerm, Requests
 from dure.strategies.batches import Microbatch, split_batch, to_device
 from dure.strategies.replicas import DeviceThreads, build_replicas, copy_state
 from dure.strategies.single import LocalSums
+from dure.strategies.step_facts import LossTerm, Requests
 
 
 class BalancedDataParallel(LocalSums):

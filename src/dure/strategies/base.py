@@ -4,22 +4,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
-from dure.errors import TaskInvalid
 from dure.measure.sums import Sum
 from dure.strategies import StrategyInfo
 from dure.strategies.batches import Microbatch
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
+from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -69,18 +68,6 @@ class StrategyOptions:
     gradient_predivide_factor: float = 1.0
 
 
-class Requests(NamedTuple):
-    """What a rank wants of all ranks; they learn it together with the step's facts, so all act at the same step."""
-
-    stop: bool = False
-    """Checkpoint and end: this rank got a signal."""
-    save: bool = False
-    """Checkpoint and go on: this rank's clock says so."""
-
-
-NO_REQUESTS = Requests()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShare:
     """A share of a batch that nobody computed, because its rank died and the others went on."""
@@ -91,76 +78,6 @@ class LostShare:
     data_world_size: int
     is_partly_used: bool
     """Whether some of the parameters were stepped with it."""
-
-
-class StepFacts:
-    """What a step found out, over all ranks: loss sum, loss count and what was requested.
-
-    On an accelerator the numbers travel to the host behind the computation; `read` waits for them. The loop reads
-    them one step late there, so that the device never runs dry.
-    """
-
-    def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
-        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
-
-        Args:
-            is_local: The facts are this rank's alone: nobody else knows them, and nobody waits to speak of them.
-        """
-        self.is_local = is_local
-        self._terms = terms
-        self._event: torch.Event | None = None
-        if isinstance(facts, Tensor) and facts.device.type != "cpu":
-            host = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=facts.device.type == "cuda")
-            host.copy_(facts, non_blocking=True)
-            self._event = torch.Event(device=facts.device)
-            self._event.record()
-            facts = host
-        self._facts = facts
-
-    def is_locally_finite(self) -> bool:
-        """Whether this rank's own losses of the step were finite."""
-        return all(bool(term.value.isfinite()) for term in self._terms)
-
-    def read(self) -> tuple[float, float, Requests]:
-        """Return loss sum, loss count and the requests."""
-        if self._event is not None:
-            self._event.synchronize()
-        values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
-        loss_sum, count, stop, save = values
-        if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
-            count = round(count)  # it went through float32 arithmetic on its way
-        return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
-
-    def _counts_whole(self) -> bool:
-        return bool(self._terms) and all(term.is_counted_whole for term in self._terms)
-
-
-@dataclass(slots=True)
-class LossTerm:
-    """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
-
-    root: Tensor
-    """Differentiable: the loss weighted for this step, not yet scaled for fp16."""
-    loss: Tensor
-    """As the task returned it; `loss * factor` is the loss summed over the items."""
-    factor: float
-    count: "Tensor | int | float"
-
-    @property
-    def value(self) -> Tensor:
-        """The loss without its graph."""
-        return self.loss.detach()
-
-    @property
-    def total(self) -> Tensor:
-        """The loss summed over the items."""
-        return self.value if self.factor == 1 else self.value * self.factor
-
-    @property
-    def is_counted_whole(self) -> bool:
-        """Whether the count is of whole items; a sum of weights is not."""
-        count = self.count
-        return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,11 +367,11 @@ class Strategy(ABC):
         with self.precision.autocast():
             result = self.loss(model, microbatch.batch)
         if isinstance(result, Sum):
-            total = _checked_loss(result.total)
+            total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
-            term = LossTerm(total * weight, total, 1.0, _checked_count(result.count))
+            term = LossTerm(total * weight, total, 1.0, checked_count(result.count))
         else:
-            result = _checked_loss(result)
+            result = checked_loss(result)
             num_samples = microbatch.num_samples
             weight = num_samples * self.gradient_divisor / global_samples
             term = LossTerm(result if weight == 1 else result * weight, result, num_samples, num_samples)
@@ -484,27 +401,3 @@ class Strategy(ABC):
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
-
-
-def _checked_loss(value: object) -> Tensor:
-    if isinstance(value, Tensor) and value.requires_grad and value.dim() == 0:
-        return value
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-        raise TaskInvalid(
-            f"the task's loss returned {seen}: return a scalar tensor (the mean over the batch's samples) or "
-            "dure.Sum(total, count) with a scalar tensor as total"
-        )
-    raise TaskInvalid(
-        "the task's loss returned a tensor without a gradient: compute it from the model's output without "
-        "detach(), .item() or no_grad(), and leave some parameter trainable"
-    )
-
-
-def _checked_count(value: object) -> "Tensor | int | float":
-    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()  # type: ignore[no-any-return]
-    seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-    raise TaskInvalid(f"the task's loss returned dure.Sum with {seen} as count: give one number, or a scalar tensor")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dure.errors import UnusedParameters
-from dure.strategies.base import NO_REQUESTS, LossTerm, Requests, StepFacts, Strategy
+from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward, wrap_ddp
 

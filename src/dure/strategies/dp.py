@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dure.measure.shares import shares
-from dure.strategies.base import Requests
 from dure.strategies.batches import Microbatch, split_batch, to_device
 from dure.strategies.replicas import BroadcastParameters, DeviceThreads, build_replicas, copy_state, gather
 from dure.strategies.single import LocalSums
+from dure.strategies.step_facts import Requests
 
 
 class DividedModel(nn.Module):

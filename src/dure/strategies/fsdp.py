@@ -23,11 +23,12 @@ from dure.comm.mesh import Mesh
 from dure.errors import TaskInvalid
 from dure.machine import resolve_device
 from dure.spec.mesh import parse_mesh
-from dure.strategies.base import LossTerm, Requests, StateSource, StepFacts, StrategyOptions, StrategyState
+from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, map_tensors
 from dure.strategies.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.local_shards import ShardedStrategy
 from dure.strategies.module_patterns import shortened
+from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 from dure.units import format_bytes

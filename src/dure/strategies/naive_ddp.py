@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from dure.comm.choice import open_chosen
-from dure.strategies.base import Requests, StepFacts
 from dure.strategies.batches import Microbatch
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 

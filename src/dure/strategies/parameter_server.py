@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies import StrategyInfo
-from dure.strategies.base import Requests, StateSource, StrategyOptions, StrategyState
+from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
 from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names
@@ -27,6 +27,7 @@ from dure.strategies.parameter_server_transport import C10dTransport, Transport
 from dure.strategies.pieces import Piece
 from dure.strategies.precision import Precision
 from dure.strategies.single import LocalSums
+from dure.strategies.step_facts import Requests
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 

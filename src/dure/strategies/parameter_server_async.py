@@ -24,10 +24,11 @@ from dure.comm.groups import Group
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
 from dure.strategies import StrategyInfo
-from dure.strategies.base import LostShare, Requests, StateSource, StepFacts, StrategyOptions
+from dure.strategies.base import LostShare, StateSource, StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.parameter_server import ParameterServer, Worker
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests, StepFacts
 
 
 class PushNumbers(NamedTuple):

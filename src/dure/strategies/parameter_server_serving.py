@@ -15,11 +15,12 @@ from dure.comm.groups import Group
 from dure.errors import PeerLost
 from dure.failure import is_peer_lost
 from dure.strategies import StrategyInfo
-from dure.strategies.base import Requests, StepFacts, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.parameter_server import Server
 from dure.strategies.parameter_server_async import InPace, PullNumbers, PushNumbers
 from dure.strategies.precision import Precision
+from dure.strategies.step_facts import Requests, StepFacts
 
 _MARGIN_STEPS = 3
 """Between the step that the fastest loader has planned and the first in which shares are dealt anew. One is planned

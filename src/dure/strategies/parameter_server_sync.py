@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.comm.groups import Group, ProcessGroup
-from dure.strategies.base import Requests, StepFacts
 from dure.strategies.parameter_server import Server, Worker
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.step_facts import Requests, StepFacts
 
 _LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
 _NUM_FACTS = 5

@@ -21,7 +21,7 @@ from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies import StrategyInfo
-from dure.strategies.base import LossTerm, Requests, StateSource, StepFacts, StrategyOptions, StrategyState
+from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
@@ -36,6 +36,7 @@ from dure.strategies.section_plan import CURE, SectionPlan
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import StandIn, call_of
+from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dure.strategies.base import StepFacts
 from dure.strategies.single import LocalSums
+from dure.strategies.step_facts import StepFacts
 
 
 class ReducedFacts(LocalSums):

@@ -18,11 +18,12 @@ from dure.comm.algorithms import AllReduce, ReduceOp
 from dure.comm.buckets import Bucket, FlatGradients
 from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
-from dure.strategies.base import Requests, StepFacts, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression, open_compression
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.single import LocalSums
+from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 

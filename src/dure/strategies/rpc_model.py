@@ -22,7 +22,7 @@ from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
 from dure.strategies import StrategyInfo
-from dure.strategies.base import Requests, StateSource, StepFacts, StrategyOptions, StrategyState
+from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.pipeline_draws import common_seed, drawing_from
@@ -37,6 +37,7 @@ from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import StandIn
+from dure.strategies.step_facts import Requests, StepFacts
 
 _SURVEYED_SAMPLES = 4
 

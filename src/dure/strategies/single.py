@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dure.strategies.base import LossTerm, Requests, StepFacts, Strategy
+from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
+from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 from dure.torchcompat import run_backward
 
 

@@ -26,10 +26,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
-from dure.strategies.base import Requests, StepFacts, StrategyOptions
+from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.module_patterns import shortened
+from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.tensor_layers import (
     DividedLayer,
     Traffic,

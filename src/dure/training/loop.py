@@ -16,8 +16,9 @@ from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.measure.records import StepRecord
 from dure.measure.shares import shares
-from dure.strategies.base import Requests, StepFacts, Strategy
+from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
+from dure.strategies.step_facts import Requests, StepFacts
 from dure.torchcompat import copy_all
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.order import GlobalBatch, SampleOrder

@@ -1,0 +1,128 @@
+"""What a step finds out: its loss over all ranks, each microbatch's part of it, and what ranks ask of each other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dure.errors import TaskInvalid
+
+
+class Requests(NamedTuple):
+    """What a rank wants of all ranks; they learn it together with the step's facts, so all act at the same step."""
+
+    stop: bool = False
+    """Checkpoint and end: this rank got a signal."""
+    save: bool = False
+    """Checkpoint and go on: this rank's clock says so."""
+
+
+NO_REQUESTS = Requests()
+
+
+class StepFacts:
+    """What a step found out, over all ranks: loss sum, loss count and what was requested.
+
+    On an accelerator the numbers travel to the host behind the computation; `read` waits for them. The loop reads
+    them one step late there, so that the device never runs dry.
+    """
+
+    def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
+        """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
+
+        Args:
+            is_local: The facts are this rank's alone: nobody else knows them, and nobody waits to speak of them.
+        """
+        self.is_local = is_local
+        self._terms = terms
+        self._event: torch.Event | None = None
+        if isinstance(facts, Tensor) and facts.device.type != "cpu":
+            host = torch.empty(facts.shape, dtype=facts.dtype, pin_memory=facts.device.type == "cuda")
+            host.copy_(facts, non_blocking=True)
+            self._event = torch.Event(device=facts.device)
+            self._event.record()
+            facts = host
+        self._facts = facts
+
+    def is_locally_finite(self) -> bool:
+        """Whether this rank's own losses of the step were finite."""
+        return all(bool(term.value.isfinite()) for term in self._terms)
+
+    def read(self) -> tuple[float, float, Requests]:
+        """Return loss sum, loss count and the requests."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
+        loss_sum, count, stop, save = values
+        if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
+            count = round(count)  # it went through float32 arithmetic on its way
+        return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
+
+    def _counts_whole(self) -> bool:
+        return bool(self._terms) and all(term.is_counted_whole for term in self._terms)
+
+
+@dataclass(slots=True)
+class LossTerm:
+    """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
+
+    root: Tensor
+    """Differentiable: the loss weighted for this step, not yet scaled for fp16."""
+    loss: Tensor
+    """As the task returned it; `loss * factor` is the loss summed over the items."""
+    factor: float
+    count: "Tensor | int | float"
+
+    @property
+    def value(self) -> Tensor:
+        """The loss without its graph."""
+        return self.loss.detach()
+
+    @property
+    def total(self) -> Tensor:
+        """The loss summed over the items."""
+        return self.value if self.factor == 1 else self.value * self.factor
+
+    @property
+    def is_counted_whole(self) -> bool:
+        """Whether the count is of whole items; a sum of weights is not."""
+        count = self.count
+        return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
+
+
+def checked_loss(value: object) -> Tensor:
+    """Return what a task gave as its loss, or as the total of a `Sum`.
+
+    Raises:
+        TaskInvalid: It is no scalar tensor that backward can start from.
+    """
+    if isinstance(value, Tensor) and value.requires_grad and value.dim() == 0:
+        return value
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+        raise TaskInvalid(
+            f"the task's loss returned {seen}: return a scalar tensor (the mean over the batch's samples) or "
+            "dure.Sum(total, count) with a scalar tensor as total"
+        )
+    raise TaskInvalid(
+        "the task's loss returned a tensor without a gradient: compute it from the model's output without "
+        "detach(), .item() or no_grad(), and leave some parameter trainable"
+    )
+
+
+def checked_count(value: object) -> "Tensor | int | float":
+    """Return what a task gave as the count of a `Sum`.
+
+    Raises:
+        TaskInvalid: It is no number.
+    """
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()  # type: ignore[no-any-return]
+    seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+    raise TaskInvalid(f"the task's loss returned dure.Sum with {seen} as count: give one number, or a scalar tensor")

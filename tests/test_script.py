@@ -110,6 +110,7 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
         (["nope.py"], "nope.py does not exist: give the path of a Python script, or a module with -m"),
         (["."], ". is a folder: give the path"),
         (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
+        (["--nnodes", "1:4", "script.py"], "nnodes is 1:4, but a script needs all its hosts"),
         (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, or auto"),
         (["--max-restarts", "-1", "script.py"], "max_restarts is -1 but must be a number of at least 0"),
         (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),

@@ -53,6 +53,8 @@ NODES = ("--nnodes", "2", "--node-rank", "0", "--rendezvous")
     [
         (["--nproc", "0"], "nproc is '0' but must be a whole number above 0, or auto"),
         (["--timeout", "0"], "timeout is 0 but must be a number of seconds above 0"),
+        (["--nnodes", "1:x"], "nnodes is '1:x' but must be a whole number above 0"),
+        (["--nnodes", "1:3", "--node-rank", "3", *NODES[4:], "10.0.0.1"], "node_rank is 3 but must be 0 to 2"),
         (["--threads", "0"], "threads is 0 but must be a whole number above 0"),
         (["--num-workers", "-1"], "num_workers is -1 but must be a whole number of at least 0"),
         (["--device", "tpu"], 'invalid value "tpu" for --device'),

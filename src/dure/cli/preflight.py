@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
+from dure.cli.host_flags import MostNodes, NodeRank, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import EnvironmentLacks, SpecInvalid
 
@@ -55,7 +55,7 @@ def preflight(
         float,
         Parameter(name=("--timeout", "--timeout-seconds"), help="seconds that the collectives may take, all together"),
     ] = 30.0,
-    nnodes: NumNodes = 1,
+    nnodes: MostNodes = 1,
     node_rank: NodeRank = None,
     rendezvous: Rendezvous = None,
     secret_file: SecretFile = None,

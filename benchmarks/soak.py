@@ -30,6 +30,8 @@ HANG_AFTER_SECONDS = 2
 LONGEST_PAUSE_SECONDS = 15.0
 LEAST_EFFECTIVE = 0.95
 MOST_GROWTH_BYTES = 20 * 2**20
+INTERRUPTED_AFTER_STEPS = 5
+"""A pause of more median steps than that is no slow step: training was interrupted."""
 
 
 def main() -> None:
@@ -54,6 +56,7 @@ def main() -> None:
         "| | bound | measured |\n|---|---|---|",
         f"| faults | - | {kinds} |",
         f"| time that trained, of all | {options.least_effective:.0%} | {record['effective_fraction']:.1%} |",
+        f"| the same, had every step taken the median | - | {record['fraction_of_median_steps']:.1%} |",
         f"| longest pause between steps | {LONGEST_PAUSE_SECONDS:g} s | {record['longest_pause_seconds']:.1f} s |",
         f"| steps done twice | - | {record['steps_redone']} of {steps} |",
         f"| weights and last loss as without faults | bit by bit | {'yes' if record['same_weights'] else 'NO'} |",
@@ -102,13 +105,18 @@ def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
     records = _lines(run / "rank0.jsonl")
     times = sorted(record["time"] for record in [*records, *_lines(run / "undone.jsonl")])
     pauses = [end - begin for begin, end in itertools.pairwise(times)]
-    seconds = times[-1] - times[0]
+    seconds, median = times[-1] - times[0], statistics.median(pauses)
+    interrupted = sum(pause - median for pause in pauses if pause > INTERRUPTED_AFTER_STEPS * median)
+    num_redone = len(times) - len(records)
     return {
         "seconds": seconds,
         "faults": dict(faults),
-        "effective_fraction": len(records) * statistics.median(pauses) / seconds,
+        "median_step_seconds": median,
+        "interrupted_seconds": interrupted,
+        "effective_fraction": 1 - (interrupted + num_redone * median) / seconds,
+        "fraction_of_median_steps": len(records) * median / seconds,
         "longest_pause_seconds": max(pauses),
-        "steps_redone": len(times) - len(records),
+        "steps_redone": num_redone,
         "steps_once": [record["step"] for record in records] == list(range(1, steps + 1)),
         "last_loss": records[-1]["loss_sum"],
         "growth_bytes": after[0] - before[0],

@@ -219,10 +219,10 @@ def _import_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _is_same_file(one: str | None, other: Path) -> bool:
+def _is_same_file(one: object, other: Path) -> bool:
     # by what they are: thousands of modules are asked, and to resolve their paths would take a tenth of a second
     try:
-        return one is not None and os.path.samefile(one, other)
+        return isinstance(one, str) and os.path.samefile(one, other)
     except OSError:
         return False
 

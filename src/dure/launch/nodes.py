@@ -75,8 +75,9 @@ class Nodes(Roster, Links):
         """The sentence about a node that went away, where the run does not go on without it."""
         self.refusal: DureError | None = None
         """Why another node does not go on."""
-        self.is_over = self.is_under_way = False
-        """The second: whether the nodes have met in the run's folder; from then on one that can be missed may go."""
+        self.is_over = False
+        self.is_under_way = False
+        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
         self.ending: dict[str, Any] = {}
         """What the leader said at the end."""
         self.has_lost_leader = False

@@ -23,6 +23,7 @@ from dure.launch.channel import (
     HandshakeRefused,
     knock,
 )
+from tests.commands import wait_until
 
 SECRET = b"a secret of thirty-two characters"
 KEYS = b"1" * 32, b"2" * 32
@@ -141,6 +142,7 @@ def test_door_when_a_thousand_connections_idle_then_few_are_kept_and_who_knows_t
         crowd += [socket.create_connection(door.address) for _ in range(500)]
         assert door.num_guests <= MOST_GUESTS + 1
         outside.send({"kind": "here"})
+        wait_until(lambda: serving, "the one that knows the secret is in")
         assert received(serving[0]) == [{"kind": "here"}]
     began = time.monotonic()
     assert all(is_closed(connection) for connection in crowd)
@@ -158,8 +160,8 @@ def test_door_when_ten_thousand_random_messages_come_then_none_is_let_in(door, s
         with socket.create_connection(door.address) as connection, suppress(ConnectionError):
             for _ in range(10):
                 connection.sendall(made[number % 3]())
-    with closing(knocked(door)):
-        pass
+    with closing(knocked(door)):  # it knows that it is in before the door's own thread has said so
+        wait_until(lambda: serving, "the one that knows the secret is in")
     assert len(serving) == 1
 
 

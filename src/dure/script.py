@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from dure.machine import count_accelerators, count_cores
 from dure.preflight.settings import PreflightSettings
 from dure.rundir import SUMMARY, RunDir, default_name
 from dure.stopping import stop_exit_code
+from dure.telling import tell
 
 _ENTRY = "dure.launch.script_worker"
 _GRACE_SECONDS = 30.0
@@ -232,12 +233,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
 
 def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
     run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
-    _say(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(f"dure: {text}", file=sys.stderr, flush=True)
+    tell(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
 
 
 def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, is_own: bool) -> None:

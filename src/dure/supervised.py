@@ -1,9 +1,8 @@
 """A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
+from dure.telling import tell
 
 _WORKER = "dure.training.worker"
 _REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
@@ -148,8 +148,7 @@ def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
 def say(text: str, spec: RunSpec) -> None:
     """Tell people of what happens to the run, unless they asked for quiet."""
     if not spec.quiet:
-        with suppress(OSError):
-            print(f"dure: {text}", file=sys.stderr, flush=True)
+        tell(text)
 
 
 def _expendable(spec: RunSpec) -> range:

@@ -130,7 +130,7 @@ def test_all_faults_of_options_are_said_at_once():
     assert "task option width has no value: give --task.width" in message
     assert "task option rate is 'fast'" in message
     assert "task option kind is 'c' but should be 'a' or 'b'" in message
-    assert "known: width, rate, kind, limit, flag" in message
+    assert "known: width, rate, kind, flag, limit" in message
 
 
 def test_a_task_gives_its_options_by_keyword():

@@ -5,7 +5,6 @@ import ipaddress
 import itertools
 import json
 import socket
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from dure.errors import EnvironmentLacks, PeerLost
 from dure.rank import MeetingPoint, RankInfo, StoreAddress
+from dure.telling import tell
 from dure.torchcompat import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02
@@ -108,7 +108,7 @@ class _Patience:
             )
         if waited > _SAY_AFTER_SECONDS and not self.has_said:
             self.has_said = True
-            print(f"dure: rank {self.rank.rank} waits for {self.whom}{why}", file=sys.stderr, flush=True)
+            tell(f"rank {self.rank.rank} waits for {self.whom}{why}")
         time.sleep(_POLL_SECONDS)
 
 

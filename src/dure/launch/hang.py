@@ -3,7 +3,6 @@
 import linecache
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dure.errors import DureError
 from dure.frames import OWN_ROOT, Frame, users_frame
 from dure.launch.examination import Collective, RankState, state_from_json
 from dure.rundir import RunDir
+from dure.telling import tell
 
 _BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_backend.py"
@@ -76,8 +76,7 @@ def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
     with suppress(DureError):
         if run is not None:
             run.note_hang(verdict.to_json())
-    with suppress(OSError):
-        print(f"dure: {verdict.text}", file=sys.stderr, flush=True)
+    tell(verdict.text)
 
 
 def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:

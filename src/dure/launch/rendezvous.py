@@ -6,7 +6,6 @@ import json
 import platform
 import select
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from dure.launch.node_messages import refusal_of, refused_error
 from dure.launch.nodes import Member, Nodes
 from dure.launch.reception import Reception, checked
 from dure.launch.secret import read_secret
+from dure.telling import tell
 
 __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
 
@@ -183,7 +183,7 @@ def _receive(
     except OSError as error:
         raise cannot_listen(settings.rendezvous, error) from None
     if ipaddress.ip_address(str(address[0])).is_loopback:
-        _say(f"{settings.rendezvous} leads to {address[0]} here: only processes of this host can join")
+        tell(f"{settings.rendezvous} leads to {address[0]} here: only processes of this host can join")
     joined: dict[int, tuple[Member, Channel]] = {}
     try:
         _wait_for_all(settings, reception, joined)
@@ -335,8 +335,3 @@ def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> 
         # node 0 has its own clock for this, and says who is missing
         if time.monotonic() > deadline + settings.timeout_seconds:
             raise EnvironmentLacks(f"node 0 at {settings.rendezvous} says nothing: see what it is at")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(f"dure: {text}", file=sys.stderr, flush=True)

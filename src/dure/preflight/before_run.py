@@ -1,11 +1,9 @@
 """A preflight as the first part of a run, which does not start when something is missing."""
 
-import sys
-from contextlib import suppress
-
 from dure.errors import EnvironmentLacks
 from dure.preflight.all_checks import preflight
 from dure.preflight.settings import PreflightSettings
+from dure.telling import tell
 
 
 def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) -> None:
@@ -25,10 +23,5 @@ def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) 
     if is_quiet:
         return
     for finding in report.warnings:
-        _say(f"preflight: warning: {finding.name}: {report.told(finding)}")
-    _say(f"preflight: {report.verdict}")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(f"dure: {text}", file=sys.stderr, flush=True)
+        tell(f"preflight: warning: {finding.name}: {report.told(finding)}")
+    tell(f"preflight: {report.verdict}")

@@ -14,7 +14,7 @@ from dure.spec.fields import (
     requirement,
     same_task,
 )
-from dure.spec.names import nearest_first, unknown_name
+from dure.spec.names import unknown_name
 from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, read_toml, resolve
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "RunSpec",
     "flag_name",
     "kinds",
-    "nearest_first",
     "read_toml",
     "requirement",
     "resolve",

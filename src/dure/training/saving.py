@@ -1,6 +1,5 @@
 """A run's checkpoints as the run uses them: when to save, what to save, and where to go on."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dure.errors import DiskFull, GroupShrank, StateChanged
 from dure.measure.checksum import checksum
 from dure.measure.records import Metric
 from dure.rundir import RunDir
+from dure.telling import tell
 from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
 from dure.training.checkpoint_share import share_of
 from dure.training.checkpoint_writer import MOST_OF_MEMORY
@@ -319,5 +319,4 @@ class Saver:
         with suppress(DiskFull):  # of which this may be the warning
             self.event("warning", message=message)
         if self.is_first:
-            with suppress(OSError):  # nobody may be reading any more
-                print(f"dure: {message}", file=sys.stderr, flush=True)
+            tell(message)

@@ -26,6 +26,7 @@ from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
+from dure.telling import tell
 from dure.torchcompat import import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
@@ -125,7 +126,7 @@ class Worker:
 
     def _evaluate(self, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)
-        store = CheckpointStore(self.run.checkpoints, 1, lambda text: print(f"dure: {text}", file=sys.stderr))
+        store = CheckpointStore(self.run.checkpoints, 1, tell)
         path = None
         if session.group.rank == 0:
             path = store.best() if self.job["which"] == "best" else store.newest_valid()

@@ -19,6 +19,7 @@ from dure.launch.submit.ray_rank import Look, RayRank
 from dure.launch.verdict import STOP_ENDS
 from dure.rank import RankInfo
 from dure.stopping import heeded_signals, stop_exit_code
+from dure.telling import tell
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
@@ -166,7 +167,7 @@ def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is
             words = f"{plan.job.nodes} node(s) with {plan.bundles()[0]}, and the cluster has {_shown(total)}"
             if is_ours and (wanted > total.get("CPU", 0) or plan.job.nodes > 1):
                 raise EnvironmentLacks(f"the run needs {words}: ask for less, or give a larger cluster's --address")
-            print(f"dure: waiting for {words}", file=sys.stderr, flush=True)
+            tell(f"waiting for {words}")
 
 
 def _shown(resources: dict[str, float]) -> str:

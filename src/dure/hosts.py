@@ -139,6 +139,8 @@ def train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several:
     several = _led_from(several, spec, resume)
     with join(several, facts, spec.nproc // spec.num_nodes) as nodes, ExitStack() as held:
         run = _folder(nodes, several, resolved, resume, held)
+        if not nodes.is_leader:
+            say(f"node {several.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes", spec)
         way_back = None
         if nodes.is_elastic:
             way_back = _way_back(nodes, several, run, facts, held, spec)

@@ -142,7 +142,7 @@ def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
         for stale in run.path.glob("logs/failure-rank*.json"):
             stale.unlink(missing_ok=True)
     on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
-    say(f"{why}\n      the run goes on with {on}: {nodes.world_size} ranks", spec)
+    say(f"{why}\n      the run goes on with {on}: {nodes.world_size} rank{'s' * (nodes.world_size > 1)}", spec)
 
 
 def say(text: str, spec: RunSpec) -> None:

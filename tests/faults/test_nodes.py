@@ -63,8 +63,10 @@ def test_training_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(host
 def test_run_when_it_was_on_one_host_then_it_goes_on_on_two(hosts, tmp_path):
     alone = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2, several=False)
     assert alone.wait() == 0, alone.err
-    commands = hosts.both(tmp_path, "train", "--resume", "runs/run", "--epochs", 3, "--nproc", 4)
+    commands = hosts.both(tmp_path, "train", "--resume", "runs/run", "--epochs", 3, "--nproc", 4, "--no-quiet")
     assert ended(commands) == [0, 0], [command.err for command in commands]
+    assert commands[1].err == "dure: node 1 takes part in run; node 0 shows how it goes\n"
+    assert "epoch 3" in commands[0].err
     run = RunFiles(tmp_path / "runs/run")
     assert (run.summary()["epochs"], run.summary()["world_size"]) == (3.0, 4)
 

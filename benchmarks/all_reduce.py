@@ -22,7 +22,8 @@ from paired import HERE, compare, describe_surroundings, random_rounds, surround
 
 from dure.comm.algorithms import ALGORITHMS, open_all_reduce, segments
 from dure.comm.groups import ProcessGroup, open_group
-from dure.rank import RankInfo, StoreAddress
+from dure.place import StoreAddress
+from dure.rank import RankInfo
 
 BASELINE, COPY = "gloo", "gloo again"
 WARM_UP_ROUNDS = 2

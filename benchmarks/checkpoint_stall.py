@@ -26,7 +26,7 @@ import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
 import dure
-from dure.rank import Place
+from dure.place import Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.strategies.batches import Microbatch

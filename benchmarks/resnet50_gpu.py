@@ -24,7 +24,8 @@ from resnet50 import build_resnet50
 from torch import Tensor
 
 from dure.machine import count_cores
-from dure.rank import Place, RankInfo
+from dure.place import Place
+from dure.rank import RankInfo
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.training.session import open_rank_group, open_session

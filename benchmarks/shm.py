@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dure.comm.algorithms import shm
 from dure.comm.groups import ProcessGroup, open_group
-from dure.rank import RankInfo, StoreAddress
+from dure.place import StoreAddress
+from dure.rank import RankInfo
 from dure.torchcompat import import_late_parts
 
 GLOO, COPY = "gloo", "copy"

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.place import Place, StoreAddress
+from dure.rank import RankInfo
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.training.session import open_rank_group, open_session

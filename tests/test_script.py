@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dure.launch.script_worker import environment, local_rank_flag
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.place import Place, StoreAddress
+from dure.rank import RankInfo
 from tests.commands import Command, Prewarmed
 
 SCRIPT = """

@@ -20,7 +20,7 @@ from dure.launch.way_back import WayBack
 from dure.launch.workers import Launch
 from dure.machine import count_cores
 from dure.measure.records import RunSummary
-from dure.rank import Place
+from dure.place import Place
 from dure.report.summary import summarise
 from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec

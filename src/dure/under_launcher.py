@@ -12,7 +12,8 @@ from dure.launch.supervisor import Outcome
 from dure.launch.verdict import WorkerEnd, judge, stop_signal
 from dure.lifeline import die_with_parent
 from dure.measure.records import RunSummary
-from dure.rank import Launched, Place, RankInfo, StoreAddress, meeting_point
+from dure.place import Place, StoreAddress
+from dure.rank import Launched, RankInfo, meeting_point
 from dure.report.summary import summarise
 from dure.rundir import RunDir
 from dure.spec import ResolvedSpec, RunSpec

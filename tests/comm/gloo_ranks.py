@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dure.comm.groups import ProcessGroup, open_group
-from dure.rank import RankInfo, StoreAddress
+from dure.place import StoreAddress
+from dure.rank import RankInfo
 from dure.torchcompat import import_late_parts
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dure.rank import Place
+from dure.place import Place
 
 
 def before_fork(job: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dure.rank import Place
+from dure.place import Place
 from dure.training import preflight_worker
 
 before_fork = preflight_worker.before_fork

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dure.comm.groups import Group, Solo
-from dure.rank import Place, RankInfo
+from dure.place import Place
+from dure.rank import RankInfo
 from dure.training.checkpoint_share import Share
 from dure.training.snapshot import Position
 from dure.training.snapshot_exchange import Found, Survey, collect

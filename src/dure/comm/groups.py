@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dure import torchcompat
-from dure.rank import RankInfo, StoreAddress
+from dure.place import StoreAddress
+from dure.rank import RankInfo
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Of one JSON message."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from dure.errors import EnvironmentLacks, PeerLost
-from dure.rank import MeetingPoint, RankInfo, StoreAddress
+from dure.place import StoreAddress
+from dure.rank import MeetingPoint, RankInfo
 from dure.telling import tell
 from dure.torchcompat import store_at, store_on_socket
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
-from dure.rank import Place
+from dure.place import Place
 from dure.stopping import STOP_SIGNALS, heeded_signals
 
 _is_worker = False

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from dure.rank import Place
+from dure.place import Place
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 """One that programs hardly ever use; SIGUSR1 and SIGUSR2 are often theirs."""

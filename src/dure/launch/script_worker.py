@@ -16,7 +16,7 @@ from typing import Any
 from dure.frames import OWN_ROOT
 from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
-from dure.rank import Place
+from dure.place import Place
 
 _kept: list[object] = []
 """What the script leaves behind: a process group that goes while the interpreter is alive joins its threads with

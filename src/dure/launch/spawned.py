@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from dure.launch.child import Output, run_in_child
-from dure.rank import Place, RankInfo, StoreAddress
+from dure.place import Place, StoreAddress
+from dure.rank import RankInfo
 
 
 def place_from_json(data: dict[str, Any]) -> Place:

@@ -23,7 +23,8 @@ from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
 from dure.machine import count_oom_kills
-from dure.rank import CUT, Place, RankInfo, StoreAddress
+from dure.place import CUT, Place, StoreAddress
+from dure.rank import RankInfo
 
 if TYPE_CHECKING:
     from dure.launch.hang import HangVerdict

@@ -24,6 +24,7 @@ from dure.spec.fields import (
 )
 from dure.spec.mesh import parse_mesh
 from dure.spec.names import unknown_name
+from dure.spec.rules import RULES
 
 ENVIRONMENT_PREFIX = "DURE_"
 
@@ -268,7 +269,7 @@ def _validate(draft: _Draft, strategies: Mapping[str, StrategyTraits]) -> RunSpe
     sound = {name: value for name, value in draft.values.items() if name not in bad}
     has_task = "task" in sound
     spec = RunSpec.model_validate({"task": "-:-", "task_options": draft.options, **sound})
-    draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in _RULES if _breaks(rule, spec, bad)]
+    draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in RULES if rule.breaks(spec, bad)]
     if "strategy" not in bad:
         draft.faults += _strategy_faults(draft, spec, strategies, bad)
     if not has_task and "task" not in bad:
@@ -320,66 +321,6 @@ def _fault(draft: _Draft, name: str) -> str:
 
 def _show(value: Any) -> str:
     return repr(str(value)) if isinstance(value, str | Path) else repr(value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """Something that several settings must fulfil together."""
-
-    fields: tuple[str, ...]
-    blame: str
-    """The setting whose source is named."""
-    is_broken: Callable[[RunSpec], bool]
-    fault: Callable[[RunSpec], str]
-
-
-def _breaks(rule: _Rule, spec: RunSpec, bad: set[str]) -> bool:
-    return not bad.intersection(rule.fields) and rule.is_broken(spec)
-
-
-_RULES = (
-    _Rule(
-        fields=("microbatch_size", "global_batch_size"),
-        blame="microbatch_size",
-        is_broken=lambda spec: (spec.microbatch_size or 0) > spec.global_batch_size,
-        fault=lambda spec: (
-            f"microbatch_size is {spec.microbatch_size}, more than the global_batch_size of"
-            f" {spec.global_batch_size} that it is a part of: lower the one or raise the other"
-        ),
-    ),
-    _Rule(
-        fields=("nproc", "global_batch_size"),
-        blame="global_batch_size",
-        is_broken=lambda spec: spec.global_batch_size < spec.nproc,
-        fault=lambda spec: (
-            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.nproc} devices:"
-            f" raise it to at least {spec.nproc} or lower nproc"
-        ),
-    ),
-    _Rule(
-        fields=("backend", "device"),
-        blame="backend",
-        is_broken=lambda spec: spec.backend == "nccl" and spec.device in ("cpu", "mps"),
-        fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
-    ),
-    _Rule(
-        fields=("on_divergence", "max_restarts"),
-        blame="on_divergence",
-        is_broken=lambda spec: spec.on_divergence == "heal" and spec.max_restarts == 0,
-        fault=lambda spec: (
-            "on_divergence is heal, which starts all ranks again where they agreed, but max_restarts is 0: raise it, or"
-            " choose stop"
-        ),
-    ),
-    _Rule(
-        fields=("on_divergence", "check_replicas_every"),
-        blame="on_divergence",
-        is_broken=lambda spec: spec.on_divergence == "heal" and spec.check_replicas_every == 0,
-        fault=lambda spec: (
-            "on_divergence is heal but check_replicas_every is 0, so nothing would be noticed: leave one of them out"
-        ),
-    ),
-)
 
 
 # --- resuming

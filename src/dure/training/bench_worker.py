@@ -14,7 +14,7 @@ import torch
 from dure.comm.bench import BenchPlan, measure
 from dure.comm.groups import open_group
 from dure.failure import describe_failure
-from dure.rank import Place
+from dure.place import Place
 from dure.torchcompat import import_late_parts
 from dure.units import format_bytes
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dure.comm.groups import open_group
 from dure.failure import describe_failure
-from dure.rank import Place
+from dure.place import Place
 from dure.torchcompat import import_late_parts
 
 _LARGE_BYTES = 4 * 2**20

@@ -19,7 +19,7 @@ from dure.comm.groups import Group, Solo, open_group
 from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
 from dure.machine import check_devices, count_accelerators, resolve_device
 from dure.measure.shares import shares
-from dure.rank import Place
+from dure.place import Place
 from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dure.comm.groups import Group
-from dure.rank import Place
+from dure.place import Place
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of

@@ -20,7 +20,7 @@ from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse
 from dure.failure import describe_failure, is_peer_lost, told_undisturbed
 from dure.heartbeat import Heartbeats
-from dure.rank import CUT, Place
+from dure.place import CUT, Place
 from dure.rundir import RunDir
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code

@@ -1,0 +1,66 @@
+"""What several settings must fulfil together, whatever the strategy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dure.spec.fields import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Something that several settings must fulfil together."""
+
+    fields: tuple[str, ...]
+    blame: str
+    """The setting whose source is named."""
+    is_broken: Callable[[RunSpec], bool]
+    fault: Callable[[RunSpec], str]
+
+    def breaks(self, spec: RunSpec, bad: set[str]) -> bool:
+        """Whether these settings break it, as far as each is sound by itself."""
+        return not bad.intersection(self.fields) and self.is_broken(spec)
+
+
+RULES = (
+    Rule(
+        fields=("microbatch_size", "global_batch_size"),
+        blame="microbatch_size",
+        is_broken=lambda spec: (spec.microbatch_size or 0) > spec.global_batch_size,
+        fault=lambda spec: (
+            f"microbatch_size is {spec.microbatch_size}, more than the global_batch_size of"
+            f" {spec.global_batch_size} that it is a part of: lower the one or raise the other"
+        ),
+    ),
+    Rule(
+        fields=("nproc", "global_batch_size"),
+        blame="global_batch_size",
+        is_broken=lambda spec: spec.global_batch_size < spec.nproc,
+        fault=lambda spec: (
+            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.nproc} devices:"
+            f" raise it to at least {spec.nproc} or lower nproc"
+        ),
+    ),
+    Rule(
+        fields=("backend", "device"),
+        blame="backend",
+        is_broken=lambda spec: spec.backend == "nccl" and spec.device in ("cpu", "mps"),
+        fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
+    ),
+    Rule(
+        fields=("on_divergence", "max_restarts"),
+        blame="on_divergence",
+        is_broken=lambda spec: spec.on_divergence == "heal" and spec.max_restarts == 0,
+        fault=lambda spec: (
+            "on_divergence is heal, which starts all ranks again where they agreed, but max_restarts is 0: raise it, or"
+            " choose stop"
+        ),
+    ),
+    Rule(
+        fields=("on_divergence", "check_replicas_every"),
+        blame="on_divergence",
+        is_broken=lambda spec: spec.on_divergence == "heal" and spec.check_replicas_every == 0,
+        fault=lambda spec: (
+            "on_divergence is heal but check_replicas_every is 0, so nothing would be noticed: leave one of them out"
+        ),
+    ),
+)

@@ -12,7 +12,10 @@ from dure.preflight.settings import PreflightSettings
 from dure.training.preflight_worker import partners
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 8.0
+LIMIT_SECONDS = 60.0
+"""More than any of them takes to start on a busy machine: these ends do not wait for it."""
+STOPPED_SECONDS = 12.0
+"""The same where the limit is what ends them."""
 
 
 def tried(deed: str, num_ranks: int = 3, backend: str = "gloo", limit_seconds: float = LIMIT_SECONDS) -> Finding:
@@ -42,13 +45,13 @@ def odd(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("dure_shm", marks=pytest.mark.slow)])
 def test_ranks_when_all_is_well_then_every_pair_comes_through(odd, backend):
-    found = odd("be late:1", num_ranks=3, backend=backend, limit_seconds=60)
+    found = odd("be late:1", num_ranks=3, backend=backend)
     assert found.status == "ok", found.text
     assert f"over {'cpu:' * (backend == 'dure_shm')}{backend}: sums right, 3 broadcasts, 3 pair(s)" in found.seen
 
 
 def test_rank_when_it_adds_up_wrongly_then_it_is_named_with_both_values(odd):
-    found = odd("compute wrongly:1", limit_seconds=60)
+    found = odd("compute wrongly:1")
     assert found.status == "failure"
     assert found.seen.startswith(
         "rank 1 got a wrong result of all_reduce of 8 B: 1 element(s), the first (number 1) is 1 and must be 0; 1 more"
@@ -59,8 +62,8 @@ def test_rank_when_it_adds_up_wrongly_then_it_is_named_with_both_values(odd):
 @pytest.mark.parametrize("backend", ["gloo", "dure_shm"])
 def test_rank_when_it_is_stopped_then_it_is_named_within_the_limit(odd, backend):
     began = time.monotonic()
-    found = odd("stop:2", backend=backend)
-    assert time.monotonic() - began < LIMIT_SECONDS + 3
+    found = odd("stop:2", backend=backend, limit_seconds=STOPPED_SECONDS)
+    assert time.monotonic() - began < STOPPED_SECONDS + 3
     assert found.status == "failure"
     assert found.seen.startswith("rank 2 did not come through broadcast from rank ")
     assert "waited for it in " in found.seen

@@ -153,7 +153,9 @@ class RunSpec(BaseModel):
         None, gt=0, description="seconds without a finished step that are a hang (default: 10, or 10 median steps)"
     )
     snapshot_every: int | None = Field(
-        None, gt=0, description="steps between snapshots in memory, to go on from (default: for 2 % of the time)"
+        None,
+        gt=0,
+        description="steps between snapshots in memory, to go on from (default: each step, or for 2 % of the time)",
     )
 
     # several hosts: said at each start, and not kept for a resume

@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from dure import torchcompat
 from dure.strategies.optimizer_state import EXECUTION_KEYS
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of
@@ -36,13 +37,21 @@ from dure.training.state_tree import encode
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
-"""Of the run's time that snapshots may take when nothing else is asked for."""
+"""Of the run's time that snapshots may take when nothing else is asked for, …"""
+MOST_FOR_EVERY_STEP = 0.04
+"""… unless so much is enough for one after each step: then at most one step is ever done again."""
 MOST_OF_MEMORY = 0.5
 """Of the host's free memory that they may take."""
 _FIRST_AGREEMENT = 8
 """Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
+_as_json = json.JSONEncoder(allow_nan=False).encode
 _BUFFER = "buffer."
 """Before the names of the buffers that a rank has for itself (BatchNorm's statistics between two broadcasts)."""
+
+
+def steps_between(cost: float, step: float) -> int:
+    """Return how many steps of `step` seconds go by from one snapshot to the next, at `cost` seconds each."""
+    return 1 if cost <= MOST_FOR_EVERY_STEP * step else math.ceil(cost / (MOST_FRACTION * step))
 
 
 class MemorySaver:
@@ -128,7 +137,7 @@ class MemorySaver:
         mine = [median(self._seconds), step_seconds] if self._seconds else [0.0, 1.0]
         said = self.session.group.all_gather_json(mine)
         cost, step = max(one[0] for one in said), max(min(one[1] for one in said), 1e-6)
-        self.every = max(1, math.ceil(cost / (MOST_FRACTION * step)))
+        self.every = steps_between(cost, step)
         self._next_agreement *= 4
         self._seconds.clear()
         self._begun, self._steps = time.perf_counter(), 0
@@ -151,14 +160,13 @@ class MemorySaver:
         if not self._is_as_laid_out(own):
             own = self._lay_out(own)
         assert self._layout is not None
-        for target, tensor in zip(self._own, own.values(), strict=True):
-            target.copy_(tensor)
+        torchcompat.copy_all(self._own, [*own.values()])
         state = {"extra": encode(plain_state(session, now), "extra"), "groups": self._groups()}
         position = Position(
             samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
         )
         trusted = None if self._trusted_samples is None else self._trusted_samples()
-        self._writer.write(self._layout, json.dumps(state, allow_nan=False).encode(), position, trusted)
+        self._writer.write(self._layout, _as_json(state).encode(), position, trusted)
         self._seconds.append(time.perf_counter() - begun)
 
     # what is the same from step to step
@@ -173,7 +181,7 @@ class MemorySaver:
         share.per_rank = {**self._own_by_name, **self._own_buffers()}
         self._own = list(self._own_by_name.values())
         self._layout = ShareLayout(share, is_spread=snapshot.is_spread)
-        self._signature = self._parts()
+        self._signature, self._places = self._parts()
         return own
 
     def _is_as_laid_out(self, own: dict[str, Tensor]) -> bool:
@@ -181,15 +189,17 @@ class MemorySaver:
             return False
         if any(self._own_by_name[name].shape != tensor.shape for name, tensor in own.items()):
             return False
-        now = self._parts()
-        return len(now) == len(self._signature) and all(map(_is_same, now, self._signature))
+        parts, places = self._parts()
+        return (
+            places == self._places and len(parts) == len(self._signature) and all(map(_is_same, parts, self._signature))
+        )
 
-    def _parts(self) -> list[Any]:
+    def _parts(self) -> tuple[list[Any], list[int]]:
         """Return what tells whether the tensors are still those that were laid out."""
         strategy = self.session.strategy
         state = [value for values in strategy.optimizer.state.values() for value in values.values()]
         stepped = [p.data_ptr() for group in strategy.optimizer.param_groups for p in group["params"]]
-        return [*state, *stepped, *strategy.model.buffers()]
+        return [*state, *strategy.model.buffers()], stepped
 
     def _own_buffers(self) -> dict[str, Tensor]:
         session = self.session

@@ -3,7 +3,8 @@
 import functools
 import os
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,27 +34,45 @@ def make_deterministic() -> None:
 
 
 def capture_random_state() -> dict[str, Tensor]:
-    """Return the state of all generators of this process as tensors."""
+    """Return the state of all generators of this process as tensors, not to be changed.
+
+    As long as a generator draws nothing its tensors are the same objects: from step to step few runs draw from
+    Python's or NumPy's.
+    """
     version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()
+    _, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     state = {
-        "python": _as_tensor((version, *words)),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy_keys": torch.from_numpy(numpy_state[1].astype(np.int64)),
-        "numpy_rest": torch.tensor([numpy_state[2], numpy_state[3], numpy_state[4]], dtype=torch.float64),
+        "python": _python_words((version, words)),
+        "python_gauss": _python_rest(() if gauss is None else (gauss,)),
+        "numpy_keys": _numpy_keys(keys.tobytes()),
+        "numpy_rest": _numpy_rest(tuple(rest)),
         "torch": torch.default_generator.get_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
-    elif torch.backends.mps.is_available():
+    elif _has_mps():
         state["mps"] = torch.mps.get_rng_state()
     return state
 
 
-@functools.lru_cache(maxsize=1)
-def _as_tensor(words: tuple[int, ...]) -> Tensor:
-    """Return 626 numbers as a tensor: kept, for from step to step few runs draw from Python's own generator."""
-    return torch.from_numpy(np.array(words, dtype=np.int64))
+class _Kept:
+    """A tensor of some numbers, made anew when they are others."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+        self._numbers: Any = None
+        self._tensor = torch.empty(0)
+
+    def __call__(self, numbers: Any) -> Tensor:
+        if numbers != self._numbers:
+            self._numbers, self._tensor = numbers, torch.from_numpy(self._make(numbers))
+        return self._tensor
+
+
+_python_words = _Kept(lambda numbers: np.array((numbers[0], *numbers[1]), dtype=np.int64))
+_numpy_keys = _Kept(lambda data: np.frombuffer(data, dtype=np.uint32).astype(np.int64))
+_python_rest, _numpy_rest = (_Kept(lambda numbers: np.array(numbers, dtype=np.float64)) for _ in range(2))
+_has_mps = functools.cache(torch.backends.mps.is_available)
 
 
 def restore_random_state(state: dict[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
 
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
     return {
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
-        "progression": asdict(progression),
+        "progression": vars(progression).copy(),
     }
 
 
@@ -63,9 +64,14 @@ def rank_state(session: Session) -> dict[str, Tensor]:
     strategy = session.strategy
     return {
         **capture_random_state(),
-        _STREAM: torch.tensor([strategy.random_stream]),
+        _STREAM: _stream(strategy.random_stream),
         **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
     }
+
+
+@functools.cache
+def _stream(number: int) -> Tensor:
+    return torch.tensor([number])
 
 
 def restore(session: Session, progression: Progression, checkpoint: Checkpoint) -> None:

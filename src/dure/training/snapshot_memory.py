@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ _ALIGNMENT = 64
 _PER_RANK = "per_rank"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
+class _Entry(NamedTuple):
     """Where a snapshot stands in the file, and what it is of."""
 
     is_whole: int
@@ -54,13 +53,6 @@ class _Entry:
     world_size: int = 0
     rank: int = 0
     kind: int = 0
-
-    def pack(self) -> bytes:
-        return _ENTRY.pack(*(getattr(self, name) for name in self.__dataclass_fields__))
-
-    @classmethod
-    def unpack(cls, data: bytes) -> "_Entry":
-        return cls(**dict(zip(cls.__dataclass_fields__, _ENTRY.unpack(data), strict=True)))
 
     @property
     def position(self) -> Position:
@@ -187,17 +179,12 @@ class SnapshotWriter:
             entry = self._entries[place]
         torchcompat.copy_all(self._targets[place], layout.tensors)
         self._memory[entry.state_begin : entry.state_begin + len(state)] = state
-        self._entries[place] = _Entry(
+        self._entries[place] = entry._replace(
             is_whole=0,
             samples_seen=position.samples_seen,
             step=position.step,
             epoch=position.epoch,
-            begin=entry.begin,
-            num_bytes=entry.num_bytes,
-            layout_bytes=entry.layout_bytes,
-            state_begin=entry.state_begin,
             state_bytes=len(state),
-            data_begin=entry.data_begin,
             round=self._origin.round,
             world_size=self._origin.world_size,
             rank=self._origin.rank,
@@ -246,7 +233,7 @@ class SnapshotWriter:
         self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
 
     def _put(self, place: int) -> None:
-        self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = self._entries[place].pack()
+        self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = _ENTRY.pack(*self._entries[place])
 
     def _mark(self, place: int, *, is_whole: int) -> None:
         struct.pack_into("<q", self._memory, place * _ENTRY.size, is_whole)
@@ -359,7 +346,7 @@ def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
 
 
 def _entry(memory: mmap.mmap, place: int) -> _Entry:
-    return _Entry.unpack(memory[place * _ENTRY.size : (place + 1) * _ENTRY.size])
+    return _Entry(*_ENTRY.unpack(memory[place * _ENTRY.size : (place + 1) * _ENTRY.size]))
 
 
 def _view(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

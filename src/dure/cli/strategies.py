@@ -14,7 +14,7 @@ from dure.report.end_table import add_row
 from dure.spec import flag_name, unknown_name
 
 if TYPE_CHECKING:
-    from dure.strategies import StrategyInfo
+    from dure.strategies.info import StrategyInfo
 
 NARROW_COLUMNS = 60
 

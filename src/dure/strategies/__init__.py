@@ -1,54 +1,12 @@
 """The one table of strategies: what each divides, preserves and needs. Importing it does not import torch."""
 
 import importlib
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dure.strategies.info import StrategyInfo
 
 if TYPE_CHECKING:
     from dure.strategies.base import Strategy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyInfo:
-    """One row of the table: what a user needs to know to choose a strategy, and what the tests hold it to."""
-
-    name: str
-    implementation: str
-    """`module:Class`, imported when the strategy is used."""
-    summary: str
-    divides: str
-    synchronises: str
-    """When ranks or devices wait for each other."""
-    preserves: str
-    does_not_preserve: tuple[str, ...]
-    """Where a run differs from the one-device run; shown in the record and the end table."""
-    needs: str
-    sent_bytes: str
-    """Bytes sent per step as a formula; P ranks or devices, G bytes of gradients, W bytes of parameters."""
-    memory: str
-    """Bytes per device as a formula; S bytes of optimiser state, A(b) of activations at b samples."""
-    right_when: str
-    one_process: bool
-    """Whether `nproc` counts the devices of one process instead of processes."""
-    is_exact: bool = True
-    """Whether the weights after every step are those of one device, to rounding."""
-    mesh_axes: tuple[str, ...] = ("data",)
-    """The axes that `--mesh` may name, outermost first; without it the last one has all ranks."""
-    extra_processes: str = ""
-    """The setting that counts processes beside the `nproc` devices (parameter servers); by default as many."""
-    outlives_ranks_without: str = ""
-    """The setting without which a run goes on when a rank with a device is killed."""
-    checks_model: bool = False
-    """Whether there are models that it cannot take, so that it is asked before any process starts."""
-    many_devices: bool = True
-    default_for: str = ""
-    """`one` or `many`: chosen when the user names no strategy for so many devices."""
-    settings: tuple[str, ...] = ()
-    """Settings that not every strategy can honour, and this one does."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as plain JSON values."""
-        return asdict(self)
 
 
 _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s own samples, rank 0's are kept"

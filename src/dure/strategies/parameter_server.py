@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies import StrategyInfo
+from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide

@@ -14,7 +14,7 @@ from torch import Tensor
 from dure.comm.groups import Group
 from dure.errors import PeerLost
 from dure.failure import is_peer_lost
-from dure.strategies import StrategyInfo
+from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.parameter_server import Server

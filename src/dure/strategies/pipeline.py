@@ -20,7 +20,7 @@ from dure.comm.mesh import Mesh
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
-from dure.strategies import StrategyInfo
+from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.pipeline_cut import decide

@@ -21,7 +21,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
-from dure.strategies import StrategyInfo
+from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide

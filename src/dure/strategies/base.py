@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.measure.sums import Sum
-from dure.strategies.info import StrategyInfo
 from dure.strategies.batches import Microbatch
+from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState

@@ -20,9 +20,9 @@ from dure.comm.mesh import Mesh
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
-from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
+from dure.strategies.info import StrategyInfo
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart

@@ -21,10 +21,10 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
-from dure.strategies.info import StrategyInfo
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
+from dure.strategies.info import StrategyInfo
 from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision

@@ -40,6 +40,59 @@ FAILING_TASK = """
 """
 
 
+ATTENDED_SCRIPT = """
+    import os, time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    open(f"ready{dist.get_rank()}", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    dist.new_group()
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+ATTENDED_TASK = """
+    import os, time
+    from tests.conformance.tasks import Regression
+
+    class Waits(Regression):
+        def loss(self, model, batch):
+            open(f"ready{os.environ['RANK']}", "w").close()
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            return super().loss(model, batch)
+"""
+
+ATTACK = """
+    import base64, os, pickle, socket, sys
+    from datetime import timedelta
+    from torch.distributed import TCPStore
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (trace,)
+
+    trace = "control"
+    pickle.loads(pickle.dumps(Evil()))
+    trace = "trace"
+    payload, written = pickle.dumps(Evil()), 0
+    for port in map(int, sys.argv[1:]):
+        for said in (payload, base64.b64encode(payload)):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                connection.sendall(said)
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+            keys = store.list_keys()
+        except Exception:  # something else listens there
+            continue
+        for number, key in enumerate(keys):
+            store.set(key, base64.b64encode(payload) if number % 2 else payload)
+        written += len(keys)
+    print(written)
+"""
+
+
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     environ = {**os.environ, "AWS_SECRET_ACCESS_KEY": CANARY, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
@@ -54,10 +107,10 @@ def files_with_secret(folder: Path) -> list[str]:
     return [str(path) for path in files if CANARY.encode() in path.read_bytes()]
 
 
-def listening(pids: set[int]) -> list[str]:
-    """Return the addresses on which processes listen, as the kernel lists them."""
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """Return the addresses and ports on which a process and its children listen, as the kernel lists them."""
     inodes = set()
-    for pid in pids:
+    for pid in (process.pid, *(child.pid for child in process.children(recursive=True))):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             if (target := os.readlink(descriptor)).startswith("socket:"):
                 inodes.add(target[8:-1])
@@ -66,9 +119,11 @@ def listening(pids: set[int]) -> list[str]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                words = bytes.fromhex(fields[1].partition(":")[0])
+                address, port = fields[1].split(":")
+                words = bytes.fromhex(address)
                 raw = b"".join(struct.pack(">I", struct.unpack_from("<I", words, at)[0]) for at in range(0, size, 4))
-                found.append(socket.inet_ntop(socket.AF_INET if size == 4 else socket.AF_INET6, raw))
+                family = socket.AF_INET if size == 4 else socket.AF_INET6
+                found.append((socket.inet_ntop(family, raw), int(port, 16)))
     return found
 
 
@@ -76,11 +131,10 @@ def test_script_when_it_hangs_then_listens_on_loopback_only_and_its_dump_has_no_
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     run = start(tmp_path, "run", "--nproc", "2", "--hang-after", "3", "--on-hang", "stop", "script.py")
     wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks", seconds=60)
-    process = psutil.Process(run.pid)
-    addresses = listening({run.pid, *(child.pid for child in process.children(recursive=True))})
+    addresses = {address for address, _ in listening(psutil.Process(run.pid))}
     said, _ = run.communicate(timeout=60)
     assert addresses
-    assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, addresses
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, addresses
     assert "no step has finished" in said
     assert CANARY not in said
     assert files_with_secret(tmp_path / "runs") == []
@@ -93,3 +147,31 @@ def test_task_when_it_fails_then_its_records_have_no_secret(tmp_path):
     assert (run.returncode, CANARY in said) == (1, False)
     assert "no luck" in json.loads((tmp_path / "runs/run/summary.json").read_text())["message"]
     assert files_with_secret(tmp_path / "runs") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "task.py",
+            ATTENDED_TASK,
+            ("train", "task.py:Waits", "--strategy", "ddp", "--samples", "64", "--hang-after", "5"),
+        ),
+        ("script.py", ATTENDED_SCRIPT, ("run", "--hang-after", "5", "--on-hang", "stop", "script.py")),
+    ],
+    ids=["train", "run"],
+)
+def test_pickle_when_somebody_puts_it_into_the_store_then_nobody_unpickles_it(tmp_path, name, text, words):
+    (tmp_path / name).write_text(textwrap.dedent(text))
+    verb, *others = words
+    run = start(tmp_path, verb, "--nproc", "2", *others)
+    wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks", seconds=60)
+    ports = {str(port) for _, port in listening(psutil.Process(run.pid))}
+    attack = [sys.executable, "-c", textwrap.dedent(ATTACK), *ports]
+    done = subprocess.run(attack, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    (tmp_path / "go").touch()
+    run.communicate(timeout=60)  # however it ends: what its ranks had said to each other is overwritten
+    assert (tmp_path / "control").exists()
+    assert not (tmp_path / "trace").exists()

@@ -19,6 +19,7 @@ from dure.training import checkpoint_writer
 from dure.training.checkpoint import Checkpoint, Snapshot, verify
 from dure.training.checkpoint_share import Share
 from dure.training.manifest import seal, unseal
+from tests.training import malice
 from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save_at, snapshot_of, trained
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rank0.safetensors", "state.json"]
@@ -84,6 +85,18 @@ def test_manifest_when_it_names_a_file_outside_or_contradicts_itself_is_refused(
         (path / "manifest.json").write_bytes(seal(manifest.model_copy(update={"files": files})))
         with pytest.raises(CheckpointDamaged, match=rf"manifest\.json (is|contradicts).*{reason}|{reason}"):
             Checkpoint.read(path)
+
+
+@pytest.mark.parametrize("lie", malice.LIES)
+def test_checkpoint_when_somebody_made_it_to_do_harm_is_refused_and_memory_does_not_grow(tmp_path, lie):
+    path = save_at(new_store(tmp_path)[0], 8).path
+    malice.LIES[lie](path)
+    reader = [sys.executable, malice.__file__, path]
+    said = subprocess.run(reader, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0, said.stderr
+    what, grown = said.stdout.rsplit(maxsplit=1)
+    assert what.startswith("checkpoint samples-000000000008 is damaged: "), what
+    assert int(grown) < 32 * 2**20, what
 
 
 def test_manifest_when_a_newer_dure_wrote_it_says_so_and_is_never_removed(tmp_path):

@@ -99,6 +99,7 @@ class Checkpoint:
             found._check_entries(manifest.model)
             if not weights_only:
                 found._check_entries(manifest.optimizer)
+            found._check_state(weights_only=weights_only)
         except (CheckpointDamaged, CheckpointMismatch) as error:
             raise _named(error, path.name) from error
         return found
@@ -109,6 +110,17 @@ class Checkpoint:
                 tensor = self._tensors[piece.file].get(name)
                 if tensor is None or tuple(tensor.shape) != piece.sizes or DTYPE_NAMES[tensor.dtype] != entry.dtype:
                     raise CheckpointDamaged(f"{piece.file} does not hold {name} as the manifest says")
+
+    def _check_state(self, *, weights_only: bool) -> None:
+        """Refuse a state that was written by nobody who knows how, before a part of it is used."""
+        try:
+            for value in (self._state["extra"], self._state["model_extra"], self.manifest.metrics):
+                decode(value)
+            if not weights_only:
+                entries = self.manifest.optimizer
+                decode(self._state["optimizer"], lambda name: self._pieces(name, entries[name])[0].tensor)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{STATE_NAME} is not what dure writes: {error!r}") from error
 
     @property
     def position(self) -> Position:
@@ -274,7 +286,10 @@ def _files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
 
 
 def _parse_state(data: bytes) -> dict[str, Any]:
-    state = json.loads(data)
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{STATE_NAME} is no JSON: {error}") from error
     if not isinstance(state, dict) or not {"optimizer", "model_extra", "extra"} <= state.keys():
         raise CheckpointDamaged(f"{STATE_NAME} lacks its fields")
     return state

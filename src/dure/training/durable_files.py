@@ -116,8 +116,8 @@ def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
     Raises:
         CheckpointDamaged: The file is missing, has another size or another hash.
     """
-    data = bytearray(num_bytes)
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
+        data = bytearray(num_bytes)  # as many as the file has: whoever wrote the number may have lied
         view, filled = memoryview(data), 0
         while filled < num_bytes:
             got = _read_some(file.fileno(), view[filled : filled + 2**24], path)

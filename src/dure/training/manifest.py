@@ -63,6 +63,8 @@ class TensorEntry(_Strict):
                 return "a piece has another number of dimensions"
             if any(o + s > n for o, s, n in zip(piece.offsets, piece.sizes, self.shape, strict=True)):
                 return "a piece reaches beyond the tensor"
+        if len({piece.file for piece in self.pieces}) != len(self.pieces):
+            return "two pieces are in one file"  # which has one tensor of that name
         if len({(piece.offsets, piece.sizes) for piece in self.pieces}) != len(self.pieces):
             return "a piece appears twice"
         covered = sum(prod(piece.sizes) for piece in self.pieces)

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,7 +66,7 @@ ATTENDED_TASK = """
 """
 
 ATTACK = """
-    import base64, os, pickle, socket, sys
+    import base64, os, pickle, sys
     from datetime import timedelta
     from torch.distributed import TCPStore
 
@@ -73,23 +74,15 @@ ATTACK = """
         def __reduce__(self):
             return os.mkdir, (trace,)
 
-    trace = "control"
+    trace = f"control{sys.argv[1]}"
     pickle.loads(pickle.dumps(Evil()))
     trace = "trace"
-    payload, written = pickle.dumps(Evil()), 0
-    for port in map(int, sys.argv[1:]):
-        for said in (payload, base64.b64encode(payload)):
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-                connection.sendall(said)
-        try:
-            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-            keys = store.list_keys()
-        except Exception:  # something else listens there
-            continue
-        for number, key in enumerate(keys):
-            store.set(key, base64.b64encode(payload) if number % 2 else payload)
-        written += len(keys)
-    print(written)
+    payload = pickle.dumps(Evil())
+    limit = timedelta(seconds=5)
+    store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=limit)
+    for number, key in enumerate(store.list_keys()):
+        store.set(key, base64.b64encode(payload) if number % 2 else payload)
+        print(key, flush=True)
 """
 
 
@@ -167,11 +160,27 @@ def test_pickle_when_somebody_puts_it_into_the_store_then_nobody_unpickles_it(tm
     run = start(tmp_path, verb, "--nproc", "2", *others)
     wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks", seconds=60)
     ports = {str(port) for _, port in listening(psutil.Process(run.pid))}
-    attack = [sys.executable, "-c", textwrap.dedent(ATTACK), *ports]
-    done = subprocess.run(attack, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
+    attacks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(ATTACK), port],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for port in ports
+    ]
+    written = b""
+    for attack in attacks:
+        try:
+            written += attack.communicate(timeout=15)[0]
+        except subprocess.TimeoutExpired:  # gloo listens there, and torch's client waits for an answer
+            attack.kill()
+            written += attack.communicate()[0]
+    for port in ports:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=5) as connection:
+            connection.sendall(b"\x80\x04cposix\nmkdir\n(V" + bytes(tmp_path / "trace") + b"\ntR.")
     (tmp_path / "go").touch()
     run.communicate(timeout=60)  # however it ends: what its ranks had said to each other is overwritten
-    assert (tmp_path / "control").exists()
+    assert written
+    assert len([*tmp_path.glob("control*")]) == len(ports)
     assert not (tmp_path / "trace").exists()

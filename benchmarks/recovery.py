@@ -85,7 +85,8 @@ def _row(name: str, found: list[dict[str, float | None]]) -> str:
 def _page_of_ready(found: list[dict[str, tuple[float, float]]]) -> str:
     lines = [
         f"What it costs to be ready, {len(found)} rounds of runs of {READY_STEPS} steps:\n",
-        "| | a step, ratio to no restarts, median | lowest and highest | supervisor, of one core |\n|---|---|---|---|",
+        "| | a step, ratio to no restarts, median | lowest and highest | supervisor, of one core, in ticks of 10 ms |",
+        "|---|---|---|---|",
     ]
     for way in WAYS:
         ratios = sorted(one[way][0] / one[PLAIN][0] for one in found)

@@ -160,22 +160,17 @@ def test_pickle_when_somebody_puts_it_into_the_store_then_nobody_unpickles_it(tm
     run = start(tmp_path, verb, "--nproc", "2", *others)
     wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks", seconds=60)
     ports = {str(port) for _, port in listening(psutil.Process(run.pid))}
+    attack = [sys.executable, "-c", textwrap.dedent(ATTACK)]
     attacks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(ATTACK), port],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        subprocess.Popen([*attack, port], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for port in ports
     ]
-    written = b""
-    for attack in attacks:
-        try:
-            written += attack.communicate(timeout=15)[0]
-        except subprocess.TimeoutExpired:  # gloo listens there, and torch's client waits for an answer
-            attack.kill()
-            written += attack.communicate()[0]
+    try:
+        wait_until(lambda: any(one.poll() == 0 for one in attacks), "the store's keys to be overwritten")
+    finally:
+        for one in attacks:  # where gloo listens, torch's client waits for an answer
+            one.kill()
+        written = b"".join(one.communicate()[0] for one in attacks)
     for port in ports:
         with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=5) as connection:
             connection.sendall(b"\x80\x04cposix\nmkdir\n(V" + bytes(tmp_path / "trace") + b"\ntR.")

@@ -181,7 +181,7 @@ class MemorySaver:
         share.per_rank = {**self._own_by_name, **self._own_buffers()}
         self._own = list(self._own_by_name.values())
         self._layout = ShareLayout(share, is_spread=snapshot.is_spread)
-        self._signature, self._places = self._parts()
+        self._signature = self._parts()
         return own
 
     def _is_as_laid_out(self, own: dict[str, Tensor]) -> bool:
@@ -189,17 +189,15 @@ class MemorySaver:
             return False
         if any(self._own_by_name[name].shape != tensor.shape for name, tensor in own.items()):
             return False
-        parts, places = self._parts()
-        return (
-            places == self._places and len(parts) == len(self._signature) and all(map(_is_same, parts, self._signature))
-        )
+        now = self._parts()
+        return len(now) == len(self._signature) and all(map(_is_same, now, self._signature))
 
-    def _parts(self) -> tuple[list[Any], list[int]]:
+    def _parts(self) -> list[Any]:
         """Return what tells whether the tensors are still those that were laid out."""
         strategy = self.session.strategy
         state = [value for values in strategy.optimizer.state.values() for value in values.values()]
         stepped = [p.data_ptr() for group in strategy.optimizer.param_groups for p in group["params"]]
-        return [*state, *strategy.model.buffers()], stepped
+        return [*state, *stepped, *strategy.model.buffers()]
 
     def _own_buffers(self) -> dict[str, Tensor]:
         session = self.session

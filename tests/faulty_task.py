@@ -35,6 +35,14 @@ def fail(kind: str) -> None:
         time.sleep(3600)
     if kind == "out_of_memory":
         torch.empty(2**60)
+    if kind == "gpu":
+        # as torch 2.13 words it
+        raise torch.AcceleratorError(
+            "CUDA error: uncorrectable ECC error encountered\nSearch for `cudaErrorECCUncorrectable' in "
+            "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.\nFor more "
+            "detailed error information, run with CUDA_LOG_FILE=stderr\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+            "device-side assertions."
+        )
     if kind == "term_self":
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -97,6 +97,22 @@ def test_group_timeout_when_it_was_set_then_that_is_it(solo_group: None) -> None
     assert torchcompat.group_timeout_seconds(dist.new_group(timeout=timedelta(seconds=3))) == 3.0
 
 
+def test_sequence_number_when_there_is_no_group_then_is_unknown() -> None:
+    assert torchcompat.SequenceNumber().now() == -1
+
+
+def test_sequence_number_when_groups_come_and_go_then_is_that_of_the_last_collective() -> None:
+    sequence = torchcompat.SequenceNumber()
+    for backend in ("gloo", "cpu:gloo"):  # of which torch itself asks only the first
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        assert sequence.now() == 0
+        dist.barrier()
+        dist.all_reduce(torch.ones(1))
+        assert sequence.now() == 2
+        dist.destroy_process_group()
+        assert sequence.now() == -1
+
+
 def test_give_gloo_when_a_group_of_python_overrides_a_call_then_gloo_makes_all_others() -> None:
     class Group(dist.ProcessGroup):
         def barrier(self, opts=None):

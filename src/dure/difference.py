@@ -1,11 +1,12 @@
 """Where two runs part: their settings, samples, losses and weights, from what they left behind."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
@@ -28,12 +29,31 @@ class WeightsDifference:
     """Two checkpoints of one position."""
 
     samples_seen: int
+    steps: tuple[int, int]
+    """That each of the two runs had done by then."""
     largest: float
-    """Of all elements of all tensors, absolute; infinite where a tensor is missing or of another shape."""
+    """Of all elements of all tensors, absolute; infinite where a tensor is missing or of another shape, or where one
+    element is NaN or infinite and the other is not."""
     relative: float
-    """Of the largest element of that tensor."""
+    """Of the largest finite element of that tensor."""
     tensor: str | None
     """Where that is; None: the checkpoints are the same bit by bit."""
+    num_nan: int
+    """Elements that are NaN in both; up to a tolerance they are the same, without one their bits must be."""
+
+    def is_apart(self, tolerance: float) -> bool:
+        """Whether they differ: in any bit, or by more than a relative tolerance."""
+        return self.tensor is not None and (tolerance == 0 or not self.relative <= tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedCheckpoint:
+    """One that could not be compared."""
+
+    run: str
+    checkpoint: str
+    reason: str
+    """A sentence that names it and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +61,8 @@ class Difference:
     """What two runs have in common, and where they part first."""
 
     runs: tuple[str, str]
+    tolerance: float
+    """The relative difference of losses and weights that counts as none; 0: every bit counts."""
     settings: dict[str, tuple[Any, Any]]
     """Those that differ, by name."""
     steps: int
@@ -52,21 +74,48 @@ class Difference:
     has_samples: bool
     """Whether both runs recorded which samples each step used; else only how many is compared."""
     losses: LossDifference | None
+    steps_without_loss: int
+    """Steps of which neither run has a loss, because both left them out; that counts as the same."""
     weights: list[WeightsDifference]
-    """At every position at which both have a checkpoint, from the first on."""
+    """At every position at which both have a whole checkpoint, from the first on: nowhere else is it known."""
+    damaged: list[DamagedCheckpoint]
+    """Checkpoints that would have been compared."""
 
-    def part_at(self, tolerance: float) -> str | None:
-        """Return where the runs part, in words; None where they do not, up to a relative tolerance."""
+    @property
+    def apart(self) -> WeightsDifference | None:
+        """The first of the compared checkpoints that differ."""
+        return next((one for one in self.weights if one.is_apart(self.tolerance)), None)
+
+    @property
+    def last_same(self) -> WeightsDifference | None:
+        """The one before it."""
+        apart = self.apart
+        before = self.weights if apart is None else self.weights[: self.weights.index(apart)]
+        return before[-1] if before else None
+
+    @property
+    def weights_part(self) -> tuple[int | None, int] | None:
+        """Between which samples the weights part, the first None where no compared checkpoint is the same."""
+        if self.apart is None:
+            return None
+        return None if self.last_same is None else self.last_same.samples_seen, self.apart.samples_seen
+
+    @property
+    def part_at(self) -> str | None:
+        """Where the runs part, in words; None where they do not."""
         if self.samples_from is not None:
             return f"other samples from step {self.samples_from} on"
-        if self.losses is not None and not self.losses.relative <= tolerance:
+        if self.losses is not None:
             return f"other losses from step {self.losses.step} on"
-        apart = next((one for one in self.weights if not one.relative <= tolerance), None)
-        return None if apart is None else f"other weights after {apart.samples_seen:,} samples"
+        if self.weights_part is None:
+            return None
+        before, after = self.weights_part
+        same = "the first checkpoint that both have" if before is None else f"where those after {before:,} are the same"
+        return f"other weights after {after:,} samples, {same}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return asdict(self)
+        return {**asdict(self), "weights_part": self.weights_part, "part_at": self.part_at}
 
 
 def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
@@ -75,7 +124,8 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     Args:
         first: A run's folder.
         second: Another one's.
-        tolerance: Up to this relative difference losses are the same.
+        tolerance: Up to this relative difference losses and weights are the same, and NaN is the same as NaN; 0: only
+            what has the same bits is.
 
     Raises:
         RunInvalid: No such run.
@@ -87,15 +137,20 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     common = sorted(steps[0].keys() & steps[1].keys())
     used = [_samples_by_step(run) for run in runs]
     has_samples = all(samples is not None for samples in used)
+    losses, steps_without_loss = _losses(common, steps, tolerance)
+    weights, damaged = _weights(*runs)
     return Difference(
         runs=(str(first), str(second)),
+        tolerance=tolerance,
         settings=settings,
         steps=len(common),
         steps_of_one=(len(steps[0]) - len(common), len(steps[1]) - len(common)),
         samples_from=_first_of_other_samples(common, steps, used if has_samples else None),
         has_samples=has_samples,
-        losses=_first_other_loss(common, steps, tolerance),
-        weights=list(_weights(*runs)),
+        losses=losses,
+        steps_without_loss=steps_without_loss,
+        weights=weights,
+        damaged=damaged,
     )
 
 
@@ -118,13 +173,19 @@ def _first_of_other_samples(common: Iterable[int], steps: list[dict[int, Any]], 
     return None
 
 
-def _first_other_loss(common: Iterable[int], steps: list[dict[int, Any]], tolerance: float) -> LossDifference | None:
+def _losses(common: Iterable[int], steps: list[dict[int, Any]], tolerance: float) -> tuple[LossDifference | None, int]:
+    """Return the first loss that differs, and how many steps before it have none in both runs."""
+    num_without = 0
     for step in common:
         one, other = (_mean_loss(of[step]) for of in steps)
+        if math.isnan(one) and math.isnan(other):
+            num_without += 1
+            continue
         relative = _relative(abs(one - other), max(abs(one), abs(other)))
-        if not relative <= tolerance and not (math.isnan(one) and math.isnan(other)):
-            return LossDifference(step=step, losses=(one, other), relative=relative)
-    return None
+        is_same = one.hex() == other.hex() if tolerance == 0 else relative <= tolerance
+        if not is_same:
+            return LossDifference(step=step, losses=(one, other), relative=relative), num_without
+    return None, num_without
 
 
 def _mean_loss(record: dict[str, Any]) -> float:
@@ -133,44 +194,81 @@ def _mean_loss(record: dict[str, Any]) -> float:
 
 
 def _relative(difference: float, size: float) -> float:
-    return difference / size if size else difference
+    return difference / size if size and math.isfinite(difference) else difference
 
 
-def _weights(*runs: RunDir) -> Iterator[WeightsDifference]:
+def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckpoint]]:
     one, other = (_checkpoints(run) for run in runs)
+    found: list[WeightsDifference] = []
+    damaged: list[DamagedCheckpoint] = []
     for samples_seen in sorted(one.keys() & other.keys()):
-        try:
-            weights = [
-                Checkpoint.read(path, weights_only=True).weights() for path in (one[samples_seen], other[samples_seen])
-            ]
-        except (CheckpointDamaged, CheckpointMismatch):
-            continue  # a damaged one says nothing of the run
-        yield _largest_difference(samples_seen, *weights)
+        read = [_read(run, of[samples_seen], damaged) for run, of in zip(runs, (one, other), strict=True)]
+        if read[0] is not None and read[1] is not None:
+            found.append(_largest_difference(samples_seen, read[0], read[1]))
+    return found, damaged
 
 
-def _checkpoints(run: RunDir) -> dict[int, Path]:
-    # the newest first: of several of one position it is the one that counts
-    found: dict[int, Path] = {}
+def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
+    # the newest first: of several of one position it is the one that counts, while it is whole
+    found: dict[int, list[Path]] = {}
     for path, samples_seen in CheckpointStore(run.checkpoints, 1, print).positions():
-        found.setdefault(samples_seen, path)
+        found.setdefault(samples_seen, []).append(path)
     return found
 
 
-def _largest_difference(samples_seen: int, one: dict[str, Tensor], other: dict[str, Tensor]) -> WeightsDifference:
-    worst = WeightsDifference(samples_seen=samples_seen, largest=0.0, relative=0.0, tensor=None)
+def _read(run: RunDir, paths: list[Path], damaged: list[DamagedCheckpoint]) -> Checkpoint | None:
+    """Return the first whole one, and note those before it."""
+    for path in paths:
+        try:
+            return Checkpoint.read(path, weights_only=True)
+        except (CheckpointDamaged, CheckpointMismatch) as error:
+            damaged.append(DamagedCheckpoint(run=str(run.path), checkpoint=path.name, reason=str(error)))
+    return None
+
+
+def _largest_difference(samples_seen: int, first: Checkpoint, second: Checkpoint) -> WeightsDifference:
+    one, other = first.weights(), second.weights()
+    steps = first.position.step, second.position.step
+    worst: tuple[float, float, str | None] = 0.0, 0.0, None
+    num_nan = 0
     for name in sorted(one.keys() | other.keys()):
-        found = _difference_of(one.get(name), other.get(name))
-        if found is not None and (worst.tensor is None or found[1] > worst.relative):
-            worst = WeightsDifference(samples_seen=samples_seen, largest=found[0], relative=found[1], tensor=name)
-    return worst
+        found, num_nan_here = _difference_of(one.get(name), other.get(name))
+        num_nan += num_nan_here
+        if found is not None and (worst[2] is None or found[1] > worst[1]):
+            worst = *found, name
+    return WeightsDifference(
+        samples_seen=samples_seen,
+        steps=steps,
+        largest=worst[0],
+        relative=worst[1],
+        tensor=worst[2],
+        num_nan=num_nan,
+    )
 
 
-def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[float, float] | None:
-    """Return the largest absolute and relative difference of two tensors, or None where they have the same bits."""
+def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[float, float] | None, int]:
+    """Return the largest absolute and relative difference of two tensors, and how many elements are NaN in both.
+
+    None in the place of the differences: they have the same bits. Differences of 0: only bits differ that no arithmetic
+    sees, as those of 0.0 and -0.0.
+    """
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
-        return math.inf, math.inf
-    if one.numel() == 0 or bool((one == other).all()):
-        return None
-    first, second = one.double(), other.double()
-    largest = float((first - second).abs().max())
-    return largest, _relative(largest, max(float(first.abs().max()), float(second.abs().max())))
+        return (math.inf, math.inf), 0
+    first, second = _as_numbers(one), _as_numbers(other)
+    is_nan = first.isnan() & second.isnan()
+    num_nan = int(is_nan.sum())
+    if torch.equal(_bits(one), _bits(other)):
+        return None, num_nan
+    # infinities of one sign are equal, and their difference is none; NaN beside a number is infinitely far from it
+    apart = (first - second).abs().nan_to_num(nan=math.inf).masked_fill_(is_nan | (first == second), 0.0)
+    largest = float(apart.max())
+    sizes = (float(numbers.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for numbers in (first, second))
+    return (largest, _relative(largest, max(sizes))), num_nan
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,27 +1,33 @@
 """What a rank writes down when it fails, for the verdict over all ranks."""
 
 import errno
+import json
 import os
 import re
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dure.device_errors import AskDriver, DeviceError, device_error
 from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
 from dure.frames import OWN_ROOT, traceback_in_user_code, users_first
+from dure.gpu_health import gpu_health
 
 _PEER_LOST_WORDS = (
     "connection closed by peer",
+    "connection closed by remote peer",  # NCCL's sockets
     "connection reset",
     "connection refused",
     "broken pipe",
     "timed out waiting",
     "remote process exited",
+    "nccl communicator was aborted",
+    "collective operation timeout",
     "socket closed",
     "failed to recv",
     "recvvalue failed",
@@ -48,7 +54,12 @@ _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-w
 
 
 def describe_failure(
-    error: BaseException, rank: int, step: int | None, microbatch_size: int | None = None
+    error: BaseException,
+    rank: int,
+    step: int | None,
+    microbatch_size: int | None = None,
+    gpus: Sequence[int] = (),
+    ask_driver: AskDriver | None = None,
 ) -> dict[str, Any]:
     """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence.
 
@@ -57,14 +68,23 @@ def describe_failure(
         rank: By whom.
         step: The last step that was done; None before training.
         microbatch_size: Samples that a device computed at once in the step that failed; None if it failed elsewhere.
+        gpus: Those that the rank uses, as CUDA counts them.
+        ask_driver: Asks the driver about a GPU that may have failed; None: it is not asked.
     """
     error = _named(error)
     is_ours = isinstance(error, DureError)
     is_out_of_memory = not is_ours and _is_out_of_memory(error)
+    is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
     kind, message, advice = _worded(error)
+    is_told_otherwise = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in str(error)
+    device = None if is_told_otherwise else device_error(error, gpus, ask_driver)
     if is_out_of_memory:
         message, advice = _out_of_memory_worded(error, message, microbatch_size)
+    elif device is not None:
+        message, advice = device.message, device.advice
     line = _user_line(error)
+    # what memory does not suffice for, or a device that fails, is nobody's error, whoever asked for it
+    is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -77,15 +97,40 @@ def describe_failure(
         "exit_code": error.exit_code if isinstance(error, DureError) else 1,
         "is_ours": is_ours,
         "is_misuse": isinstance(error, Misuse),
-        "is_consequence": is_peer_lost(error) and not _is_loader_lost(error),
-        # what memory does not suffice for is nobody's error, whoever asked for it
-        "origin": "task" if line or hasattr(error, "is_planned") or is_out_of_memory else _origin(error),
+        "is_consequence": is_lost_peer or (device is not None and device.is_consequence),
+        "may_be_gpu": device is not None and device.may_be_gpu,
+        "is_gpu_lost": device is not None and device.is_lost,
+        "origin": "task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
         "microbatch_size": microbatch_size if is_out_of_memory else None,
         "go_back_to": error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         "user_line": line,
-        "user_traceback": None if is_ours else _shown_traceback(error, has_user_line=line is not None),
+        "user_traceback": None if is_ours else _shown_traceback(error, device, has_user_line=line is not None),
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd: int | None) -> dict[str, Any]:
+    """Write down why this process fails, and once more when the driver has said what is with its GPU.
+
+    First without it: where a GPU fails, NCCL's watchdog may abort the process at any moment.
+
+    Args:
+        describe: Returns the failure as a record, with what the driver says if it is given who asks it.
+        report_fd: Where its supervisor reads it; None: nobody does.
+    """
+    failure = describe(None)
+    first = json.dumps(failure).encode()
+    _write_report(report_fd, first)
+    if failure["may_be_gpu"]:
+        failure = {**describe(gpu_health), "time": failure["time"]}
+        # one call, and over all of what was there before: blanks behind a record do no harm
+        _write_report(report_fd, json.dumps(failure).encode().ljust(len(first)))
+    return failure
+
+
+def _write_report(report_fd: int | None, record: bytes) -> None:
+    if report_fd is not None:
+        os.pwrite(report_fd, record, 0)
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -199,8 +244,9 @@ def _origin(error: BaseException) -> str:
     return "library" if is_native else "dure"
 
 
-def _shown_traceback(error: BaseException, *, has_user_line: bool) -> str | None:
+def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_user_line: bool) -> str | None:
     """Return the way through the task's code, where there is more of it than one line."""
     if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
         return None
-    return traceback_in_user_code(error)
+    shown = traceback_in_user_code(error)
+    return shown if device is None else shown.replace(str(error).strip(), device.said)

@@ -6,9 +6,12 @@ import struct
 import time
 from dataclasses import dataclass
 
-_BEAT = struct.Struct("<qdqq")
-_LINE_BYTES = 64
-"""One cache line for each rank, so that none waits for another's."""
+_BEAT = struct.Struct("<qdqqq")
+_PACE = struct.Struct("<qdd")
+_PACES_BYTES = 64
+"""Where a rank's paces begin, one for each phase."""
+_LINE_BYTES = 192
+"""Whole cache lines for each rank, so that none waits for another's."""
 
 
 PHASES = ("starting", "training", "evaluating", "saving", "leaving")
@@ -26,6 +29,18 @@ class Beat:
     phase: str = PHASES[0]
     count: int = 0
     """How often it told something."""
+    sequence: int = -1
+    """Collectives that the group of all ranks had been asked for; -1 where nobody counts them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How long a rank was silent after what it told in one phase, until it told something again."""
+
+    count: int = 0
+    seconds: float = 0.0
+    """In all."""
+    longest_seconds: float = 0.0
 
 
 class Heartbeats:
@@ -43,17 +58,45 @@ class Heartbeats:
             os.ftruncate(descriptor, size)
         self._memory = mmap.mmap(descriptor, size)
         self._count = 0
+        self._last_time = 0.0
+        self._last_phase = 0
+        self._paces = [(0, 0.0, 0.0)] * len(PHASES)
 
-    def beat(self, rank: int, step: int, phase: str = "training") -> None:
-        """Tell that a rank has begun a step, or a part of a phase; about a microsecond."""
+    def beat(self, rank: int, step: int, phase: str = "training", sequence: int = -1) -> None:
+        """Tell that a rank has begun a step, or a part of a phase; about two microseconds.
+
+        Args:
+            rank: Whose line it is, always the same.
+            step: Steps begun.
+            phase: One of `PHASES`.
+            sequence: Of the last collective, by `torchcompat.SequenceNumber`.
+        """
+        now, number, line = time.monotonic(), PHASES.index(phase), rank * _LINE_BYTES
+        if self._count:
+            count, total, longest = self._paces[self._last_phase]
+            seconds = now - self._last_time
+            pace = count + 1, total + seconds, max(longest, seconds)
+            self._paces[self._last_phase] = pace
+            _PACE.pack_into(self._memory, line + _PACES_BYTES + self._last_phase * _PACE.size, *pace)
         self._count += 1
-        told = step, time.monotonic(), PHASES.index(phase), self._count
-        _BEAT.pack_into(self._memory, rank * _LINE_BYTES, *told)
+        self._last_time, self._last_phase = now, number
+        _BEAT.pack_into(self._memory, line, step, now, number, self._count, sequence)
 
     def last(self, rank: int) -> Beat:
         """Return what a rank told last."""
-        step, told, phase, count = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
-        return Beat(step=step if told else -1, time=told, phase=PHASES[phase], count=count)
+        step, told, phase, count, sequence = _BEAT.unpack_from(self._memory, rank * _LINE_BYTES)
+        if not told:
+            return Beat(step=-1, time=0.0)
+        return Beat(step=step, time=told, phase=PHASES[phase], count=count, sequence=sequence)
+
+    def paces(self, rank: int) -> dict[str, Pace]:
+        """Return how a rank got on in each phase."""
+        begin = rank * _LINE_BYTES + _PACES_BYTES
+        told = _PACE.iter_unpack(self._memory[begin : begin + len(PHASES) * _PACE.size])
+        return {
+            phase: Pace(count=count, seconds=seconds, longest_seconds=longest)
+            for phase, (count, seconds, longest) in zip(PHASES, told, strict=True)
+        }
 
     def forget(self) -> None:
         """Begin anew: no rank has told anything."""

@@ -26,13 +26,14 @@ def total_memory_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def count_oom_kills() -> int | None:
-    """Return how many processes the kernel has killed because memory ran out, since it was started; None: not known."""
-    try:
-        with open("/proc/vmstat", encoding="ascii") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
-    except OSError:
-        return None
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address of this host, as gloo and NCCL want it named; None: none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None
 
 
 def count_accelerators(kind: str) -> int:

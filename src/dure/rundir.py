@@ -222,6 +222,11 @@ class RunDir:
         """Yield the events; a line that a crash tore is left out."""
         return read_lines(self.path / EVENTS)
 
+    def forget_failures(self) -> None:
+        """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next."""
+        for stale in self.path.glob("logs/failure-rank*.json"):
+            stale.unlink(missing_ok=True)
+
     # --- hangs
 
     def note_hang(self, record: Mapping[str, Any]) -> None:

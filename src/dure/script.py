@@ -9,10 +9,10 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
-from dure.launch.child import Output
+from dure.launch.child import Output, interface_variables, leave
 from dure.launch.hang import tell_of_hang
 from dure.launch.log_pump import LogPump
 from dure.launch.nodes import Nodes
@@ -23,8 +23,11 @@ from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import judge, stop_signal
 from dure.launch.watchdog import HangPolicy
 from dure.launch.workers import Launch
+from dure.lifeline import die_with_parent
 from dure.machine import count_accelerators, count_cores
+from dure.place import Place
 from dure.preflight.settings import PreflightSettings
+from dure.rank import Launched, meeting_point, read_launcher
 from dure.rundir import SUMMARY, RunDir, default_name
 from dure.stopping import stop_exit_code
 from dure.telling import tell
@@ -68,13 +71,20 @@ class ScriptSettings:
 def run_script(settings: ScriptSettings) -> None:
     """Run a script on every rank, wait for all, and leave none behind.
 
+    Where a launcher started the ranks, this process is one of them: it ends with the script's exit code, and the
+    launcher watches over all.
+
     Raises:
         Misuse: There is no such script, or a setting cannot be.
-        EnvironmentLacks: The system starts no more processes.
+        EnvironmentLacks: The system starts no more processes, or a launcher's variables cannot be.
         WorkerFailed: A rank failed; the message names the first cause.
         Interrupted: A signal stopped it.
     """
+    launched = read_launcher()
     nproc, several = _check(settings)
+    if launched is not None and launched.rank.world_size > 1:
+        _refuse_what_the_launcher_does(settings, launched)
+        _be_rank(settings, launched)
     if settings.preflight:
         from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
 
@@ -96,6 +106,46 @@ def run_script(settings: ScriptSettings) -> None:
             lambda name: RunDir.create(settings.runs_dir, name, for_script=True),
         )
         _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
+
+
+def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
+    """Run the script as the rank that a launcher started this process as, and end with its exit code."""
+    from dure.comm.meeting import Meeting
+    from dure.launch.script_worker import main
+
+    rank = launched.rank
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks running
+    meeting = Meeting(rank, meeting_point(launched), timeout_seconds=settings.rendezvous_timeout)
+    place = Place(
+        rank=rank,
+        store=meeting.store_of_this_start(),
+        threads=settings.threads or launched.cores or max(1, count_cores() // rank.local_world_size),
+        is_supervised=False,
+        round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-rank.world_size // rank.local_world_size)))
+    job = _job(settings, os.environ.get("TORCHELASTIC_RUN_ID", launched.by), num_nodes)
+    os.environ.update(interface_variables(meeting.interface))
+    code = main({**job, "max_restarts": int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))}, place)
+    if code == 0:  # who failed is to be seen at once
+        meeting.leave()
+    leave(code)
+
+
+def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched) -> None:
+    by, num_here = launched.by, launched.rank.local_world_size
+    unset = ScriptSettings(script=settings.script)
+    its_own = ("max_restarts", "on_hang", "hang_after", "nnodes", "node_rank", "rendezvous", "secret_file", "preflight")
+    given = [name for name in (*its_own, "start", "name") if getattr(settings, name) != getattr(unset, name)]
+    faults = [
+        f"--{name.replace('_', '-')} is for ranks that dure starts itself, but {by} started this one: leave it out"
+        for name in given
+    ]
+    if settings.nproc not in ("auto", str(num_here)):
+        faults.append(f"nproc is {settings.nproc} but {by} started {num_here} processes here: leave --nproc out")
+    if faults:
+        raise SpecInvalid(faults)
 
 
 def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
@@ -145,15 +195,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
     paths = [run.log_path(rank) for rank in range(first, first + nproc)]
     # one rank alone keeps the terminal: a debugger and a progress bar need it
     pump = nullcontext() if is_alone else closing(LogPump(paths, with_prefix=settings.with_prefix, first_rank=first))
-    job = {
-        "script": settings.script,
-        "arguments": list(settings.arguments),
-        "is_module": settings.is_module,
-        "local_rank_argument": settings.local_rank_argument,
-        "max_restarts": settings.max_restarts,
-        "run": run.name,
-        "num_nodes": 1 if nodes is None else len(nodes.members),
-    }
+    job = _job(settings, run.name, 1 if nodes is None else len(nodes.members))
     with pump as pumped:
         outputs = [Output(is_terminal=True)] if pumped is None else [Output(descriptors=d) for d in pumped.descriptors]
         return run_workers(
@@ -175,6 +217,19 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 nodes=nodes,
             )
         )
+
+
+def _job(settings: ScriptSettings, run: str, num_nodes: int) -> dict[str, Any]:
+    """Return what every rank is to do."""
+    return {
+        "script": settings.script,
+        "arguments": list(settings.arguments),
+        "is_module": settings.is_module,
+        "local_rank_argument": settings.local_rank_argument,
+        "max_restarts": settings.max_restarts,
+        "run": run,
+        "num_nodes": num_nodes,
+    }
 
 
 def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:

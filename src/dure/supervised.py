@@ -66,8 +66,7 @@ def start_workers(
     """
     num_processes = count_processes(spec) if nodes is None else nodes.me.num_ranks
     ranks = range(num_processes) if nodes is None else range(nodes.first_rank, nodes.first_rank + num_processes)
-    for stale in run.path.glob("logs/failure-rank*.json"):
-        stale.unlink(missing_ok=True)
+    run.forget_failures()
     threads = threads_for(spec, num_processes)
     if spec.start == "inline":
         return _run_inline(job, Place(threads=threads, is_supervised=False))
@@ -129,8 +128,7 @@ def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool)
         )
     if writes:
         run.append_event(**event)
-        for stale in run.path.glob("logs/failure-rank*.json"):
-            stale.unlink(missing_ok=True)
+        run.forget_failures()
     say(f"{restart.cause}\n      {said}", spec)
 
 
@@ -139,8 +137,7 @@ def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
     there = sorted(member.node_rank for member in nodes.members)
     if nodes.is_leader:
         run.append_event("nodes", message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader)
-        for stale in run.path.glob("logs/failure-rank*.json"):
-            stale.unlink(missing_ok=True)
+        run.forget_failures()
     on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
     say(f"{why}\n      the run goes on with {on}: {nodes.world_size} rank{'s' * (nodes.world_size > 1)}", spec)
 

@@ -10,6 +10,7 @@ import io
 import logging
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -140,6 +141,41 @@ def flight_record() -> list[dict[str, Any]]:
         }
         for entry in entries
     ]
+
+
+class SequenceNumber:
+    """The number of the last collective that this process asked the group of all ranks for, as torch counts them.
+
+    It is the number of the flight recorder, but that gloo counts sends and receives too. About 0.8 µs (private in
+    torch).
+    """
+
+    def __init__(self) -> None:
+        self._group: Callable[[], object] = object
+        """Weakly: a group that is kept alive keeps its threads and ports."""
+        self._device: torch.device | None = None
+
+    def now(self) -> int:
+        """Return the number; -1 where there is no group, or none that counts."""
+        group: Any = dist.GroupMember.WORLD
+        if group is None:
+            return -1
+        try:
+            if group is not self._group():
+                self._group, self._device = weakref.ref(group), _counting_device(group)
+            counter = group if self._device is None else group._get_backend(self._device)
+            return int(counter._get_sequence_number_for_group())
+        except RuntimeError:  # MPI, and groups written in Python, may count nothing
+            return -1
+
+
+def _counting_device(group: Any) -> torch.device | None:
+    """Return the device whose backend counts, where the group itself does not: one with a backend for each device."""
+    try:
+        group._get_sequence_number_for_group()
+    except RuntimeError:
+        return max(group._device_types, key=lambda device: device.type != "cpu", default=None)
+    return None
 
 
 # -- stores ------------------------------------------------------------------------------------------------------

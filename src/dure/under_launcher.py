@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
+from dure.hosts import facts_to_agree_on
+from dure.launch.child import interface_variables
 from dure.launch.supervisor import Outcome
 from dure.launch.verdict import WorkerEnd, judge, stop_signal
 from dure.lifeline import die_with_parent
@@ -15,10 +17,11 @@ from dure.measure.records import RunSummary
 from dure.place import Place, StoreAddress
 from dure.rank import Launched, RankInfo, meeting_point
 from dure.report.summary import summarise
-from dure.rundir import RunDir
+from dure.rundir import SPEC, RunDir
 from dure.spec import ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
 from dure.supervised import finish, run_folder, threads_for
+from dure.telling import tell
 
 
 def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
@@ -69,38 +72,58 @@ def train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", la
         raise SpecInvalid(
             [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
         )
-    run, store = _meet(resolved, resume, launched)
+    run, store, interface = _meet(resolved, resume, launched)
     threads = spec.threads or launched.cores or threads_for(spec, rank.local_world_size)
     place = Place(rank=rank, store=store, threads=threads, is_supervised=False)
-    job = {"kind": "train", "run": str(run.path)}
-    with run.lock() if rank.rank == 0 else nullcontext(), _variables(rank.to_environment()):
+    job = {
+        "kind": "train",
+        "run": str(run.path),
+        "asked": facts_to_agree_on(spec, is_resumed=resume is not None),
+    }
+    with (
+        run.lock() if rank.rank == 0 else nullcontext(),
+        _variables(rank.to_environment() | interface_variables(interface)),
+    ):
         return _judged_alone(run, spec, main(job, place), rank)
 
 
 def _meet(
     resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched
-) -> tuple[RunDir, StoreAddress | None]:
-    """Meet the other ranks and learn from rank 0 which folder is the run's."""
+) -> tuple[RunDir, StoreAddress | None, str | None]:
+    """Meet the other ranks; return the run's folder, which rank 0 knows, their store, and the interface to them."""
 
     def open_folder() -> dict[str, str]:
         try:
             run = run_folder(resolved.spec, resume)
             run.write_spec(resolved)
+            run.forget_failures()
         except DureError as error:
             return {"error": str(error)}
         return {"run": str(run.path)}
 
-    rank, store = launched.rank, None
+    def begin_or_go_on() -> dict[str, str]:
+        begun = meeting.recall("run")
+        if begun is not None and (Path(begun) / SPEC).is_file():
+            tell(f"{launched.by} has started the ranks again: {begun} goes on")
+            RunDir.open(Path(begun)).forget_failures()
+            return {"run": begun}
+        told = open_folder()
+        if "run" in told:
+            meeting.remember("run", str(Path(told["run"]).resolve()))
+        return told
+
+    rank, store, interface = launched.rank, None, None
     if rank.world_size == 1:
         told = open_folder()
     else:
         from dure.comm.meeting import Meeting
 
         meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
-        told, store = meeting.tell_all("run", open_folder if rank.rank == 0 else None), meeting.address
+        told = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
+        store, interface = meeting.address, meeting.interface
     if "error" in told:
         raise RunInvalid(told["error"])
-    return RunDir.open(Path(told["run"])), store
+    return RunDir.open(Path(told["run"])), store, interface
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import itertools
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
@@ -12,6 +14,7 @@ from dure.comm import meeting
 from dure.comm.meeting import Meeting
 from dure.errors import EnvironmentLacks, PeerLost
 from dure.rank import MeetingPoint, RankInfo
+from dure.torchcompat import store_at, store_on_socket
 
 HERE = [RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2) for rank in range(2)]
 ON_TWO_HOSTS = [RankInfo(rank=rank, node_rank=rank, world_size=2) for rank in range(2)]
@@ -97,3 +100,63 @@ def test_meeting_when_a_script_trains_twice_then_the_store_is_served_once(monkey
     monkeypatch.setattr(meeting, "_numbers", itertools.count())
     both = [Meeting(HERE[0], where, timeout_seconds=5).address.prefix for _ in range(2)]
     assert both == ["dure/0/0", "dure/0/1"]
+
+
+@pytest.fixture
+def launchers() -> Iterator[MeetingPoint]:
+    """Serve a store as torchrun's agent does: it outlives the ranks."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    where = point(port=listener.getsockname()[1], is_served=True)
+    store = store_on_socket(listener, timedelta(seconds=20))
+    yield where
+    del store
+
+
+def start(where: MeetingPoint, word: str) -> list[tuple[object, object]]:
+    """Let both ranks of a start meet, rank 1 a little earlier; return what each has heard, and its prefix."""
+
+    def be(rank: int) -> tuple[object, object]:
+        met = Meeting(HERE[rank], where, timeout_seconds=20)
+        return met.tell_all("run", (lambda: word) if rank == 0 else None), met.address.prefix
+
+    with ThreadPoolExecutor(2) as pool:
+        follower = pool.submit(be, 1)
+        return [pool.submit(be, 0).result(), follower.result()]
+
+
+def test_meeting_when_the_launchers_store_has_words_of_the_dead_then_the_living_do_not_read_them(launchers):
+    starts = [start(launchers, word) for word in ("first", "second")]
+    assert [[heard for heard, _ in ranks] for ranks in starts] == [["first"] * 2, ["second"] * 2]
+    assert [len({prefix for _, prefix in ranks}) for ranks in starts] == [1, 1]
+    assert starts[0][0][1] != starts[1][0][1]
+
+
+def test_meeting_when_a_rank_died_before_it_was_answered_then_the_next_start_meets_all_the_same(launchers):
+    with pytest.raises(PeerLost, match=r"waited 0\.2 s in vain for rank 0"):
+        Meeting(HERE[1], launchers, timeout_seconds=0.2)
+    with pytest.raises(PeerLost, match=r"waited 0\.2 s in vain for the other ranks"):
+        Meeting(HERE[0], launchers, timeout_seconds=0.2).tell_all("run", lambda: "nobody")
+    assert [heard for heard, _ in start(launchers, "said")] == ["said"] * 2
+
+
+def test_word_when_left_by_an_earlier_start_then_is_recalled(launchers):
+    first, second = (Meeting(HERE[0], launchers, timeout_seconds=5) for _ in range(2))
+    assert first.recall("run") is None
+    first.remember("run", "runs/one")
+    assert second.recall("run") == "runs/one"
+
+
+def test_store_of_a_start_when_the_launcher_serves_another_then_nobody_has_written_to_it(launchers):
+    def be(rank: int) -> object:
+        met = Meeting(HERE[rank], launchers, timeout_seconds=20)
+        found = met.store_of_this_start()
+        store = store_at(found.host, found.port, timedelta(seconds=20))
+        store.add("arrived", 1)
+        met.leave()
+        return found.port, store.add("arrived", 0)
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            ports, counts = zip(*pool.map(be, range(2)), strict=True)
+        assert len({*ports, launchers.port}) == 2
+        assert counts[0] == 2

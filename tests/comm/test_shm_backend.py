@@ -381,6 +381,8 @@ def test_group_of_this_process_then_it_is_like_any_other():
     group.allgather([torch.empty(3)], number).wait()
     group.reduce_scatter(number, [torch.full((3,), 2.0)], dist.ReduceOp.AVG).wait()
     group.barrier(timeout=timedelta(seconds=1)).wait()
+    group.reduce(number, 0).wait()  # by gloo
+    assert group._get_sequence_number_for_group() == 6
     group.set_timeout(timedelta(seconds=2))
     assert number.tolist() == [2.0] * 3
     assert group.name() == "dure_shm"

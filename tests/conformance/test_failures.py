@@ -200,23 +200,43 @@ def test_an_error_in_the_data_names_the_users_line(num_workers, tmp_path):
 
 
 class Different(Regression):
-    """Builds another model on rank 1."""
+    """Builds something else on rank 1."""
 
-    what: Literal["shape", "order"] = "shape"
+    what: Literal["shape", "order", "dtype", "samples", "torch"] = "shape"
+
+    @property
+    def is_other(self):
+        return os.environ.get("RANK") == "1"
 
     def build_model(self):
-        is_other = os.environ.get("RANK") == "1"
+        if self.what == "torch" and self.is_other:
+            torch.__version__ = "2.99.0"  # of this rank's process alone
         if self.what == "shape":
-            return nn.Linear(6, 7 if is_other else 6)
-        names = ["b", "a"] if is_other else ["a", "b"]
+            return nn.Linear(6, 7 if self.is_other else 6)
+        if self.what == "dtype":
+            return nn.Linear(6, 6, dtype=torch.bfloat16 if self.is_other else torch.float32)
+        names = ["b", "a"] if self.what == "order" and self.is_other else ["a", "b"]
         return nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
 
+    def train_data(self):
+        return self._data(45 if self.what == "samples" and self.is_other else 44, 1)
 
-@pytest.mark.parametrize("what", ["shape", "order"])
-def test_ranks_that_build_different_models_are_told_so_before_they_talk_of_gradients(what, tmp_path):
-    match = "rank 0 and rank 1 do not run the same: first differing parameter is .* on rank 0 and .* on rank 1"
-    with pytest.raises(WorkerFailed, match=match):
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shape", r"first differing parameter is \['weight', \[6, 6\], .* on rank 0 and \['weight', \[7, 6\]"),
+        ("order", r"first differing parameter is \['a.weight', .* on rank 0 and \['b.weight', "),
+        ("dtype", r"first differing parameter is .*'torch.float32'\] on rank 0 and .*'torch.bfloat16'\] on rank 1"),
+        ("samples", "training samples is 44 on rank 0 and 45 on rank 1"),
+        ("torch", r"torch version is 2\.1.* on rank 0 and 2\.99\.0 on rank 1"),
+    ],
+)
+def test_ranks_that_build_something_else_are_told_so_before_they_talk_of_gradients(what, said, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=f"rank 0 and rank 1 do not run the same: {said}"):
         train_case(tmp_path, Different(what=what), "ddp", 2, **STEPS)
+    assert time.monotonic() - began < 15  # a rank that waited for the other's gradients would have done so for minutes
 
 
 def test_a_failed_run_can_be_resumed_when_its_cause_is_gone(tmp_path):

@@ -1,11 +1,14 @@
 """What `dure doctor` reads out of a run's folder."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from dure.doctor.findings import diagnose
+from dure.errors import PeerLost
+from dure.failure import describe_failure
 from dure.launch.hang import explain
 from dure.rundir import SCRIPT, SUMMARY, RunDir
 from tests.launch.test_hang import call, rank
@@ -36,6 +39,41 @@ def test_run_when_it_died_then_says_so(run):
     ((severity, what),) = found(run)
     assert severity == "error"
     assert what.startswith("it ended without a word: its supervisor was killed")
+
+
+def test_run_when_its_supervisor_died_after_a_rank_failed_then_the_rank_is_judged_from_its_own_record(run):
+    for rank, seconds in ((0, 2), (1, 1)):  # rank 0 only lost rank 1, and wrote that down later
+        error = PeerLost("rank 1 is gone") if rank == 0 else ValueError("no such thing")
+        record = {**describe_failure(error, rank, step=4), "time": time.time() + seconds}
+        run.write_json(f"logs/failure-rank{rank}.json", record)
+    died, failed = found(run)
+    assert died[1].startswith("it ended without a word")
+    assert failed == ("error", "before that, rank 1 failed after step 4: ValueError: no such thing")
+
+
+@pytest.mark.parametrize("record", [{"rank": 1}, {"rank": 1, "time": 0.0}, "no record"])
+def test_run_when_it_died_and_a_failure_is_old_or_damaged_then_it_is_no_verdict(run, record):
+    run.write_json("logs/failure-rank1.json", record)
+    assert len(found(run)) == 1
+
+
+def test_script_when_it_died_then_what_its_ranks_said_last_is_told(run):
+    run.log_path(0).write_text("step 1\n\x1b[31mstep 2\x1b[0m\n\n")
+    run.log_path(1).write_text("")
+    finding = diagnose(run).findings[0]
+    assert finding.what.splitlines()[-2:] == [
+        "  whether a rank had failed before, and why, only its supervisor knew; what the ranks said is left",
+        "  rank 0 said last: step 2",
+    ]
+    assert finding.evidence == ("logs/rank0.log",)
+
+
+def test_hang_when_the_launcher_ended_the_ranks_for_it_then_it_is_the_verdict(run):
+    hang = explain([rank(0, call()), rank(1, call(is_pending=False), line=33)], 12.0)
+    run.note_hang(hang.to_json())
+    (finding,) = diagnose(ended(run, "failed", "the ranks were ended because they hung (--on-hang)")).findings
+    assert finding.what == f"{hang.text}\nthe ranks were ended because they hung (--on-hang)"
+    assert finding.evidence == ("logs/hang-1.json",)
 
 
 def test_run_when_failed_then_the_verdict_comes_first_and_the_evidence_is_named(run):

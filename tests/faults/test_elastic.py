@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -126,7 +125,7 @@ def test_host_when_it_is_killed_and_comes_back_again_and_again_then_the_weights_
     assert largest_difference(run.path, undisturbed(hosts, tmp_path)) < ROUNDING
     found = pauses(run)
     assert max(found[1]) < RESET_SECONDS
-    assert statistics.median(found[2]) < RETURN_SECONDS
+    assert max(found[2]) < RETURN_SECONDS, found[2]
     assert len(run.checkpoints()) == len(set(run.checkpoints())) <= 3
 
 
@@ -157,6 +156,7 @@ def test_cable_when_it_is_cut_then_one_side_trains_and_the_other_waits_and_comes
     finally:
         hosts.mend()
     assert is_each_sample_used(run)
+    assert largest_difference(run.path, undisturbed(hosts, tmp_path)) < ROUNDING
     assert max(pauses(run)[1]) < SILENCE_SECONDS
     assert {event["leader"] for event in run.events("nodes")} == {0}
     assert "the run goes on without this node, which tries to come back" in other.err

@@ -2,8 +2,10 @@
 
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands import Prewarmed, RunFiles, wait_until
@@ -23,6 +25,11 @@ CASES = {
     ("kill", "loss", 1): ("rank 1 was killed (SIGKILL)", "rank 0 ended as a consequence"),
     ("segfault", "loss", 1): ("rank 1 was ended by a crash in native code (SIGSEGV)", "consequence"),
     ("out_of_memory", "loss", 1): ("use --microbatch-size 2 (the result stays the same)", "torch.empty"),
+    ("gpu", "loss", 1): (
+        "rank 1 failed after step 2: AcceleratorError: CUDA error: uncorrectable ECC error encountered (the memory of "
+        "the GPU had an error that ECC could not mend): look at it with `dure preflight`",
+        "in fail: raise torch.AcceleratorError",
+    ),
     ("none", "backward", 1): ("RuntimeError: one of the variables needed", "in a library that dure called"),
     ("raise", "build_model", 1): (f"rank 1 failed: {PLANNED}", "in build_model"),
     ("raise", "train_data", 1): (f"rank 1 failed: {PLANNED}", "in train_data"),
@@ -48,7 +55,11 @@ def check(prewarmed: Prewarmed, folder: Path, case: tuple[str, str, int], *more:
 
 
 def _alive(command) -> list:
-    return [process for process in command.processes() if process.ppid() == command.pid or process.pid == command.pid]
+    found = []
+    for process in command.processes():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            found += [process] if command.pid in (process.pid, process.ppid()) else []
+    return found
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
@@ -61,6 +72,17 @@ def test_rank_when_it_fails_then_all_end_within_two_seconds_and_the_cause_is_sho
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=str)
 def test_rank_when_it_fails_anywhere_then_the_cause_is_shown(case, prewarmed, tmp_path):
     check(prewarmed, tmp_path, case)
+
+
+@pytest.mark.faults
+def test_gpu_when_it_fails_then_the_doctor_says_of_the_dead_run_what_was_said_then(prewarmed, tmp_path):
+    """No GPU is here: the text is the one that torch raises."""
+    check(prewarmed, tmp_path, ("gpu", "loss", 1))
+    doctor = prewarmed.run(tmp_path, "doctor", "runs/run")
+    said = RunFiles(tmp_path / "runs/run").summary()["message"]
+    assert [word in said for word in ("rank 1", "after step 2", "faulty_task.py:", "`dure preflight`")] == [True] * 4
+    assert "Compile with" not in said
+    assert " ".join(said.split()) in " ".join(doctor.out.split())  # which breaks its lines elsewhere
 
 
 @pytest.mark.faults

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dure.errors import WorkerFailed
-from tests.commands import RunFiles, wait_until
+from dure.launch.watchdog import LEAST_SECONDS
+from tests.commands import Command, Prewarmed, RunFiles, wait_until
 from tests.conformance.cases import largest_difference, weights_of
 from tests.conformance.tasks import Regression
 from tests.faults.test_restarts import each_step_once, train
@@ -19,6 +22,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 HANG_AFTER_SECONDS = 3.0
 """Longer than a first step takes where nothing has been imported yet."""
+MOST_SECONDS_LATER = 5.0
+"""Within which a hang is told once it has lasted so long."""
 
 
 class Hangs(Regression):
@@ -68,7 +73,9 @@ def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, tmp_
     # the three lines stand in the order of sleeps, loops (of two lines, the innermost) and locks
     expected = {"sleeps": 0, "loops": 1, "locks": 2}.get(how)
     if expected is None:
-        assert "rank 1 was stopped from outside (SIGSTOP, Ctrl-Z or a debugger)" in text
+        progress = re.findall(r"^  rank [01] .*(, in step 8 .evaluating., after collective #\d+)$", text, re.M)
+        assert len(progress) == 2, text
+        assert progress[0] == progress[1]
     else:
         near = LINES[expected] - (how == "loops"), LINES[expected]
         assert any(f"test_hangs.py:{line} in {how}" in text for line in near), text
@@ -96,8 +103,59 @@ def test_run_when_it_is_to_wait_then_says_why_and_waits(tmp_path):
     assert RunFiles(run).events("restart") == []
 
 
+@pytest.mark.slow
+def test_run_when_nothing_is_said_of_hangs_then_ten_seconds_are_one_and_all_go_on(tmp_path):
+    flag = tmp_path / "flag"
+    run = train(tmp_path, "hung", "ddp", 2, Hangs(how="sleeps", flag=str(flag)))
+    record = json.loads((run / "logs" / "hang-1.json").read_text())
+    # the flag is written within the step, and the step is the last heartbeat
+    assert -0.5 < record["time"] - flag.stat().st_mtime - LEAST_SECONDS < MOST_SECONDS_LATER
+    assert record["culprits"] == [1]
+    assert f"test_hangs.py:{LINES[0]} in sleeps" in record["text"]
+    assert [event["rank"] for event in RunFiles(run).events("restart")] == [1]
+    assert each_step_once(run, 2)
+
+
 def do_what_the_verdict_says(run: Path) -> None:
     found = run / "logs" / "hang-1.json"
     wait_until(found.is_file, "the verdict", seconds=60)
     ranks = json.loads(found.read_text())["ranks"]
     os.kill(next(rank["pid"] for rank in ranks if rank["is_stopped"]), signal.SIGCONT)
+
+
+SCRIPT = """
+    import os, time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(5):
+        if step == 3 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep({seconds})
+        dist.all_reduce(torch.ones(1))
+        optimizer.step()
+    print("all five steps")
+"""
+
+
+def run_script(prewarmed: Prewarmed, folder: Path, sleeps_seconds: float, *words: object) -> Command:
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT.format(seconds=sleeps_seconds)))
+    return prewarmed.run(
+        folder, "run", "--nproc", 2, "--threads", 1, "--name", "run", "--hang-after", 2, *words, "script.py"
+    )
+
+
+def test_script_when_it_hangs_and_is_to_restart_then_begins_anew_and_completes(prewarmed, tmp_path):
+    run = run_script(prewarmed, tmp_path, 1000, "--on-hang", "restart", "--max-restarts", 1)
+    assert run.code == 0, run.err
+    assert run.err.count("no step has finished for") == 1
+    assert "rank 1 is idle at script.py:8 in <module>, and rank 0 waits for it in all_reduce #4" in run.err
+    assert [event["rank"] for event in RunFiles(tmp_path / "runs" / "run").events("restart")] == [1]
+    assert run.out.count("all five steps") == 2
+
+
+def test_script_when_a_rank_is_slow_then_is_told_of_once_and_waited_for(prewarmed, tmp_path):
+    run = run_script(prewarmed, tmp_path, 3)  # it would be told again after twice the time
+    assert run.code == 0, run.err
+    assert run.err.count("no step has finished for") == 1
+    assert [path.name for path in (tmp_path / "runs" / "run" / "logs").glob("hang-*")] == ["hang-1.json"]
+    assert run.out.count("all five steps") == 2

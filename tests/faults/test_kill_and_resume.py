@@ -2,16 +2,20 @@
 
 import random
 import signal
+import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import Command, Prewarmed, RunFiles
+from tests.commands import Command, Prewarmed, RunFiles, wait_until
+from tests.conformance.cases import are_same_bits
+from tests.training.checkpoint_cases import flip_bit
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 EPOCHS, SAMPLES, BATCH = 3, 97, 8
@@ -19,6 +23,9 @@ BASE = ("train", TASK, "--global-batch-size", BATCH, "--epochs", EPOCHS, "--reco
 PACE = ("--task.pause-seconds", 0.004, "--checkpoint-every-samples", 24)
 TOLERANCE = 1e-10
 """Between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
+
+GONE_AFTER_SECONDS = 5.0
+"""What is promised of a run whose launcher was killed; it takes some hundredths of that."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,63 @@ def check(prewarmed: Prewarmed, folder: Path, route: list[Way], seed: int, *more
 
 def test_run_when_it_is_killed_and_resumed_on_more_ranks_then_each_sample_is_used_once(prewarmed, tmp_path):
     check(prewarmed, tmp_path, [DDP_2, DDP_3], 1)
+
+
+def test_run_when_only_its_launcher_is_killed_then_ranks_and_ports_are_gone_and_the_next_start_resumes(
+    prewarmed, tmp_path
+):
+    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2)
+    run = RunFiles(tmp_path / "runs/run")
+    command = prewarmed.start(tmp_path, *BASE, *PACE, *DDP_2.flags)
+    command.wait_for(lambda: run.checkpoints(), "a checkpoint")
+    ports = listening(command)
+    assert ports
+    command.send(signal.SIGKILL)
+    deadline = time.monotonic() + GONE_AFTER_SECONDS
+    wait_until(lambda: not command.processes(), f"the end of {command.processes()}", GONE_AFTER_SECONDS)
+    wait_until(lambda: not any(answers(port) for port in ports), f"{ports} to close", deadline - time.monotonic())
+    assert command.wait() == -signal.SIGKILL
+    seen = run.records(0)[-1]["samples_seen"]
+    assert seen < EPOCHS * SAMPLES
+    assert "  died" in prewarmed.run(tmp_path, "doctor", run.path).out
+    resumed = prewarmed.run(tmp_path, "train", "--resume", run.path)
+    assert resumed.code == 0, resumed.err
+    check_every_sample_once(run)
+    assert are_same_bits(weights(prewarmed, tmp_path), expected)
+
+
+def listening(command: Command) -> list[tuple[str, int]]:
+    """Return where its processes listen."""
+    sockets = [one for process in command.processes() for one in process.net_connections("tcp")]
+    return [tuple(one.laddr) for one in sockets if one.status == psutil.CONN_LISTEN]
+
+
+def answers(port: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(port, timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_from_the_one_before(prewarmed, tmp_path):
+    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2)
+    run = RunFiles(tmp_path / "runs/run")
+    command = prewarmed.start(tmp_path, *BASE, *PACE, "--no-checkpoint-async", *DDP_2.flags)
+    command.wait_for(lambda: len(run.checkpoints()) > 1, "two checkpoints")
+    command.send_to_all(signal.SIGKILL)
+    command.wait()
+    *_, before, newest = run.checkpoints()
+    flip_bit(run.path / "checkpoints" / newest / "model.safetensors", 8 * 400 + 3)
+    resumed = prewarmed.run(tmp_path, "train", "--resume", run.path, "--no-quiet")
+    assert resumed.code == 0, resumed.err
+    warnings = [line for line in resumed.err.splitlines() if "damaged" in line]
+    assert len(warnings) == 1, resumed.err
+    assert f"checkpoint {newest} is damaged: model.safetensors " in warnings[0]
+    assert resumed.err.count(f"taking {before}, the newest good one") == 1
+    assert [f"samples-{event['samples_seen']:012d}" for event in run.events("resumed")] == [before]
+    check_every_sample_once(run)
+    assert are_same_bits(weights(prewarmed, tmp_path), expected)
 
 
 @pytest.mark.faults

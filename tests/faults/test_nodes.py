@@ -276,4 +276,5 @@ def test_worker_when_it_looks_then_the_secret_is_neither_in_its_environment_nor_
     for rank in range(2):
         told = (tmp_path / f"told-{rank}").read_text()
         assert secret not in told
-        assert json.loads(told)[0]["GLOO_SOCKET_IFNAME"] == ("to1", "cable")[rank]
+        environ, interface = json.loads(told)[0], ("to1", "cable")[rank]
+        assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == (interface, f"={interface}")

@@ -1,14 +1,14 @@
 """`--faults`: failures on purpose, each at its rank and step and once."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
-import torch
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from tests.commands import RunFiles
-from tests.conformance.cases import records_of, weights_of
+from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, records_of, weights_of
 from tests.conformance.tasks import Regression
 
 STEPS = {"samples": 88, "global_batch_size": 11, "snapshot_every": 1}
@@ -36,8 +36,7 @@ def test_fault_then_it_happens_once_and_the_run_goes_on_as_if_it_had_not(kind, t
     assert (happened["rank"], happened["step"], happened["kind"]) == (1, 4, kind)
     (restart,) = RunFiles(disturbed).events("restart")
     assert (restart["rank"], restart["step"]) == (1, 4)
-    one, other = weights_of(undisturbed), weights_of(disturbed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert are_same_bits(weights_of(undisturbed), weights_of(disturbed))
     assert [record["step"] for record in records_of(disturbed)] == list(range(1, 9))
 
 
@@ -45,6 +44,60 @@ def test_faults_when_several_then_each_has_its_turn(tmp_path):
     run = train(tmp_path, "run", fault("kill", 0, 2) + fault("kill", 1, 3) + fault("slow", 1, 5, "seconds = 0.2"))
     assert [event["kind"] for event in RunFiles(run).events("fault")] == ["kill", "kill", "slow"]
     assert [restart["step"] for restart in RunFiles(run).events("restart")] == [2, 3]
+
+
+@pytest.mark.parametrize("kinds", [("slow", "nan"), ("kill", "raise", "slow")], ids=" then ".join)
+def test_faults_when_several_of_one_rank_in_one_step_then_each_happens_in_its_order(kinds, tmp_path):
+    text = "".join(fault(kind, more="seconds = 0.01" if kind == "slow" else "") for kind in kinds)
+    run = RunFiles(train(tmp_path, "run", text, on_nonfinite="skip"))
+    assert [(event["kind"], event["step"]) for event in run.events("fault")] == [(kind, 4) for kind in kinds]
+    assert len(run.events("restart")) == len({"kill", "raise"} & set(kinds))
+    assert [event["step"] for event in run.events("step_skipped")] == [4] * ("nan" in kinds)
+    assert [record["step"] for record in run.records(0)] == list(range(1, 9))
+
+
+def test_faults_when_one_undoes_another_of_its_step_then_nothing_is_left_of_them(tmp_path):
+    undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", 2 * fault("flip"))
+    assert len(RunFiles(disturbed).events("fault")) == 2
+    assert are_same_bits(weights_of(undisturbed), weights_of(disturbed))
+
+
+def test_faults_when_one_comes_twice_in_a_step_then_it_is_as_if_it_came_again_after_the_restart(tmp_path):
+    with pytest.raises(WorkerFailed, match="the same failure came again at step 4 after a restart"):
+        train(tmp_path, "run", 2 * fault("kill"))
+    assert len(RunFiles(tmp_path / "run").events("fault")) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.alone
+def test_stop_then_the_watchdog_finds_the_rank_and_the_run_goes_on_as_if_it_had_not(tmp_path):
+    settings = {"hang_after": 3.0, "on_hang": "restart"}
+    undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", fault("stop"), **settings)
+    run = RunFiles(disturbed)
+    assert [(event["kind"], event["rank"], event["step"]) for event in run.events("fault")] == [("stop", 1, 4)]
+    (hang,) = run.events("hang")
+    assert "rank 1 was stopped from outside (SIGSTOP, Ctrl-Z or a debugger)" in hang["message"]
+    (restart,) = run.events("restart")
+    assert (restart["rank"], restart["step"]) == (1, 4)
+    assert are_same_bits(weights_of(undisturbed), weights_of(disturbed))
+    assert [record["step"] for record in run.records(0)] == list(range(1, 9))
+
+
+def test_slow_then_the_step_takes_so_long(tmp_path):
+    seconds = 0.5
+    run = train(tmp_path, "run", fault("slow", more=f"seconds = {seconds}"))
+    by_step = {record["step"]: record["forward_backward_seconds"] for record in records_of(run, 1)}
+    assert by_step.pop(4) >= seconds > median(by_step.values())
+
+
+def test_oom_then_the_step_is_repeated_in_halves_and_the_weights_stay(tmp_path):
+    undisturbed, disturbed = train(tmp_path, "undisturbed"), train(tmp_path, "disturbed", fault("oom"))
+    (halved,) = RunFiles(disturbed).events("microbatch_halved")
+    assert (halved["rank"], halved["step"], halved["from"], halved["to"]) == (1, 4, 5, 3)
+    assert "planned for step 4 of rank 1" in halved["message"]
+    assert RunFiles(disturbed).events("restart") == []
+    assert largest_difference(weights_of(undisturbed), weights_of(disturbed)) < TO_ROUNDING
+    assert [record["step"] for record in records_of(disturbed)] == list(range(1, 9))
 
 
 def test_nan_then_the_loss_of_that_step_is_none(tmp_path):
@@ -67,6 +120,10 @@ def test_exit_then_the_rank_is_named(tmp_path):
         (fault("kill", rank=2), "fault 1: rank is 2 but the ranks are 0 to 1"),
         (fault("kill", step=0), "fault 1: step: Input should be greater than or equal to 1"),
         (fault("cut"), "fault 1: kind is cut, but the run is on one host"),
+        (
+            fault("nan") + fault("kill"),
+            "fault 1: nan at step 4 of rank 1 cannot show, for fault 2, kill, ends the rank",
+        ),
         ("rank = 1", r"must have nothing but tables \[\[fault\]\]"),
         ("[[fault", "cannot be read"),
     ],

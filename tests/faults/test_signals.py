@@ -56,12 +56,11 @@ def check_nothing_lost(prewarmed: Prewarmed, folder: Path, run: RunFiles, undist
 
 
 TARGETS = ("supervisor", "terminal", "rank 0", "rank 1")
-QUICK = [("terminal", signal.SIGINT), ("supervisor", signal.SIGTERM)]
+QUICK = [("terminal", signal.SIGINT), ("supervisor", signal.SIGTERM), ("rank 0", signal.SIGUSR1)]
 ALL = [
     *((target, number) for target in TARGETS for number in SIGNALS),
-    *(("supervisor", number) for number in MORE_SIGNALS),
-    ("rank 1", signal.SIGUSR1),
-    ("terminal", signal.SIGHUP),
+    *((target, signal.SIGUSR1) for target in ("supervisor", "rank 0", "rank 1")),
+    *((target, signal.SIGHUP) for target in ("supervisor", "terminal")),
 ]
 
 
@@ -196,3 +195,63 @@ def test_signal_when_an_evaluation_is_the_command_then_it_stops_at_once(number, 
     assert command.wait(2) == SIGNALS[number], command.err
     assert "the evaluation was stopped" in command.err
     assert not list((tmp_path / "runs/run").glob(".evaluation*"))
+
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+rank, does, heeds = int(os.environ["RANK"]), sys.argv[1], sys.argv[2] == "heeds"
+
+def stop(number, frame):
+    Path(f"rank {rank} heard {number}").touch()
+    sys.exit(128 + number)
+
+if heeds:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+Path(f"rank {rank} is {os.getpid()}").touch()
+while True:
+    if does == "meets":
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+"""
+MOST_SECONDS = 5.0
+"""From the signal to the end of all. A launcher that only waits for the others would give them thirty."""
+
+
+def signal_script(prewarmed: Prewarmed, folder: Path, target: str, number: int, *words: str) -> Command:
+    """Run a script on two ranks, signal somebody while both are at work, and wait for the end."""
+    (folder / "script.py").write_text(SCRIPT)
+    command = prewarmed.start(folder, "run", "--nproc", 2, "--name", "run", "script.py", *words)
+    pids = command.wait_for(lambda: (found := sorted(folder.glob("rank * is *")))[1:] and found, "both ranks at work")
+    pid = command.pid if target == "supervisor" else int(pids[int(target[-1])].name.split()[-1])
+    os.kill(pid, number)
+    command.wait(MOST_SECONDS)
+    return command
+
+
+# who gets which signal while the ranks meet or work apart, whether they have handlers, and whose are sure to run:
+# a rank that loses the other in a collective may fail before it hears anything
+SCRIPT_CASES = [
+    *(("supervisor", number, "meets", "heeds", (0, 1)) for number in SIGNALS),
+    ("supervisor", signal.SIGUSR1, "meets", "heeds not", ()),
+    ("rank 0", signal.SIGTERM, "meets", "heeds", (0,)),
+    ("rank 1", signal.SIGTERM, "meets", "heeds not", ()),
+    ("rank 1", signal.SIGTERM, "works", "heeds", (0, 1)),
+    ("rank 1", signal.SIGTERM, "works", "heeds not", ()),
+]
+
+
+@pytest.mark.parametrize(("target", "number", "does", "heeds", "hears"), SCRIPT_CASES)
+def test_script_when_somebody_gets_a_signal_then_it_is_passed_on_and_all_end(
+    target, number, does, heeds, hears, prewarmed, tmp_path
+):
+    command = signal_script(prewarmed, tmp_path, target, number, does, heeds)
+    assert command.code == (SIGNALS | MORE_SIGNALS)[number], command.err
+    assert all((tmp_path / f"rank {rank} heard {int(number)}").exists() for rank in hears)
+    assert RunFiles(tmp_path / "runs/run").summary()["status"] == "interrupted"
+    assert "dure: stopped" in command.err

@@ -1,12 +1,13 @@
 """Ranks of `dure train` that talk more, and otherwise, than anybody should."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from dure.launch.log_pump import LINE_LIMIT_BYTES, ROTATE_BYTES
-from tests.commands import RunFiles
+from tests.commands import RunFiles, wait_until
 
 TALKING = """
 import os, sys, time
@@ -78,3 +79,27 @@ def test_rank_when_it_says_one_thing_before_it_dies_then_that_is_in_its_log(prew
     )  # fmt: skip
     assert command.code == 1
     assert (tmp_path / "runs/run/logs/rank1.log").read_text().splitlines()[-1] == "last words"
+
+
+CHILD_HOLDS_PIPES = """
+import subprocess, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "30"])
+Path(f"child of {__import__('os').environ['RANK']}").write_text(str(child.pid))
+time.sleep(30)
+"""
+
+
+def test_launcher_when_it_is_killed_then_ranks_and_pump_are_gone_though_a_ranks_child_holds_their_pipes(
+    prewarmed, tmp_path
+):
+    (tmp_path / "script.py").write_text(CHILD_HOLDS_PIPES)
+    command = prewarmed.start(tmp_path, "run", "--nproc", 2, "script.py")
+    wait_until(lambda: len(list(tmp_path.glob("child of *"))) == 2, "both ranks")
+    children = {int(wait_until(file.read_text, "its pid")) for file in tmp_path.glob("child of *")}
+    try:
+        command.send(signal.SIGKILL)
+        # what a script starts is its own, as under a shell; everything that dure started is to end
+        wait_until(lambda: {process.pid for process in command.processes()} <= children, "ranks and pump to end", 5.0)
+    finally:
+        command.kill_all()

@@ -1,6 +1,8 @@
 """Who is to blame for a hang, from what each rank was at."""
 
+import bdb
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -76,10 +78,64 @@ def test_ranks_when_in_different_calls_then_both_lines_are_named():
     assert "rank 1 waits in all_reduce #7 of [4] float at /home/me/train.py:11" in text
 
 
-def test_ranks_when_shapes_differ_then_the_one_that_is_alone_is_blamed():
-    culprits, text = blamed(rank(0, call()), rank(1, call(sizes=((8,),))), rank(2, call()))
+def test_ranks_when_shapes_differ_then_the_one_that_is_alone_is_blamed_with_both_lines():
+    culprits, text = blamed(rank(0, call(line=10)), rank(1, call(sizes=((8,),), line=11)), rank(2, call(line=10)))
     assert culprits == (1,)
-    assert "of [8] float" in text
+    assert text.splitlines()[0] == (
+        "no step has finished for 12.0 s: ranks do not agree on what comes next: "
+        "rank 1 waits in all_reduce #7 of [8] float at /home/me/train.py:11 in train; "
+        "ranks 0, 2 wait in all_reduce #7 of [4] float at /home/me/train.py:10 in train"
+    )
+
+
+def test_ranks_when_types_differ_then_both_lines_are_named():
+    double = replace(call(line=11), dtypes=["Double"])
+    culprits, text = blamed(rank(0, call(line=10)), rank(1, double))
+    assert culprits == (0, 1)
+    first = text.splitlines()[0]
+    assert "rank 0 waits in all_reduce #7 of [4] float at /home/me/train.py:10 in train; " in first
+    assert "rank 1 waits in all_reduce #7 of [4] double at /home/me/train.py:11 in train" in first
+
+
+def test_ranks_when_one_is_a_call_behind_then_it_is_blamed():
+    culprits, text = blamed(rank(0, call()), rank(1, call(sequence=6, line=11)), rank(2, call()))
+    assert culprits == (1,)
+    assert "ranks wait for each other in different calls: rank 1 waits in all_reduce #6" in text.splitlines()[0]
+
+
+def test_ranks_when_they_make_the_same_call_from_different_lines_then_none_is_blamed():
+    culprits, text = blamed(rank(0, call(line=10)), rank(1, call(line=11)), rank(2, call(line=11)))
+    assert culprits == ()
+    assert "a link between them is cut or very slow" in text
+
+
+def test_rank_when_it_cannot_answer_then_its_step_and_collective_are_told_beside_those_of_the_others():
+    mute = rank(1, is_stopped=True, main=(), collectives=None, sequence=4)
+    culprits, text = blamed(rank(0, call(), sequence=6), mute)
+    assert culprits == (1,)
+    lines = [line for line in text.splitlines() if line.startswith("  rank ")]
+    assert lines[0].endswith("at /home/me/train.py:10 in train, in step 5, after collective #6")
+    assert lines[1].endswith("lets it go on, in step 5, after collective #4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"step": 0, "phase": "starting"}, "with no step done"),
+        ({"phase": "saving"}, "in step 5 (saving)"),
+        ({"phase": "evaluating", "sequence": 9}, "in step 5 (evaluating), after collective #9"),
+    ],
+)
+def test_rank_when_it_cannot_answer_then_its_phase_is_told(fields, words):
+    _, text = blamed(rank(0, call()), rank(1, is_stopped=True, main=(), collectives=None, **fields))
+    assert text.splitlines()[-1].endswith(f"lets it go on, {words}")
+
+
+def test_rank_when_it_waits_in_a_debugger_then_that_is_said():
+    prompt = Frame(file=bdb.__file__, line=1, function="dispatch_line")
+    culprits, text = blamed(rank(0, call()), rank(1, main=(prompt, user(33))))
+    assert culprits == (1,)
+    assert "rank 1 waits in a debugger at /home/me/train.py:33" in text.splitlines()[0]
 
 
 def test_ranks_when_all_wait_in_one_call_then_the_link_is_suspected():

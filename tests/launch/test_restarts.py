@@ -1,6 +1,8 @@
 """Which failures are answered with a restart, and how often."""
 
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +72,14 @@ def test_failure_when_the_same_at_the_same_step_then_it_is_not_tried_again():
     assert restarts.refusal == "the same failure came again at step 5 after a restart, so it was not tried once more"
 
 
+def test_memory_when_the_kernel_ends_another_rank_at_the_same_step_then_it_is_not_tried_again():
+    restarts = Restarts(RestartPolicy(most=9))
+    first, second = (replace(killed(rank), is_out_of_memory=True, memory_limit_bytes=2**30) for rank in (1, 0))
+    assert restarts.after([first], lambda rank: 5) is not None
+    assert restarts.after([second], lambda rank: 5) is None
+    assert "the same failure came again" in str(restarts.refusal)
+
+
 def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("dure.launch.restarts.time.monotonic", lambda: now[0])
@@ -117,3 +127,29 @@ def test_replicas_when_they_differ_then_all_go_back_to_where_they_agreed():
 
 def test_policy_of_none_then_nothing_is_tried_again():
     assert decide(killed(), most=0)[0] is None
+
+
+def hang(*culprits, step=7):
+    states = [SimpleNamespace(rank=rank, step=step) for rank in range(2)]
+    return SimpleNamespace(culprits=culprits, states=states)
+
+
+def test_hang_when_the_same_rank_hangs_again_at_the_same_step_then_it_is_not_tried_again():
+    restarts = Restarts(RestartPolicy(most=9))
+    assert restarts.after_hang(hang(1)).step == 7
+    assert restarts.after_hang(hang(1, step=8)) is not None
+    assert restarts.after_hang(hang(1, step=8)) is None
+    assert "the same failure came again at step 8" in restarts.refusal
+
+
+def test_hang_when_no_rank_is_to_blame_then_it_may_come_again():
+    restarts = Restarts(RestartPolicy(most=3))
+    assert [restarts.after_hang(hang()) is not None for _ in range(4)] == [True, True, True, False]
+    assert "3 restarts within" in restarts.refusal
+
+
+def test_failure_when_only_numbers_differ_then_it_is_the_same():
+    restarts = Restarts(RestartPolicy(most=9))
+    messages = "cannot map 0x7f01 at 12:30:01", "cannot map 0x8f02 at 12:30:09", "cannot open it"
+    found = [restarts.after([raised(1, message=message)], lambda rank: 5) for message in messages]
+    assert [restart is not None for restart in found] == [True, False, True]

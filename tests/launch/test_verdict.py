@@ -2,12 +2,13 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dure.launch.verdict import WorkerEnd, judge, left_early, stop_signal
+from dure.launch.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 
 
 def end(
@@ -61,6 +62,24 @@ CAUSES = {
 def test_verdict_when_ranks_fail_then_the_cause_comes_first(cause, tmp_path):
     ends, expected = CAUSES[cause]
     assert expected in judge(tmp_path, ends).text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("is_out_of_memory", "limit", "said"),
+    [
+        (True, 2**30, "by the kernel, because the 1.0 GiB of memory that its container or job may use"),
+        (True, None, "by the kernel, which had run out of the host's memory: use fewer ranks"),
+        (False, None, "by somebody: the kernel has ended nothing of this run"),
+        (None, None, "by somebody, or by the kernel when memory ran out"),
+    ],
+)
+def test_verdict_when_a_rank_is_killed_then_it_is_told_whose_memory_was_full_if_any(
+    is_out_of_memory, limit, said, tmp_path
+):
+    killed = replace(end(1, KILLED), is_out_of_memory=is_out_of_memory, memory_limit_bytes=limit)
+    first = judge(tmp_path, [end(0, 1, 1.0, **LOST), killed]).text.splitlines()[0]
+    assert said in first
+    assert said in in_brief(killed, 2)  # which a restart tells
 
 
 def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):

@@ -22,13 +22,14 @@ class Ranks:
         os.close(descriptor)
         self.step = 0
 
-    def steps(self, number, seconds=1.0, phase="training", ranks=(0, 1)):
+    def steps(self, number, seconds=1.0, phase="training", ranks=(0, 1), *, looks=True):
         for _ in range(number):
             self.now += seconds
             self.step += 1
             for rank in ranks:
                 self.writers[rank].beat(rank, self.step, phase)
-            self.watchdog.silent_seconds([0, 1])
+            if looks:
+                self.watchdog.silent_seconds([0, 1])
 
     def wait(self, seconds):
         """Look twice a second, as the supervisor does; return what was seen first, if anything."""
@@ -78,6 +79,35 @@ def test_silence_when_the_first_step_compiles_then_it_has_minutes(ranks):
     assert ranks.wait(1.0) is not None
 
 
+def test_silence_when_many_steps_came_before_the_first_look_then_they_count(ranks):
+    ranks.steps(8, seconds=0.01, looks=False)
+    assert ranks.wait(10.0) is None
+    assert ranks.wait(1.0) == pytest.approx(10.5)
+
+
+def test_silence_when_a_phase_begins_after_many_quick_steps_then_it_has_minutes_all_the_same(ranks):
+    ranks.steps(5, seconds=0.1)
+    ranks.steps(9, seconds=0.01, looks=False)
+    ranks.steps(1, phase="saving")
+    assert ranks.wait(60.0) is None
+
+
+def test_silence_when_phases_change_between_looks_then_each_is_known(ranks):
+    for _ in range(4):
+        ranks.steps(1, seconds=0.01, looks=False)
+        ranks.steps(1, seconds=0.01, phase="evaluating", looks=False)
+    assert ranks.wait(10.0) is None
+    assert ranks.wait(1.0) == pytest.approx(10.5)
+
+
+def test_silence_when_one_step_of_many_took_long_then_it_is_not_lost_among_them(ranks):
+    ranks.steps(1, looks=False)
+    ranks.steps(1, seconds=8.0, looks=False)
+    ranks.steps(99, seconds=0.01, looks=False)
+    assert ranks.wait(23.5) is None
+    assert ranks.wait(1.0) == pytest.approx(24.25, abs=0.3)
+
+
 def test_silence_when_a_phase_is_new_then_it_has_minutes(ranks):
     ranks.steps(5, seconds=0.1)
     ranks.steps(1, phase="saving")
@@ -100,6 +130,13 @@ def test_silence_when_the_supervisor_was_stopped_too_then_begins_anew(ranks):
     ranks.now += 3600.0
     assert ranks.watchdog.silent_seconds([0, 1]) is None
     assert ranks.wait(9.0) is None
+
+
+def test_threshold_when_ranks_are_in_different_phases_then_is_that_of_the_silent_one(ranks):
+    ranks.steps(5, seconds=0.1)
+    ranks.steps(1, seconds=0.1, phase="saving", ranks=(1,))
+    assert ranks.wait(11.0) == pytest.approx(10.5, abs=0.5)
+    assert ranks.watchdog.last_threshold == module.LEAST_SECONDS
 
 
 def test_hang_after_when_given_then_holds_in_every_phase(monkeypatch):

@@ -26,6 +26,10 @@ class Card:
     compute_mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
     mig: int = 0
     peers: int = pynvml.NVML_P2P_STATUS_OK
+    recovery: int = 0
+    is_lost: bool = False
+    has_handle: bool = True
+    """Of one that is lost: whether the library was open before, and still knows it by name."""
 
     @property
     def bus_id(self) -> str:
@@ -67,7 +71,10 @@ class Nvml:
         return len(self.cards)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
-        return self.cards[index]
+        card = self.cards[index]
+        if card.is_lost and not card.has_handle:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return card
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.86.15"
@@ -82,9 +89,17 @@ class Nvml:
         return card.name
 
     def nvmlDeviceGetPciInfo(self, card: Card) -> Any:
+        if card.is_lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         info = pynvml.nvmlPciInfo_t()
         info.busId = card.bus_id.encode()
         return info
+
+    def nvmlDeviceGetFieldValues(self, card: Card, fields: list[int]) -> Any:
+        assert fields == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        values = (pynvml.c_nvmlFieldValue_t * 1)()
+        values[0].value.uiVal = card.recovery
+        return values
 
     def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:
         return pynvml.c_nvmlMemory_t(TOTAL, int(TOTAL * card.free), int(TOTAL * (1 - card.free)))

@@ -3,9 +3,10 @@
 import pynvml
 import pytest
 
+from dure.gpu_health import visible_positions
 from dure.preflight.findings import Finding
 from dure.preflight.gpu_checks import gpu_checks
-from dure.preflight.gpus import GpuFacts, gpu_facts, visible_positions
+from dure.preflight.gpus import GpuFacts, gpu_facts
 from tests.preflight.facts import host, of_name
 from tests.preflight.nvml import Card, Nvml
 
@@ -79,6 +80,8 @@ def test_pair_when_the_switch_between_is_not_ready_then_it_fails_and_the_fabric_
         (Card(1, pcie=(5, 5, 8, 16)), "GPU links", "warning", "has 8 PCIe lanes, but it could have 16: reseat"),
         (Card(1, links=["switch"] * 17 + [None]), "GPU links", "warning", "has 1 NVLink(s) down, but 17 are up"),
         (Card(1, uncorrected=3), "GPU health", "failure", "had 3 memory error(s) that ECC could not mend"),
+        (Card(1, recovery=1), "GPU health", "failure", "GPU 0 must be reset, but nothing computes"),
+        (Card(1, recovery=4), "GPU health", "warning", "GPU 0 should be reset when nobody uses it"),
         (Card(1, events=0x40), "GPU health", "warning", "slowed down: HW thermal slowdown"),
         (Card(1, events=0x01), "GPU health", "ok", "nothing slows them down"),
         (Card(1, persistent=False), "GPU health", "warning", "persistence mode is off"),

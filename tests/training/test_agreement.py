@@ -4,7 +4,7 @@ import pytest
 
 from dure.comm.groups import Solo
 from dure.errors import RanksDisagree
-from dure.training.session import _check_ranks_agree
+from dure.training.session import check_ranks_agree
 
 AGREED = {
     "Python version": "3.11.7",
@@ -32,7 +32,7 @@ class Three(Solo):
 
 def refusal(field, value):
     with pytest.raises(RanksDisagree, match="rank 0 and rank 2 do not run the same: ") as caught:
-        _check_ranks_agree(Three(field, value), AGREED)
+        check_ranks_agree(Three(field, value), AGREED)
     return str(caught.value)
 
 
@@ -58,4 +58,4 @@ def test_ranks_when_models_differ_then_the_first_differing_parameter_is_named(pa
 
 
 def test_ranks_when_they_agree_then_nothing_is_said():
-    _check_ranks_agree(Three("seed", 21), AGREED)
+    check_ranks_agree(Three("seed", 21), AGREED)

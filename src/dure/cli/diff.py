@@ -1,5 +1,6 @@
 """`dure diff`: where two runs part."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from dure.difference import Difference, WeightsDifference
 
 MOST_WEIGHTS = 8
-"""Positions that are shown; `--json` has all."""
+"""Positions that are shown, those around the parting; `--json` has all."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -35,17 +36,16 @@ def diff(
     from dure.difference import compare
 
     found = compare(first, second, tolerance=tolerance)
-    parted = found.part_at(tolerance)
     if json:
-        print_json({**found.to_json(), "tolerance": tolerance, "part_at": parted})
+        print_json(found.to_json())
     else:
-        print("\n".join(_told(found, tolerance)))
-    if parted is not None:
+        print("\n".join(_told(found)))
+    if found.part_at is not None:
         hint = "" if tolerance else " (what differs by rounding alone is let pass by --tolerance 1e-6)"
-        raise RunsDiffer(f"the runs part: {parted}{hint}")
+        raise RunsDiffer(f"the runs part: {found.part_at}{hint}")
 
 
-def _told(found: "Difference", tolerance: float) -> Iterator[str]:
+def _told(found: "Difference") -> Iterator[str]:
     for number, (name, both) in enumerate(found.settings.items()):
         yield f"{'settings' if number == 0 else '':10}{name}: {both[0]} | {both[1]}"
     more = " | ".join(str(count) for count in found.steps_of_one)
@@ -53,19 +53,72 @@ def _told(found: "Difference", tolerance: float) -> Iterator[str]:
     kind = "the same in every step" if found.has_samples else "as many in every step (which ones: --record-samples)"
     other = f"not the same from step {found.samples_from} on"
     yield f"{'samples':10}{kind if found.samples_from is None else other}"
-    same = "the same, bit by bit" if tolerance == 0 else f"the same up to {tolerance:g}"
+    same = "the same, bit by bit" if found.tolerance == 0 else f"the same up to {found.tolerance:g}"
     if found.losses is None:
-        yield f"{'losses':10}{same}"
+        neither = f" (in {_counted(found.steps_without_loss, 'step')} neither has one)"
+        yield f"{'losses':10}{same}{neither if found.steps_without_loss else ''}"
     else:
         values = " | ".join(str(loss) for loss in found.losses.losses)
         yield f"{'losses':10}first differ at step {found.losses.step}: {values} (relative {found.losses.relative:.1e})"
-    if not found.weights:
-        yield f"{'weights':10}no checkpoint at a position that both have"
-    for number, one in enumerate(found.weights[:MOST_WEIGHTS]):
-        yield f"{'weights' if number == 0 else '':10}after {one.samples_seen:,} samples: {_weights_told(one)}"
+    for number, line in enumerate(_all_weights_told(found)):
+        yield f"{'' if number else 'weights':10}{line}"
+
+
+def _all_weights_told(found: "Difference") -> Iterator[str]:
+    whole = "whole " if found.damaged else ""
+    if found.weights:
+        yield f"compared at the {_counted(len(found.weights), 'position')} at which both have a {whole}checkpoint"
+    else:
+        yield f"not compared: no {whole}checkpoint at a position that both have"
+    yield from (f"{one.run}: {one.reason}" for one in found.damaged)
+    first = _first_shown(found)
+    shown = found.weights[first : first + MOST_WEIGHTS]
+    if first:
+        yield f"({first} before, the same too)"
+    yield from (f"after {one.samples_seen:,} samples: {_weights_told(one)}" for one in shown)
+    if behind := len(found.weights) - first - len(shown):
+        yield f"({behind} behind)"
+    if found.apart is not None:
+        yield _where_weights_part(found)
+
+
+def _first_shown(found: "Difference") -> int:
+    """Return the position from which on checkpoints are shown, so that the last that is the same is the first of them.
+
+    Where all fit, or none differ, they are shown from the first on.
+    """
+    if found.apart is None or len(found.weights) <= MOST_WEIGHTS:
+        return 0
+    return max(0, found.weights.index(found.apart) - 1)
+
+
+def _where_weights_part(found: "Difference") -> str:
+    assert found.apart is not None
+    apart = f"{found.apart.samples_seen:,} samples ({_step(found.apart)})"
+    if found.last_same is None:
+        return f"they part before {apart}, the first position that is compared"
+    return f"they part between {found.last_same.samples_seen:,} samples ({_step(found.last_same)}) and {apart}"
+
+
+def _step(one: "WeightsDifference") -> str:
+    first, second = one.steps
+    return f"step {first}" if first == second else f"steps {first} | {second}"
 
 
 def _weights_told(one: "WeightsDifference") -> str:
+    nan = f" ({_counted(one.num_nan, 'element')} {'is' if one.num_nan == 1 else 'are'} NaN in both)"
+    return _difference_told(one) + (nan if one.num_nan else "")
+
+
+def _difference_told(one: "WeightsDifference") -> str:
     if one.tensor is None:
         return "the same, bit by bit"
+    if one.largest == 0:
+        return f"{one.tensor} differs in bits, not in values (0.0 and -0.0, or NaN of other bits)"
+    if one.largest == math.inf:
+        return f"{one.tensor} differs most: of another shape, missing, or not finite in one of them"
     return f"{one.tensor} differs most, by up to {one.largest:.1e} ({one.relative:.1e} of its largest element)"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -68,7 +68,11 @@ def run(
     ] = "wait",
     hang_after: Annotated[
         float | None,
-        Parameter(help="seconds without an optimiser's step (default: 10, or 10 median steps)", show_default=False),
+        Parameter(
+            help="seconds without an optimiser's step (default: 10, or 10 median steps; 300 before 3 steps are known; "
+            "6 times that before a rank that may only be slow is ended)",
+            show_default=False,
+        ),
     ] = None,
     threads: Annotated[
         int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)

@@ -4,15 +4,18 @@ import errno
 import ipaddress
 import itertools
 import json
+import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from dure.errors import EnvironmentLacks, PeerLost
+from dure.machine import interface_of
 from dure.place import StoreAddress
 from dure.rank import MeetingPoint, RankInfo
 from dure.telling import tell
@@ -23,6 +26,11 @@ _SAY_AFTER_SECONDS = 10.0
 """A rank that waits longer for the others says for whom."""
 _PORT_PATIENCE_SECONDS = 5.0
 """What the ranks of an earlier start get to give the port back."""
+
+_STORE_SECONDS = 1800.0
+"""How long a script waits for a key, as torch's own store does."""
+_LEAVE_SECONDS = 30.0
+"""How long rank 0 keeps a store up for others that are not done: one that was killed never says so."""
 
 _served: dict[tuple[str, int], dist.Store] = {}
 """Stores that this process serves. They live as long as it does: other ranks may be still on their way out of one run,
@@ -49,15 +57,21 @@ class Meeting:
         """
         self.rank = rank
         self.timeout_seconds = timeout_seconds
-        prefix = f"dure/{point.attempt}/{next(_numbers)}"
-        host = point.host
+        self._point = point
+        number, host = next(_numbers), point.host
         if rank.rank == 0 and not point.is_served:
-            host = _serve(rank, point, timeout_seconds)
-        self.address = StoreAddress(host=host, port=point.port, prefix=prefix)
-        """Of the store, for the group."""
+            host, _ = _serve(_own_address(rank, point), point, timeout_seconds)
         _wait_until_reachable(rank, host, point.port, timeout_seconds)
         store = store_at(host, point.port, timedelta(seconds=timeout_seconds))
-        self._store = dist.PrefixStore(f"{prefix}/said", store)
+        self.interface = None if rank.is_one_host else _interface_towards(host, point.port)
+        """The network interface that leads to the other hosts, if it can be told."""
+        self._of_all_starts = dist.PrefixStore(f"dure/all/{number}", store)
+        """Keys that the ranks' next start will find too, if the launcher serves the store."""
+        self._knocks_answered = 0
+        self._start = self._name_of_start() if point.is_served else point.job
+        self.address = StoreAddress(host=host, port=point.port, prefix=f"dure/{self._start}/{number}")
+        """Of the store, for the group."""
+        self._store = dist.PrefixStore(f"{self.address.prefix}/said", store)
 
     def tell_all(self, key: str, say: Callable[[], Any] | None) -> Any:
         """Let rank 0 say something to all ranks, as JSON; rank 0 returns when all have heard it.
@@ -73,19 +87,82 @@ class Meeting:
         if say is not None:
             message = json.dumps(say())
             self._store.set(key, message)
-            self._wait_for(f"{heard} by all" if self.rank.world_size > 1 else key, "the other ranks")
+            self._wait_for(self._store, f"{heard} by all" if self.rank.world_size > 1 else key, "the other ranks")
             return json.loads(message)
-        self._wait_for(key, "rank 0")
+        self._wait_for(self._store, key, "rank 0")
         message = self._store.get(key).decode()
         if self._store.add(heard, 1) == self.rank.world_size - 1:
             self._store.set(f"{heard} by all", "")
         return json.loads(message)
 
-    def _wait_for(self, key: str, whom: str) -> None:
-        """Wait for a key in small sleeps: inside of the store's own wait Python hears no signal."""
-        patience = _Patience(self.rank, whom, self.timeout_seconds)
+    def remember(self, key: str, value: str) -> None:
+        """Leave word for the ranks of a later start."""
+        self._of_all_starts.set(f"word/{key}", value)
+
+    def recall(self, key: str) -> str | None:
+        """Return what an earlier start has left, or None."""
+        store, key = self._of_all_starts, f"word/{key}"
+        return store.get(key).decode() if store.check([key]) else None
+
+    def store_of_this_start(self) -> StoreAddress:
+        """Return a store that no earlier start has written to; all ranks ask for it.
+
+        A script's own group writes its keys as they are: in a store that the launcher serves, it would take the
+        addresses of dead ranks for those of the living.
+        """
+        if not self._point.is_served:
+            return self.address
+
+        def serve() -> dict[str, Any]:
+            host, port = _serve(_address_here(self.rank, self._point), replace(self._point, port=0), _STORE_SECONDS)
+            return {"host": host, "port": port}
+
+        told = self.tell_all("store", serve if self.rank.rank == 0 else None)
+        return StoreAddress(host=told["host"], port=told["port"], prefix="")
+
+    def leave(self) -> None:
+        """Say that this rank needs no store any more; rank 0, which may serve one, waits until all have said it."""
         try:
-            while not self._store.check([key]):
+            if self._store.add("left", 1) == self.rank.world_size:
+                self._store.set("all left", "")
+            if self.rank.rank == 0:
+                self._wait_for(self._store, "all left", "the other ranks to end", _LEAVE_SECONDS)
+        except (PeerLost, dist.DistError):
+            return  # they are dead: whoever started them sees it
+
+    def _name_of_start(self) -> str:
+        """Return a name that all ranks of this start have, and those of an earlier one have not.
+
+        A store that the launcher serves outlives the ranks, and what the dead have left in it must not be taken for
+        words of the living. The launcher has no number for it: each of torchrun's agents counts its restarts for
+        itself. So rank 0 makes up a name, every other rank knocks with a word that it made up, and is told the name
+        under that word, which only a living rank 0 can have read.
+        """
+        made_up = secrets.token_hex(8)
+        if self.rank.rank == 0:
+            return made_up
+        self._of_all_starts.set(f"knock/{self.rank.rank}", made_up)
+        self._of_all_starts.add("knocks", 1)
+        self._wait_for(self._of_all_starts, made_up, "rank 0")
+        return self._of_all_starts.get(made_up).decode()
+
+    def _answer_knocks(self) -> None:
+        store = self._of_all_starts
+        num_knocks = store.add("knocks", 0)
+        if num_knocks == self._knocks_answered:
+            return
+        self._knocks_answered = num_knocks
+        for rank in range(1, self.rank.world_size):
+            if store.check([f"knock/{rank}"]):
+                store.set(store.get(f"knock/{rank}").decode(), self._start)
+
+    def _wait_for(self, store: dist.Store, key: str, whom: str, seconds: float | None = None) -> None:
+        """Wait for a key in small sleeps: inside of the store's own wait Python hears no signal."""
+        patience = _Patience(self.rank, whom, self.timeout_seconds if seconds is None else seconds)
+        try:
+            while not store.check([key]):
+                if self._point.is_served and self.rank.rank == 0:
+                    self._answer_knocks()
                 patience.sleep()
         except dist.DistError as error:
             raise PeerLost(f"the store of the ranks went away while rank {self.rank.rank} waited: {error}") from None
@@ -123,13 +200,14 @@ def _wait_until_reachable(rank: RankInfo, host: str, port: int, seconds: float) 
             patience.sleep(error.strerror or str(error))
 
 
-def _serve(rank: RankInfo, point: MeetingPoint, timeout_seconds: float) -> str:
-    """Serve a store on one address of this host, and on no other; return the address."""
-    address = _own_address(rank, point)
-    if (address, point.port) not in _served:
-        listener = _listen(address, point)
-        _served[address, point.port] = store_on_socket(listener, timedelta(seconds=timeout_seconds))
-    return address
+def _serve(address: str, point: MeetingPoint, timeout_seconds: float) -> tuple[str, int]:
+    """Serve a store on one address of this host, and on no other; return address and port."""
+    if (address, point.port) in _served:
+        return address, point.port
+    listener = _listen(address, point)
+    port = int(listener.getsockname()[1])
+    _served[address, port] = store_on_socket(listener, timedelta(seconds=timeout_seconds))
+    return address, port
 
 
 def _own_address(rank: RankInfo, point: MeetingPoint) -> str:
@@ -155,6 +233,13 @@ def _own_address(rank: RankInfo, point: MeetingPoint) -> str:
     return outside[0]
 
 
+def _address_here(rank: RankInfo, point: MeetingPoint) -> str:
+    """Return an address of this host where the other ranks can reach it; the meeting point may be on another one."""
+    if rank.is_one_host:
+        return "127.0.0.1"
+    return next(iter(_addresses_towards(point.host, point.port)), None) or _own_address(rank, point)
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
@@ -168,6 +253,10 @@ def _addresses_towards(host: str, port: int) -> list[str]:
     except OSError:
         return []
     return [] if _is_loopback(address) else [address]
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    return next((interface_of(address) for address in _addresses_towards(host, port)), None)
 
 
 def _listen(address: str, point: MeetingPoint) -> socket.socket:

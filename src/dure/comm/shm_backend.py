@@ -105,6 +105,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._thread: threading.Thread | None = None
         self._last: SharedMemoryWork | None = None
         self._order = threading.Lock()
+        self._num_started = -super()._get_sequence_number_for_group()
+        """Calls through the memory, less what gloo counted of the meeting here."""
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
         said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size())]
@@ -217,6 +219,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Return the name that the group was asked for by; torch asks under this one."""
         return NAME
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many calls were made, through the memory and through gloo; what counts steps asks it of a group."""
+        return self._num_started + int(super()._get_sequence_number_for_group())
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Let calls from now on wait so long for a rank."""
         self._timeout_seconds = timeout.total_seconds()
@@ -274,6 +280,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         work = SharedMemoryWork(run_in_memory, outputs)
         with self._order:
+            self._num_started += 1
             # what a future's callback calls runs in the thread that would have to run it, and may be waited for there
             is_in_callback = threading.current_thread() is self._thread
             if is_in_callback or (not opts.asyncOp and (self._last is None or self._last.is_completed())):

@@ -1,20 +1,29 @@
 """Reads a run's folder, and says what happened to it."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError
 from dure.launch.hang import verdict_from_json
-from dure.launch.verdict import read_failure
+from dure.launch.verdict import WorkerEnd, judge, read_failure
+from dure.record_lines import last_record
 from dure.rundir import SUMMARY, RunDir
 from dure.runs import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
 _QUIET_SECONDS = 60.0
 _MOST_CAUSES = 3
+_MOST_RANKS = 8
+_MOST_TEXT = 200
+_TAIL_BYTES = 2**14
+_HUNG = "the ranks were ended because they hung"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,51 +64,151 @@ def diagnose(run: RunDir) -> Diagnosis:
     """
     seen = overview(run)
     events = list(run.events())
-    found = [*_end(run, seen), *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
+    end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
+    found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
     found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 
 
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Say how it ended, if not well."""
-    again = None if run.is_script else f"dure train --resume {run.path}"
+    """Say how it ended, if not well, in the words of the launcher."""
     if seen.status == "unreadable":
         yield Finding(severity="error", what="its records are damaged or of another version of dure")
-    if seen.status == "died":
-        yield Finding(
-            severity="error",
-            what="it ended without a word: its supervisor was killed, or the machine went down" + _last_step(seen),
-            remedy=again and f"`{again}` goes on from the last good checkpoint",
-        )
     if seen.status in ("failed", "interrupted"):
-        summary = run.read_json(SUMMARY)
-        evidence = [
-            f"logs/failure-rank{rank}.json" for rank in range(seen.world_size or 0) if read_failure(run.path, rank)
-        ]
+        is_failed = seen.status == "failed"
+        again = _again(run)
+        message = str(run.read_json(SUMMARY).get("message") or seen.status)
+        evidence = [*_failure_files(run)]
+        if (hang := _fatal_hang(run, seen)) is not None:
+            message = f"{hang['text']}\n{message}"
+            evidence.append(_name(run, run.hangs()[-1]))
         yield Finding(
-            severity="error" if seen.status == "failed" else "warning",
-            what=str(summary.get("message") or seen.status),
+            severity="error" if is_failed else "warning",
+            what=message,
             evidence=tuple(evidence),
-            remedy=again and (f"mend the cause, then `{again}`" if seen.status == "failed" else f"`{again}`"),
+            remedy=again and (f"mend the cause, then `{again}`" if is_failed else f"`{again}`"),
         )
+
+
+def _again(run: RunDir) -> str | None:
+    return None if run.is_script else f"dure train --resume {run.path}"
+
+
+def _name(run: RunDir, path: Path) -> str:
+    return str(path.relative_to(run.path))
+
+
+def _failure_files(run: RunDir) -> list[str]:
+    return [_name(run, path) for path in _by_rank(run, "failure-rank*.json")]
+
+
+def _by_rank(run: RunDir, names: str) -> list[Path]:
+    """Return files of `logs/` whose names end with a rank, by rank."""
+    found = (path for path in run.path.glob(f"logs/{names}") if path.stem.rpartition("rank")[2].isdecimal())
+    return sorted(found, key=lambda path: int(path.stem.rpartition("rank")[2]))
+
+
+def _death(run: RunDir, seen: RunOverview, events: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Say what can still be known of a run that nobody was left to judge."""
+    began: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "attempt"), {})
+    since = float(began.get("time", 0.0))
+    where = f" (process {began['pid']} on {began['host']})" if {"pid", "host"} <= began.keys() else ""
+    again = _again(run)
+    logs = [path for path in _by_rank(run, "rank*.log") if (st := path.stat()).st_size and st.st_mtime >= since]
+    lines = [f"it ended without a word: its supervisor was killed, or the machine went down{where}{_last_step(seen)}"]
+    lines += _last_records(run)
+    if run.is_script:
+        lines.append(
+            f"  whether a rank had failed before, and why, only its supervisor knew; {_what_is_left(seen, logs)}"
+        )
+    lines += _last_words(logs)
+    yield Finding(
+        severity="error",
+        what="\n".join(lines),
+        evidence=tuple(_name(run, path) for path in logs[:_MOST_RANKS]),
+        remedy=again and f"`{again}` goes on from the last good checkpoint",
+    )
+    verdict = _verdict_of_ranks(run, since)
+    if verdict is not None:
+        yield Finding(severity="error", what=f"before that, {verdict}", evidence=tuple(_failure_files(run)))
+
+
+def _what_is_left(seen: RunOverview, logs: list[Path]) -> str:
+    if logs:
+        return "what the ranks said is left"
+    return "one rank alone speaks to the terminal and has no log" if seen.world_size == 1 else "the ranks said nothing"
+
+
+def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
+    """Judge from what ranks wrote down when they failed; None where none did, or they only lost each other."""
+    ends = []
+    for path in _by_rank(run, "failure-rank*.json"):
+        failure = read_failure(run.path, int(path.stem.rpartition("rank")[2]))
+        with suppress(KeyError, TypeError):
+            if failure is not None and failure["time"] >= since:
+                rank, code, when = failure["rank"], failure["exit_code"], failure["time"]
+                ends.append(WorkerEnd(rank=rank, exit_code=code, time=when, was_stopped=False, failure=failure))
+    with suppress(KeyError, TypeError):
+        if any(not end.failure["is_consequence"] for end in ends if end.failure is not None):
+            verdict = judge(run.path, ends, is_script=run.is_script)
+            return None if verdict is None else verdict.text
+    return None
+
+
+def _last_records(run: RunDir) -> Iterator[str]:
+    """Say how far the ranks' records go, and when the last one was written."""
+    last = [record for path in run.path.glob("rank*.jsonl") if (record := last_record(path))]
+    if not last:
+        return
+    steps = sorted({record["step"] for record in last})
+    said = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, by rank"
+    when = time.strftime("%H:%M:%S", time.localtime(max(record["time"] for record in last)))
+    yield f"  the last step on record is {said}, written at {when}"
+
+
+def _last_words(logs: list[Path]) -> Iterator[str]:
+    """Give the last line that each rank's log has."""
+    for path in logs[:_MOST_RANKS]:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        if lines:
+            yield f"  {path.stem.replace('rank', 'rank ')} said last: {_COLOUR.sub('', lines[-1]).strip()[:_MOST_TEXT]}"
+    if len(logs) > _MOST_RANKS:
+        yield f"  … and {len(logs) - _MOST_RANKS} more ranks in logs/"
+
+
+def _fatal_hang(run: RunDir, seen: RunOverview) -> dict[str, Any] | None:
+    """Return the record of the hang for which the launcher ended the ranks; its message does not tell why they hung."""
+    hung = seen.status == "failed" and str(run.read_json(SUMMARY).get("message")).startswith(_HUNG)
+    return _read_hang(run, run.hangs()[-1]) if hung and run.hangs() else None
 
 
 def _hangs(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Tell each hang as it was told, from what was found out then."""
-    for path in run.hangs():
-        name = str(path.relative_to(run.path))
-        try:
-            record = run.read_json(name)
-            verdict = verdict_from_json(record)
-        except (DureError, KeyError, TypeError, ValueError):
+    """Tell each hang as it was told, from what was found out then; the one that ended the run is told already."""
+    paths = run.hangs()
+    for path in paths if _fatal_hang(run, seen) is None else paths[:-1]:
+        record, name = _read_hang(run, path), _name(run, path)
+        if record is None:
             yield Finding(severity="warning", what="the record of a hang is damaged", evidence=(name,))
             continue
         when = time.strftime("%H:%M:%S", time.localtime(record["time"]))
         yield Finding(
             severity="error" if seen.status in ("died", "failed") else "warning",
-            what=f"at {when}: {verdict.text}",
+            what=f"at {when}: {record['text']}",
             evidence=(name,),
         )
+
+
+def _read_hang(run: RunDir, path: Path) -> dict[str, Any] | None:
+    """Return the record of a hang; None: it is damaged."""
+    try:
+        record: dict[str, Any] = run.read_json(_name(run, path))
+        verdict_from_json(record)
+        float(record["time"])
+    except (DureError, KeyError, TypeError, ValueError):
+        return None
+    return record
 
 
 def _restarts(run: RunDir, events: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
@@ -48,7 +48,7 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         die_with_parent(parent_pid)
         redirect_output(output)
         os.environ.update(place.rank.to_environment())
-        _name_interface(place.interface)
+        os.environ.update(interface_variables(place.interface))
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()
@@ -59,15 +59,16 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
 
         traceback.print_exc()
     finally:
-        _leave(code)
+        leave(code)
 
 
-def _name_interface(interface: str | None) -> None:
-    """Tell gloo and NCCL the way to the other hosts; where the user said one, that stays."""
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # `=`: exactly this one, not all whose names begin so
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """Return what tells gloo and NCCL the way to the other hosts; where the user said one, that stays."""
+    if interface is None:
+        return {}
+    # `=`: exactly this one, not all whose names begin so
+    named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in named.items() if name not in os.environ}
 
 
 def _accept_signals() -> None:
@@ -78,7 +79,8 @@ def _accept_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
+    """End this process now, with what it has printed."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -66,6 +66,8 @@ class RankState:
     phase: str
     silent_seconds: float
     """Since it last told of itself; 0 if it never did."""
+    sequence: int = -1
+    """Collectives that the group of all ranks had been asked for when it last told of itself; -1: not known."""
     exit_code: int | None = None
     """Of a rank that has ended."""
     is_stopped: bool = False
@@ -128,6 +130,7 @@ def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankSta
             step=beat.step,
             phase=beat.phase,
             silent_seconds=began - beat.time if beat.time else 0.0,
+            sequence=beat.sequence,
             exit_code=None if worker.end is None else worker.end.exit_code,
         )
         if worker in alive:

@@ -19,7 +19,9 @@ _BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_backend.py"
 _WAITING_FOLDERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{OWN_ROOT}comm{os.sep}")
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+_DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
 _MOST_TEXT = 100
+_USUAL_PHASES = ("starting", "training")
 _COMPUTES, _LOADS = "computes", "waits for data from its loader"
 
 
@@ -89,10 +91,11 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
     places = [_where(state) for state in states]
     culprits, reason = _blame(places)
     lines = [f"no step has finished for {silent_seconds:.1f} s: {reason}"]
+    is_one_mute = any(_is_mute(state) for state in states)
     for group in _alike(places):
         first = group[0]
-        in_step = f", in step {first.state.step}" if first.state.step > 0 and first.state.exit_code is None else ""
-        lines.append(f"  {_ranks(group)} {_said(group)}{_at(first.line)}{in_step}")
+        progress = _progress([place.state for place in group], with_sequence=is_one_mute)
+        lines.append(f"  {_ranks(group)} {_said(group)}{_at(first.line)}{progress}")
         text = _source(first.line)
         if text:
             lines.append(f"    {text}")
@@ -142,6 +145,8 @@ def _doing(state: RankState) -> str:
         return _LOADS
     if inner is not None and inner.function == "_recv_bytes":
         return "waits for another process of its own"
+    if not busy and any(frame.file in _DEBUGGER_FILES for frame in state.main):
+        return "waits in a debugger"
     if busy:
         return _COMPUTES
     if state.collectives is None:
@@ -188,15 +193,19 @@ def _blame(places: Sequence[Where]) -> tuple[list[int], str]:
 
 def _disagreement(waiting: Sequence[Where]) -> tuple[list[int], str]:
     """Say of ranks that all wait whether they wait for the same."""
-    recorded = [place for place in waiting if place.waits_in is not None]
-    kinds = Counter((place.waits_in.group, place.waits_in.signature) for place in recorded if place.waits_in)
-    if len(recorded) < len(waiting) or len(kinds) == 1:
-        numbers = {place.waits_in.sequence for place in recorded if place.waits_in}
-        lines = {place.line for place in waiting}
-        if len(lines) > 1 or len(numbers) > 1:
-            return _minority(waiting), "ranks wait for each other in different calls"
+    calls = [place.waits_in for place in waiting if place.waits_in is not None]
+    are_recorded = len(calls) == len(waiting)
+    kinds = {(call.group, call.signature) for call in calls}
+    numbers = {call.sequence for call in calls}
+    # of one number and kind it is the same call, from whatever line; what is not recorded is known by its line alone
+    is_same = len(kinds) <= 1 and len(numbers) <= 1 and (are_recorded or len({place.line for place in waiting}) == 1)
+    if is_same:
         return [], f"all ranks wait in the same call{_at(waiting[0].line)}: a link between them is cut or very slow"
-    return _minority(waiting), "ranks do not agree on what comes next"
+    few, *more = sorted(_alike(waiting), key=len)
+    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in (few, *more[-1:]))
+    disagree = are_recorded and len(kinds) > 1
+    why = "ranks do not agree on what comes next" if disagree else "ranks wait for each other in different calls"
+    return _minority(waiting), f"{why}: {said}"
 
 
 def _minority(places: Sequence[Where]) -> list[int]:
@@ -223,6 +232,24 @@ def _alike(places: Sequence[Where]) -> list[list[Where]]:
     for place in places:
         groups.setdefault((place.what, place.line, place.state.step), []).append(place)
     return list(groups.values())
+
+
+def _is_mute(state: RankState) -> bool:
+    """Whether a rank is there and could not answer; its last heartbeat is all that it has told."""
+    return state.collectives is None and state.exit_code is None
+
+
+def _progress(states: Sequence[RankState], *, with_sequence: bool) -> str:
+    """Say how far ranks in one place had come at their last heartbeats: of one that cannot answer it is all we know."""
+    state = states[0]
+    if state.exit_code is not None:
+        return ""
+    step = f", in step {state.step}" if state.step > 0 else ", with no step done" if _is_mute(state) else ""
+    phase = f" ({state.phase})" if state.step > 0 and state.phase not in _USUAL_PHASES else ""
+    numbers = {state.sequence for state in states}
+    has_number = with_sequence and len(numbers) == 1 and state.sequence >= 0
+    number = f", after collective #{state.sequence}" if has_number else ""
+    return f"{step}{phase}{number}"
 
 
 def _ranks(places: Sequence[Where]) -> str:

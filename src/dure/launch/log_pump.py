@@ -27,6 +27,8 @@ _PIPE_BYTES = 2**20
 """That a rank may say before anybody reads it, where the system allows so much."""
 _PATIENCE_SECONDS = 2.0
 """How long an unfinished line waits for its end: a progress bar has none."""
+_ORPHAN_SECONDS = 2.0
+"""What the ranks of a supervisor that was killed get to say their last words in."""
 _END_SECONDS = 5.0
 """How long the ranks' own children may go on holding the pipes after the ranks are gone."""
 
@@ -177,6 +179,7 @@ class LogPump:
             "reading": reading,
             "prefixes": [f"[rank {first_rank + i}] " if with_prefix else "" for i in range(len(log_paths))],
             "is_shown": is_shown,
+            "parent": os.getpid(),
         }
         self._process: subprocess.Popen[bytes] | None = None
         for path in log_paths:
@@ -274,7 +277,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def main() -> None:
-    """Pump until all pipes are closed."""
+    """Pump until all pipes are closed, or the supervisor is gone: what its ranks have started may hold them open."""
     told = json.loads(sys.argv[1])
     # a signal to all processes of the terminal is for the ranks: what they say at their end has to be shown
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -294,7 +297,10 @@ def main() -> None:
     poll = select.poll()
     for descriptor in streams:
         poll.register(descriptor, select.POLLIN)
-    while streams and not is_ending:
+    last_seen = time.monotonic()
+    while streams and not is_ending and time.monotonic() - last_seen < _ORPHAN_SECONDS:
+        if os.getppid() == told["parent"]:
+            last_seen = time.monotonic()
         for descriptor, _ in poll.poll(_PATIENCE_SECONDS * 500):
             data = os.read(descriptor, _READ_BYTES)
             if data:

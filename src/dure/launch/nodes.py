@@ -290,6 +290,10 @@ class Nodes(Roster, Links):
         self._told_signals = len(received)  # whoever got it has told all
         return fresh
 
+    def tell_signal(self, number: int) -> None:
+        """Tell the others of a stop signal that a rank of this node got, and this launcher did not: the first wish."""
+        self.send_to_all({"kind": "signal", "number": number, "ordinal": 1})
+
     def tell_ending(self, why: str) -> None:
         """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
         if not self.news.has_told_ending:

@@ -1,5 +1,6 @@
 """Whether a run whose rank failed is worth another start from where it was."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ class Restart:
     """Samples seen up to where the run can be trusted, if it is to go on from there."""
 
 
+_CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""What differs between two messages of one failure: addresses, times, ports, process numbers."""
+
+
 class Restarts:
     """The budget of one run. A failure that comes back at the same step is nobody's bad luck, and ends it."""
 
@@ -66,15 +71,18 @@ class Restarts:
             return None
         if first.failure is not None and (size := first.failure.get("microbatch_size")):
             return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
+        if first.failure is not None and first.failure.get("is_gpu_lost"):
+            self.refusal = "a GPU that is gone does not come back by itself, so the ranks were not started again"
+            return None
         if not (self.policy.after_any or _may_help(first, step_of)):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
         go_back_to = None if first.failure is None else first.failure.get("go_back_to")
         # what all ranks found out together, any of them may be the first to say
-        this = (None if go_back_to is not None else first.rank, step, cause)
-        same, self._last = self._last == this, this
-        if same:
-            self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
+        rank, what = (None if go_back_to is not None else first.rank), cause
+        if first.is_out_of_memory:
+            rank, what = None, "out of memory"  # which of the ranks the kernel ends is a matter of chance
+        if self._has_come_again(rank, step, what):
             return None
         return self._granted(first.rank, step, cause, go_back_to)
 
@@ -83,10 +91,13 @@ class Restarts:
         if restart.microbatch_sizes is None:
             self.count = restart.number
             self._times.append(time.monotonic())
-            self._last = (None if restart.go_back_to is not None else restart.rank, restart.step, restart.cause)
+            self._has_come_again(None if restart.go_back_to is not None else restart.rank, restart.step, restart.cause)
 
     def after_hang(self, hang: HangVerdict) -> Restart | None:
-        """Decide about ranks that were ended because they hung. It may be the network's, and come again: that counts.
+        """Decide about ranks that were ended because they hung.
+
+        A rank that is to blame again at the same step ends the run. A hang of which no rank is to blame is the
+        network's, which may fail twice at the same place.
 
         Args:
             hang: Who was where.
@@ -96,7 +107,18 @@ class Restarts:
             return None
         rank = next(iter(hang.culprits), 0)
         step = next(state.step for state in hang.states if state.rank == rank)
-        return self._granted(rank, step, "the ranks were ended because they hung")
+        cause = "the ranks were ended because they hung"
+        if hang.culprits and self._has_come_again(rank, step, cause):
+            return None
+        return self._granted(rank, step, cause)
+
+    def _has_come_again(self, rank: int | None, step: int, cause: str) -> bool:
+        """Whether it is the failure before once more, which then is the reason not to try again."""
+        this = rank, step, _CHANCE.sub("#", cause)
+        is_same, self._last = self._last == this, this
+        if is_same:
+            self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
+        return is_same
 
     def _granted(self, rank: int, step: int, cause: str, go_back_to: int | None = None) -> Restart | None:
         now = time.monotonic()

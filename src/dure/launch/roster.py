@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dure.launch.member import Member
+from dure.machine import interface_of
 
 
 class Roster:
@@ -59,14 +60,7 @@ class Roster:
     @property
     def interface(self) -> str | None:
         """Return the network interface that has this node's address, as gloo and NCCL want it named."""
-        import psutil
-
-        if len(self.members) == 1:
-            return None
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(one.address.partition("%")[0] == self.own_address for one in addresses):
-                return str(name)
-        return None
+        return None if len(self.members) == 1 else interface_of(self.own_address)
 
     def member(self, node_rank: int) -> Member:
         """Return a node that is there."""

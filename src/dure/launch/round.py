@@ -17,7 +17,7 @@ from dure.launch.joint_look import JointLook
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import pass_on_signal, signals_held_back
 from dure.launch.store_server import StoreServer
-from dure.launch.verdict import STOP_ENDS, WorkerEnd
+from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.watchdog import Watchdog
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
 
@@ -91,12 +91,17 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     look = joint_look(launch, workers, memory, watchdog)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
+    have_been_asked = False
     while True:
         alive = _still_alive(workers)
         if not alive:
             return None
-        ending = ending_of([worker.end for worker in workers if worker.end is not None])
-        grace = _grace(ending, launch, [worker.end for worker in workers if worker.end is not None])
+        ends = [worker.end for worker in workers if worker.end is not None]
+        ending = ending_of(ends)
+        grace = _grace(ending, launch, ends)
+        if ending == "stopped" and not received and not have_been_asked:
+            have_been_asked = True
+            _ask_the_others_too(launch, alive, ends)
         others: list[int] = [] if launch.quiet_logs is None else launch.quiet_logs.waiting_for
         if launch.nodes is not None:
             _fall_silent(launch.nodes, alive)
@@ -114,6 +119,15 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
                 return hang
+
+
+def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
+    """Pass on a signal that only a rank got: the others could use up their whole grace without having heard of it."""
+    number = stop_signal(ends)
+    assert number is not None
+    pass_on_signal(number, alive, is_first=True)
+    if launch.nodes is not None:
+        launch.nodes.tell_signal(number)
 
 
 def joint_look(

@@ -3,20 +3,24 @@
 import ast
 import atexit
 import importlib
-import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dure.frames import OWN_ROOT
 from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
 from dure.place import Place
+from dure.stopping import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from dure.device_errors import AskDriver
 
 _kept: list[object] = []
 """What the script leaves behind: a process group that goes while the interpreter is alive joins its threads with
@@ -49,6 +53,10 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     try:
         code = _run(job, place)
     except BaseException as error:
+        try:
+            _be_deaf()
+        except BaseException:  # of a handler of the script's, for a signal that was due just now
+            _be_deaf()
         _kept.append(error)
         code = _fail_once(error, place, step[0])
     _note_end(place, step[0])
@@ -80,6 +88,12 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
     }
 
 
+def _be_deaf() -> None:
+    """Heed no stop signal any more: this rank ends anyway, and what a handler raises would take its word why."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _set_threads(threads: int) -> None:
     """Do what OMP_NUM_THREADS would have done had it been set before torch was imported."""
     import torch
@@ -91,15 +105,18 @@ def _tell_of_steps(place: Place) -> list[int]:
     """Let every optimiser's step be a heartbeat; return the count, which goes on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    from dure.torchcompat import SequenceNumber
+
     count = [0]
     if place.heartbeat_fd is None:
         return count
     heartbeats, rank = Heartbeats(place.heartbeat_fd, place.rank.world_size), place.rank.rank
+    sequence = SequenceNumber()
     heartbeats.beat(rank, 0, "starting")
 
     def beat(*_: Any) -> None:
         count[0] += 1
-        heartbeats.beat(rank, count[0])
+        heartbeats.beat(rank, count[0], sequence=sequence.now())
 
     register_optimizer_step_post_hook(beat)
     return count
@@ -107,7 +124,10 @@ def _tell_of_steps(place: Place) -> list[int]:
 
 def _note_end(place: Place, step: int) -> None:
     if place.heartbeat_fd is not None:
-        Heartbeats(place.heartbeat_fd, place.rank.world_size).beat(place.rank.rank, step, "leaving")
+        from dure.torchcompat import SequenceNumber
+
+        heartbeats = Heartbeats(place.heartbeat_fd, place.rank.world_size)
+        heartbeats.beat(place.rank.rank, step, "leaving", SequenceNumber().now())
 
 
 def _run(job: Mapping[str, Any], place: Place) -> int:
@@ -163,15 +183,18 @@ def _fail_once(error: BaseException, place: Place, step: int) -> int:
 
 def _fail(error: BaseException, place: Place, step: int) -> int:
     """Show the traceback as Python would, and leave word for the verdict over all ranks."""
-    from dure.failure import describe_failure
+    from dure.failure import describe_failure, leave_word
 
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not _is_ours(frame.filename))
     said = "".join(shown.format())
     print(said, end="", file=sys.stderr, flush=True)
-    failure = {**describe_failure(error, place.rank.rank, step), "user_traceback": None, "collective": _collective()}
-    if place.report_fd is not None:
-        os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
+    more = {"user_traceback": None, "collective": _collective()}
+
+    def describe(ask_driver: "AskDriver | None") -> dict[str, Any]:
+        return {**describe_failure(error, place.rank.rank, step, ask_driver=ask_driver), **more}
+
+    leave_word(describe, place.report_fd)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dure.frames import Frame, users_frame
 from dure.stopping import STOP_SIGNALS, stop_exit_code
+from dure.units import format_bytes
 
 _SAID_BY_SIGNAL = {
     signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
@@ -17,10 +18,9 @@ _SAID_BY_SIGNAL = {
     signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
 }
 
-_KILLED = {
-    True: "killed (SIGKILL) by the kernel, which had run out of the host's memory: use fewer ranks or --num-workers",
-    False: "killed (SIGKILL) by somebody: the kernel has ended nothing for want of memory meanwhile",
-}
+_KILLED_BY_SOMEBODY = (
+    "killed (SIGKILL) by somebody: the kernel has ended nothing of this run for want of memory meanwhile"
+)
 
 STOP_ENDS: Mapping[int, int] = {
     number_said: number
@@ -49,7 +49,9 @@ class WorkerEnd:
     is_tolerated: bool = False
     """Whether the others could go on without it."""
     is_out_of_memory: bool | None = None
-    """Of one that was killed: whether the kernel ended processes for want of memory meanwhile, if known."""
+    """Of one that was killed: whether the kernel did it for want of memory, if known."""
+    memory_limit_bytes: int | None = None
+    """Of one that the kernel ended so: the limit of the container or job that was full; None: the host was."""
     crash: tuple[Frame, ...] = ()
     """Where it was when native code crashed, the innermost first."""
     node: str = ""
@@ -203,7 +205,7 @@ def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> s
         number = signal.Signals(-end.exit_code)
         said = _SAID_BY_SIGNAL.get(number, f"ended by {number.name}")
         if end.is_out_of_memory is not None:
-            said = _KILLED[end.is_out_of_memory]
+            said = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
         line = users_frame(end.crash)
         where = "" if line is None else f" at {line}"
         cure = "" if is_script else "; `dure train --resume` continues from the last good checkpoint"
@@ -215,6 +217,16 @@ def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> s
     return (
         f"{who} ended with exit code {end.exit_code} before the run was done, and said nothing: something that the "
         "task calls leaves the process (os._exit, or native code that calls exit)"
+    )
+
+
+def _killed_for_memory(limit_bytes: int | None) -> str:
+    fewer = "use fewer ranks, fewer loader workers or smaller microbatches"
+    if limit_bytes is None:
+        return f"killed (SIGKILL) by the kernel, which had run out of the host's memory: {fewer}"
+    return (
+        f"killed (SIGKILL) by the kernel, because the {format_bytes(limit_bytes)} of memory that its container or job "
+        f"may use (the limit of its control group) were full: raise that limit, or {fewer}"
     )
 
 

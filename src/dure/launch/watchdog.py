@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dure.heartbeat import Beat, Heartbeats
+from dure.heartbeat import Heartbeats, Pace
 
 LEAST_SECONDS = 10.0
 """Shorter waits are no hang: a loader starts, a file system hesitates."""
@@ -50,12 +50,15 @@ class Watchdog:
         self._last_look = clock()
         self._not_before = 0.0
         """Silence is counted from here at the earliest."""
-        self._seen: dict[int, Beat] = {}
-        self._known: dict[str, deque[float]] = {}
-        """By phase: how long one beat took to follow another."""
+        self._seen: dict[int, int] = {}
+        """By rank: how many of its beats."""
+        self._paces: dict[tuple[int, str], Pace] = {}
+        self._known: dict[str, deque[tuple[float, float]]] = {}
+        """By phase: how long the next beat took to come, the mean and the longest between two looks."""
         self._beats: dict[str, int] = {}
         """By phase: how many of them are known."""
         self.last_threshold = UNKNOWN_SECONDS
+        """Of the rank that is silent for longest, where some are for too long."""
         self._tell_at = 0.0
         """Silence below this has been told already."""
 
@@ -71,20 +74,23 @@ class Watchdog:
         if now - self._last_look > _GAP_SECONDS:
             self._not_before = now
         self._last_look = now
-        silent: list[float] = []
+        silent: list[tuple[float, float]] = []
         for rank in ranks:
             beat = self.heartbeats.last(rank)
             if not beat.time:
                 continue  # it has nothing to tell, or not yet
-            self._learn(rank, beat)
+            if self._seen.get(rank) != beat.count:
+                self._seen[rank] = beat.count
+                self._learn(rank)
             seconds = now - max(beat.time, self._not_before)
             self.last_threshold = self.threshold(beat.phase)
             if seconds > self.last_threshold:
-                silent.append(seconds)
-        longest = max(silent, default=0.0)
+                silent.append((seconds, self.last_threshold))
         if not silent:
             self._tell_at = 0.0
-        if longest <= self._tell_at or not silent:
+            return None
+        longest, self.last_threshold = max(silent)
+        if longest <= self._tell_at:
             return None
         self._tell_at = 2 * longest
         return longest
@@ -96,16 +102,16 @@ class Watchdog:
         known = self._known.get(phase, ())
         if self._beats.get(phase, 0) < _FEWEST_KNOWN:
             return UNKNOWN_SECONDS
-        return max(LEAST_SECONDS, TIMES_MEDIAN * statistics.median(known), TIMES_LONGEST * max(known))
+        median = statistics.median(mean for mean, _ in known)
+        return max(LEAST_SECONDS, TIMES_MEDIAN * median, TIMES_LONGEST * max(longest for _, longest in known))
 
-    def _learn(self, rank: int, beat: Beat) -> None:
-        before = self._seen.get(rank)
-        self._seen[rank] = beat
-        if before is None:
-            return
-        number = beat.count - before.count
-        # where a phase began between two looks, some of the time was the one before's: too long rather than too short
-        if number > 0 and (beat.phase == before.phase or number > _FEWEST_KNOWN):
-            known = self._known.setdefault(beat.phase, deque(maxlen=_MOST_KNOWN))
-            known.append((beat.time - before.time) / number)
-            self._beats[beat.phase] = self._beats.get(beat.phase, 0) + number
+    def _learn(self, rank: int) -> None:
+        for phase, pace in self.heartbeats.paces(rank).items():
+            before = self._paces.get((rank, phase), Pace())
+            self._paces[rank, phase] = pace
+            number = pace.count - before.count
+            if number > 0:
+                mean = (pace.seconds - before.seconds) / number
+                longest = pace.longest_seconds if pace.longest_seconds > before.longest_seconds else mean
+                self._known.setdefault(phase, deque(maxlen=_MOST_KNOWN)).append((mean, longest))
+                self._beats[phase] = self._beats.get(phase, 0) + number

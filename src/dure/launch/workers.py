@@ -22,7 +22,7 @@ from dure.launch.log_pump import QuietLogs
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
-from dure.machine import count_oom_kills
+from dure.oom_kills import OomWatch
 from dure.place import CUT, Place, StoreAddress
 from dure.rank import RankInfo
 
@@ -111,7 +111,9 @@ class Worker:
     end: WorkerEnd | None = None
     was_stopped: bool = False
     was_held: bool = False
-    oom_kills_before: int | None = field(default_factory=count_oom_kills)
+
+    def __post_init__(self) -> None:
+        self.oom = OomWatch(self.pid)
 
     def poll(self) -> None:
         """Take note of the end, if it has ended."""
@@ -120,10 +122,13 @@ class Worker:
         else:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             code = None if pid == 0 else os.waitstatus_to_exitcode(status)
-        if code is not None:
+        if code is None:
+            self.oom.look()
+        else:
             failure = _read_report(self.report_fd)
             # an exception is the task's, and would come again on another rank; what kills a process is the machine's
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
+            is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
             self.end = WorkerEnd(
                 rank=self.rank,
                 exit_code=code,
@@ -132,14 +137,11 @@ class Worker:
                 was_held=self.was_held,
                 failure=failure,
                 is_tolerated=self.is_expendable and was_killed,
-                is_out_of_memory=self._was_memory_short() if was_killed and code == -signal.SIGKILL else None,
+                is_out_of_memory=is_out_of_memory,
+                memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,
                 crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
             )
             self._close()
-
-    def _was_memory_short(self) -> bool | None:
-        before, now = self.oom_kills_before, count_oom_kills()
-        return None if before is None or now is None else now > before
 
     def asked_cut(self) -> float | None:
         """Return for how many seconds it asks that its host fall silent, once."""

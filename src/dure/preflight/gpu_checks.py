@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from dure.gpu_health import RECOVERIES
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
 from dure.preflight.gpus import Gpu, GpuFacts
 from dure.preflight.host_facts import HostFacts
@@ -116,6 +117,14 @@ def _health(used: tuple[Gpu, ...]) -> Iterator[Finding]:
                 f"{name} had {gpu.num_uncorrected} memory error(s) that ECC could not mend",
                 "what it computes must be right",
                 f"reset it (`nvidia-smi -i {gpu.bus_id} -r`) or leave it out; if they come again, have it replaced",
+            )
+        if gpu.recovery_action in RECOVERIES:
+            wanted, is_lost = RECOVERIES[gpu.recovery_action]
+            yield (failure if is_lost else warning)(
+                "GPU health",
+                f"{name} {wanted}",
+                "nothing computes there before" if is_lost else "it had errors that only this mends",
+                f"`nvidia-smi -i {gpu.bus_id} -r` or a reboot, or leave it out with CUDA_VISIBLE_DEVICES",
             )
         if gpu.is_repair_pending:
             yield warning(

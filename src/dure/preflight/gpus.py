@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dure.gpu_health import recovery_action, text, uncorrected_errors, visible_positions
+
 _P2P_READ, _P2P_WRITE = 0, 1
 """`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, by a comma too much."""
 
@@ -46,6 +48,8 @@ class Gpu:
     """Memory errors since the driver was loaded that ECC could not mend."""
     is_repair_pending: bool
     """Whether rows of memory wait for a reset to be replaced."""
+    recovery_action: int | None
+    """What the driver wants to be done before it is well again; 0: nothing; None: the driver does not say."""
     slowed_by: tuple[str, ...]
     """What the hardware slows it down for now."""
     compute_mode: str
@@ -113,13 +117,13 @@ class _Reader:
     def facts(self, visible: str | None) -> GpuFacts:
         nvml = self.nvml
         everyone = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in everyone]
+        uuids = [text(nvml.nvmlDeviceGetUUID(handle)) for handle in everyone]
         handles = [everyone[position] for position in visible_positions(visible, uuids)]
         buses = [_bus(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
         gpus = [self._gpu(index, handle, buses) for index, handle in enumerate(handles)]
         version = self._asked(nvml.nvmlSystemGetCudaDriverVersion)
         return GpuFacts(
-            driver=_text(nvml.nvmlSystemGetDriverVersion()),
+            driver=text(nvml.nvmlSystemGetDriverVersion()),
             cuda_of_driver=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
             gpus=tuple(gpus),
             pairs=tuple(
@@ -145,14 +149,13 @@ class _Reader:
         running = self._asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
         persistence = self._asked(nvml.nvmlDeviceGetPersistenceMode, handle)
         ecc = self._asked(nvml.nvmlDeviceGetEccMode, handle)
-        errors = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         remapped = self._asked(nvml.nvmlDeviceGetRemappedRows, handle)
         instances = self._asked(nvml.nvmlDeviceGetMigMode, handle)
         version, links, num_inactive = self._nvlinks(handle, buses)
         return Gpu(
             index=index,
-            name=_text(nvml.nvmlDeviceGetName(handle)),
-            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+            name=text(nvml.nvmlDeviceGetName(handle)),
+            uuid=text(nvml.nvmlDeviceGetUUID(handle)),
             bus_id=buses[index],
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
@@ -166,8 +169,9 @@ class _Reader:
             num_inactive_nvlinks=num_inactive,
             is_persistent=None if persistence is None else persistence == nvml.NVML_FEATURE_ENABLED,
             has_ecc=None if ecc is None else ecc[0] == nvml.NVML_FEATURE_ENABLED,
-            num_uncorrected=self._asked(nvml.nvmlDeviceGetTotalEccErrors, handle, *errors),
+            num_uncorrected=uncorrected_errors(nvml, handle),
             is_repair_pending=remapped is not None and bool(remapped[2]),
+            recovery_action=recovery_action(nvml, handle),
             slowed_by=self._slowed_by(handle),
             compute_mode=self._compute_mode(handle),
             has_instances=instances is not None and bool(instances[0]),
@@ -269,29 +273,5 @@ class _Reader:
         }.get(level, "not known")
 
 
-def visible_positions(visible: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return which GPUs a process sees, and in which order, as CUDA reads `CUDA_VISIBLE_DEVICES`.
-
-    CUDA counts by speed and NVML by bus; where all GPUs are of a kind that is the same. What stands after a number that
-    is none, or a name that nobody has, is not seen.
-    """
-    if visible is None:
-        return list(range(len(uuids)))
-    positions: list[int] = []
-    for word in (word.strip() for word in visible.split(",")):
-        if word.isdecimal():
-            found = [int(word)] if int(word) < len(uuids) else []
-        else:
-            found = [place for place, uuid in enumerate(uuids) if word and uuid.lower().startswith(word.lower())]
-        if len(found) != 1 or found[0] in positions:
-            break
-        positions += found
-    return positions
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
 def _bus(info: Any) -> str:
-    return _text(info.busId).lower()
+    return text(info.busId).lower()

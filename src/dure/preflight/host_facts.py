@@ -11,18 +11,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.cgroups import CGROUPS, groups_of
 from dure.machine import available_memory_bytes, count_cores
 from dure.preflight.gpus import GpuFacts, gpu_facts
 from dure.preflight.settings import PreflightSettings
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-_CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 2**60
 """Version 1 of cgroups writes no limit as nearly 2**63."""
 _MOST_TRIED_PORTS = 64
@@ -177,10 +176,10 @@ def _finite(limit: int) -> int:
     return 2**31 if limit == resource.RLIM_INFINITY else limit
 
 
-def cpu_quota(root: Path = _CGROUPS) -> float | None:
+def cpu_quota(root: Path = CGROUPS) -> float | None:
     """Return how many cores' worth of time the cgroups of this process may use, or None."""
     quotas = []
-    for folder in _own_groups("cpu", root):
+    for folder in groups_of("cpu", root=root):
         with suppress(OSError, ValueError):
             quota, _, period = (folder / "cpu.max").read_text().strip().partition(" ")
             quotas += [] if quota == "max" else [int(quota) / int(period)]
@@ -190,10 +189,10 @@ def cpu_quota(root: Path = _CGROUPS) -> float | None:
     return min(quotas, default=None)
 
 
-def _left_in_cgroup(root: Path = _CGROUPS) -> int:
+def _left_in_cgroup(root: Path = CGROUPS) -> int:
     """Return how much memory the cgroups of this process still give; cached files are taken back and do not count."""
     left = [_NO_LIMIT_BYTES]
-    for folder in _own_groups("memory", root):
+    for folder in groups_of("memory", root=root):
         for limit, used, cached in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -203,21 +202,6 @@ def _left_in_cgroup(root: Path = _CGROUPS) -> int:
                 stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 left.append(most - int((folder / used).read_text()) + int(stats.get(cached, 0)))
     return max(0, min(left))
-
-
-def _own_groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups for a controller, from its own up to the root of what is seen."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _number, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        top = root / controller if names else root
-        folder = top / path.lstrip("/")
-        yield from (folder, *(parent for parent in folder.parents if parent == top or top in parent.parents))
 
 
 # --- network

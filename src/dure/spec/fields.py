@@ -150,7 +150,10 @@ class RunSpec(BaseModel):
         "restart", description="when no step finishes: start all ranks again, end the run, or only say why"
     )
     hang_after: float | None = Field(
-        None, gt=0, description="seconds without a finished step that are a hang (default: 10, or 10 median steps)"
+        None,
+        gt=0,
+        description="seconds without a finished step that are a hang (default: 10, or 10 median steps; 300 before 3 are "
+        "known; 6 times that before a rank that may only be slow is ended)",
     )
     snapshot_every: int | None = Field(
         None,

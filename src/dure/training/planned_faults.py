@@ -5,7 +5,9 @@
     step = 12
     kind = "kill"
 
-To see what becomes of a run before it happens by itself. Each happens once, also when the run is started again.
+To see what becomes of a run before it happens by itself. Each happens once, also when the run is started again. Of
+several of one rank in one step each happens in the order of the file; what stands behind one that ends the rank happens
+when that step is begun again, if it is.
 """
 
 import ctypes
@@ -13,7 +15,8 @@ import os
 import signal
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +30,8 @@ from dure.rundir import RunDir
 
 MOST_FAULTS = 1000
 EVENT = "fault"
+_SHOW_IN_STEP = frozenset({"nan", "flip"})
+_END_BEFORE_STEP = frozenset({"kill", "raise", "segv", "exit", "oom"})
 _SHOWN_NAMES = 8
 
 
@@ -87,7 +92,8 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
     entries = found.get("fault")
     if found.keys() != {"fault"} or not isinstance(entries, list) or len(entries) > MOST_FAULTS:
         raise SpecInvalid([f"{path} must have nothing but tables [[fault]], at most {MOST_FAULTS} of them"])
-    faults, wrong = [], []
+    faults: dict[int, Fault] = {}
+    wrong: list[str] = []
     for number, entry in enumerate(entries, 1):
         try:
             fault = Fault.model_validate(entry)
@@ -98,10 +104,28 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
             wrong.append(f"{path}, fault {number}: rank is {fault.rank} but the ranks are 0 to {num_ranks - 1}")
         if fault.kind == "cut" and not on_several_hosts:
             wrong.append(f"{path}, fault {number}: kind is cut, but the run is on one host (--nnodes)")
-        faults.append(fault)
+        faults[number] = fault
+    wrong += [f"{path}, {said}" for said in _undone(faults)]
     if wrong:
         raise SpecInvalid(wrong)
-    return faults
+    return list(faults.values())
+
+
+def _undone(faults: Mapping[int, Fault]) -> Iterator[str]:
+    """Say of each fault that could not show because another one behind it ends the rank before."""
+    for number, fault in faults.items():
+        behind = (
+            (other_number, other)
+            for other_number, other in faults.items()
+            if other_number > number
+            and (other.rank, other.step) == (fault.rank, fault.step)
+            and other.kind in _END_BEFORE_STEP
+        )
+        if fault.kind in _SHOW_IN_STEP and (end := next(behind, None)) is not None:
+            yield (
+                f"fault {number}: {fault.kind} at step {fault.step} of rank {fault.rank} cannot show, for fault "
+                f"{end[0]}, {end[1].kind}, ends the rank before that step is computed: put it behind that"
+            )
 
 
 def _where(said: Any) -> str:
@@ -114,14 +138,17 @@ class PlannedFaults:
 
     def __init__(self, faults: list[Fault], rank: int, run: RunDir, cut: Callable[[float], None] = time.sleep) -> None:
         """Take those of a rank; `cut` lets its host fall silent for so many seconds."""
-        happened = {(e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT}
+        happened = Counter((e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT)
         self._run = run
         self._cut = cut
-        self._due = {
-            fault.step: fault
-            for fault in faults
-            if fault.rank == rank and (fault.rank, fault.step, fault.kind) not in happened
-        }
+        self._due: dict[int, deque[Fault]] = {}
+        """By step, in their order."""
+        for fault in (fault for fault in faults if fault.rank == rank):
+            this = fault.rank, fault.step, fault.kind
+            if happened[this]:
+                happened[this] -= 1
+            else:
+                self._due.setdefault(fault.step, deque()).append(fault)
         self._makes_nan = False
         self._tensors: dict[str, Tensor] = {}
 
@@ -132,7 +159,7 @@ class PlannedFaults:
             SpecInvalid: A fault is planned in one that is not there, or has no such bit.
         """
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        flips = [fault for fault in self._due.values() if fault.kind == "flip"]
+        flips = [fault for due in self._due.values() for fault in due if fault.kind == "flip"]
         wrong = [said for fault in flips if (said := self._fault_of(fault)) is not None]
         if wrong:
             raise SpecInvalid(wrong)
@@ -156,10 +183,11 @@ class PlannedFaults:
     def begin_step(self, step: int) -> None:
         """Let happen what is planned for a step."""
         self._makes_nan = False
-        fault = self._due.pop(step, None)
-        if fault is not None:
+        due = self._due.get(step)
+        while due:
+            fault = due.popleft()
             self._run.append_event(EVENT, rank=fault.rank, step=step, kind=fault.kind)
-            self._makes_nan = fault.kind == "nan"
+            self._makes_nan = self._makes_nan or fault.kind == "nan"
             if fault.kind == "flip" and (tensor := self._flipped(fault)) is not None:
                 flip(tensor, fault.element, fault.bit)
             if fault.kind == "cut":

@@ -145,7 +145,7 @@ def open_session(
         loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
     seed_everything(spec.seed)
     model = _built_model(task)
-    _check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
+    check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
@@ -223,10 +223,13 @@ def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder
     }
 
 
-def _check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
-    """Compare what every rank built, before a difference becomes silent nonsense or an abort.
+def check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
+    """Compare what every rank built, or was asked for, before a difference becomes silent nonsense or an abort.
 
     Communication: one gathered JSON message.
+
+    Raises:
+        RanksDisagree: Names the first field that differs, and both values.
     """
     if group.world_size == 1:
         return

@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from dure.comm.groups import Group
+from dure.device_errors import AskDriver
 from dure.errors import DureError, LossNotFinite, Misuse
-from dure.failure import describe_failure, is_peer_lost, told_undisturbed
+from dure.failure import describe_failure, is_peer_lost, leave_word, told_undisturbed
 from dure.heartbeat import Heartbeats
 from dure.place import CUT, Place
 from dure.rundir import RunDir
@@ -27,12 +28,12 @@ from dure.stopping import stop_exit_code
 from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
 from dure.telling import tell
-from dure.torchcompat import import_late_parts
+from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.evaluation import evaluate
 from dure.training.load_task import load_task_class
 from dure.training.planned_faults import PlannedFaults, read_faults
-from dure.training.session import Session, evaluation_data_or_refuse, open_rank_group, open_session
+from dure.training.session import Session, check_ranks_agree, evaluation_data_or_refuse, open_rank_group, open_session
 from dure.training.stop import StoppedAtOnce, StopSignals
 from dure.training.train import Conductor
 
@@ -40,7 +41,8 @@ from dure.training.train import Conductor
 class Worker:
     """One rank's work on a job.
 
-    A job is plain JSON: `{"kind": "train", "run": folder}`, or `{"kind": "evaluate", "run": folder, "spec": {...},
+    A job is plain JSON: `{"kind": "train", "run": folder}`, with `"asked": {...}` where every rank was asked by itself,
+    by a launcher, and may have been asked for something else; or `{"kind": "evaluate", "run": folder, "spec": {...},
     "which": "best" | "last", "answer": file}`.
     """
 
@@ -50,10 +52,13 @@ class Worker:
         self.run = RunDir.open(Path(job["run"]))
         self.step: int | None = None
         self.heartbeats = _heartbeats(place)
+        self.sequence = SequenceNumber()
         self.faults: PlannedFaults | None = None
         self.microbatch_size: int | None = None
         """Samples that a device computed at once in the step that failed."""
         self.group: Group | None = None
+        self.gpus: tuple[int, ...] = ()
+        """As CUDA counts them here."""
 
     def main(self) -> int:
         """Do the job; return the exit code, with what went wrong written into the run folder."""
@@ -63,6 +68,10 @@ class Worker:
                 return self._work(stop)
         except BaseException as error:
             failure = error
+            try:
+                stop.defer()  # it ends anyway, and a signal that comes now must not take its word why
+            except StoppedAtOnce:  # one that was due just now: `_fail` sees that it came
+                stop.defer()
             code = told_undisturbed(lambda: self._fail(failure, stop))
             # frames hold the model, DDP and loader processes, and those the process group
             traceback.clear_frames(error.__traceback__)
@@ -72,6 +81,9 @@ class Worker:
     def _work(self, stop: StopSignals) -> int:
         spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
+        self.gpus = tuple(device.index for device in devices if device.type == "cuda")
+        if "asked" in self.job:
+            check_ranks_agree(self.group, self.job["asked"])
         if spec.faults is not None and self.job["kind"] == "train":
             # of the ranks when all hosts are there
             faults = read_faults(spec.faults, max(self.run.read_spec().nproc, self.group.world_size))
@@ -159,7 +171,7 @@ class Worker:
 
     def _note_phase(self, phase: str) -> None:
         if self.heartbeats is not None and self.step is not None:
-            self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase)
+            self.heartbeats.beat(self.place.rank.rank, self.step + 1, phase, self.sequence.now())
 
     def _fail(self, error: BaseException, stop: StopSignals) -> int:
         if isinstance(error, StoppedAtOnce):
@@ -167,9 +179,11 @@ class Worker:
         if stop.received is not None and is_peer_lost(error):
             return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
-        failure = describe_failure(error, rank, self.step, self.microbatch_size)
-        if self.place.report_fd is not None:
-            os.pwrite(self.place.report_fd, json.dumps(failure).encode(), 0)
+
+        def describe(ask_driver: AskDriver | None) -> dict[str, Any]:
+            return describe_failure(error, rank, self.step, self.microbatch_size, self.gpus, ask_driver)
+
+        failure = leave_word(describe, self.place.report_fd)
         with suppress(DureError):  # a full disk is told through the descriptor
             self.run.write_json(failure_file(rank), failure)
             # one rank says it: the first whose loss it was, for the others may not know

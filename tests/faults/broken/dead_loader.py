@@ -21,5 +21,5 @@ class Data(Dataset):
 
 
 dist.init_process_group("gloo")
-for batch in DataLoader(Data(), batch_size=4, num_workers=1):  # blamed: 1
+for batch in DataLoader(Data(), batch_size=4, num_workers=1):  # at: 1
     dist.all_reduce(batch)

@@ -6,5 +6,5 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     breakpoint()
-    value = 1  # blamed: 1
+    value = 1  # at: 1
 dist.all_reduce(torch.ones(1))

@@ -10,6 +10,6 @@ optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for step in range(6):
     if dist.get_rank() == 1 and step == 4:
         break
-    model(torch.ones(2, 4)).sum().backward()  # blamed: 0 waits
+    model(torch.ones(2, 4)).sum().backward()  # at: 0 2
     optimizer.step()
-dist.barrier()  # blamed: 1
+dist.barrier()  # at: 1

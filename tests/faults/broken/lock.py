@@ -9,5 +9,5 @@ dist.init_process_group("gloo")
 lock = threading.Lock()
 for step in range(6):
     if dist.get_rank() == 1 and step > 2:
-        lock.acquire()  # blamed: 1
-    dist.all_reduce(torch.ones(4))  # blamed: 0 waits
+        lock.acquire()  # at: 1
+    dist.all_reduce(torch.ones(4))  # at: 0 2

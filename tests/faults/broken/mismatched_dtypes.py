@@ -5,4 +5,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 dist.barrier()
-dist.all_reduce(torch.ones(64, dtype=torch.float32 if dist.get_rank() == 0 else torch.float64))  # blamed: 0 1
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(64))  # at: 0
+else:
+    dist.all_reduce(torch.ones(64, dtype=torch.float64))  # at: 1

@@ -6,5 +6,5 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 loss = torch.ones(())
 if dist.get_rank() == 0:
-    dist.all_reduce(loss)  # blamed: 0 waits
-dist.barrier()  # blamed: 1 waits
+    dist.all_reduce(loss)  # at: 0
+dist.barrier()  # at: 1 2

@@ -8,8 +8,8 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for step in range(6):
-    model(torch.ones(2, 4)).sum().backward()  # blamed: 1 waits
+    model(torch.ones(2, 4)).sum().backward()  # at: 1 2
     optimizer.step()
     if dist.get_rank() == 0 and step == 3:
         model.state_dict()
-        dist.barrier()  # blamed: 0 waits
+        dist.barrier()  # at: 0

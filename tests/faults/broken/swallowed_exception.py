@@ -11,7 +11,7 @@ for step in range(6):
     try:
         if dist.get_rank() == 1 and step == 3:
             raise MemoryError("out of memory")
-        model(torch.ones(2, 4)).sum().backward()  # blamed: 0 waits
+        model(torch.ones(2, 4)).sum().backward()  # at: 0 2
         optimizer.step()
     except MemoryError:
         continue

@@ -281,6 +281,10 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
             "ranks on several nodes are not started again: leave --max-restarts and --on-hang restart out, and let the "
             "script go on from its own checkpoint"
         )
+    elif settings.on_hang == "restart" and settings.max_restarts == 0:
+        faults.append(
+            "on_hang is restart but max_restarts is 0, so nothing would be started again: add --max-restarts 3"
+        )
     if faults:
         raise SpecInvalid(faults)
     return nproc, several

@@ -169,6 +169,12 @@ class SequenceNumber:
             return -1
 
 
+def calls_of_gloo(group: dist.ProcessGroup) -> int:
+    """Return how many calls a group of `give_gloo` has made through gloo (private in torch)."""
+    plain: Any = dist.ProcessGroup
+    return int(plain._get_sequence_number_for_group(group))
+
+
 def _counting_device(group: Any) -> torch.device | None:
     """Return the device whose backend counts, where the group itself does not: one with a backend for each device."""
     try:

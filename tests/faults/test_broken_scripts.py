@@ -30,7 +30,7 @@ CULPRITS = {
     "stopped": {3: [1]},
     "swallowed_exception": {3: [1]},
 }
-"""By script and number of ranks, who is blamed. Where two ranks contradict each other, nobody can tell which is right."""
+"""By script and number of ranks: who is blamed. Of two ranks that contradict each other, either may be right."""
 
 WITHOUT_LINE = {
     # nothing runs in it that could tell its line; it has told its step, and is no collective behind the others there
@@ -47,7 +47,7 @@ def marked_lines(script: Path, num_ranks: int) -> dict[int, set[int]]:
     """By rank: where it is when the verdict is made, as marked in the script."""
     lines: dict[int, set[int]] = {}
     for number, text in enumerate(script.read_text().splitlines(), 1):
-        for rank in (mark := re.search(r"# at: ([\d ]+)$", text)) and mark[1].split() or ():
+        for rank in text.partition("# at: ")[2].split():
             lines.setdefault(int(rank), set()).add(number)
     return {rank: numbers for rank, numbers in lines.items() if rank < num_ranks}
 

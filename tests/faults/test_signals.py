@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
+from tests.two_hosts import ended
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 BASE = ("train", TASK, "--nproc", 2, "--global-batch-size", 8, "--epochs", 2, "--task.dropout", 0.2, "--record-samples")
@@ -255,3 +256,16 @@ def test_script_when_somebody_gets_a_signal_then_it_is_passed_on_and_all_end(
     assert all((tmp_path / f"rank {rank} heard {int(number)}").exists() for rank in hears)
     assert RunFiles(tmp_path / "runs/run").summary()["status"] == "interrupted"
     assert "dure: stopped" in command.err
+
+
+@pytest.mark.faults
+def test_script_on_two_hosts_when_only_a_rank_gets_a_signal_then_those_of_the_other_host_hear_it_too(hosts, tmp_path):
+    (tmp_path / "secret").write_text("a word of at least sixteen characters\n")
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    commands = hosts.both(tmp_path, "run", "--nproc", 1, "--name", "run", "script.py", "works", "heeds")
+    (found,) = commands[1].wait_for(lambda: list(tmp_path.glob("rank 1 is *")), "rank 1 at work")
+    commands[0].wait_for(lambda: list(tmp_path.glob("rank 0 is *")), "rank 0 at work")
+    os.kill(int(found.name.split()[-1]), signal.SIGTERM)
+    assert ended(commands, MOST_SECONDS) == [143, 143], [command.err for command in commands]
+    assert all((tmp_path / f"rank {rank} heard {int(signal.SIGTERM)}").exists() for rank in (0, 1))

@@ -27,7 +27,7 @@ from dure.comm.algorithms.shm import all_reduce, slot_bytes_for
 from dure.comm.shared_memory import SharedMemory, open_shared_memory
 from dure.comm.shm_work import SharedMemoryWork, run_works
 from dure.errors import EnvironmentLacks
-from dure.torchcompat import AllgatherOptions, give_gloo
+from dure.torchcompat import AllgatherOptions, calls_of_gloo, give_gloo
 
 NAME = "dure_shm"
 
@@ -105,8 +105,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._thread: threading.Thread | None = None
         self._last: SharedMemoryWork | None = None
         self._order = threading.Lock()
-        self._num_started = -super()._get_sequence_number_for_group()
-        """Calls through the memory, less what gloo counted of the meeting here."""
+        self._num_started = -calls_of_gloo(self)
+        """Calls through the memory, less those of gloo for the meeting here."""
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
         said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size())]
@@ -220,8 +220,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return NAME
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many calls were made, through the memory and through gloo; what counts steps asks it of a group."""
-        return self._num_started + int(super()._get_sequence_number_for_group())
+        """Return how many calls were made, through the memory or gloo; `SequenceNumber` asks under torch's name."""
+        return self._num_started + calls_of_gloo(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let calls from now on wait so long for a rank."""

@@ -25,6 +25,7 @@ from dure.launch.round import (
     listening_on,
     run_round,
 )
+from dure.launch.verdict import stop_signal
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 _PREPARATION_SECONDS = 600.0
@@ -223,6 +224,8 @@ class _Rounds:
         end_open_line(launch, workers)
         ends = [replace(worker.end, node=str(nodes.me)) for worker in workers if worker.end is not None]
         steps = {worker.rank: self.memory.heartbeats.last(worker.rank).step for worker in workers}
+        if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
+            nodes.tell_signal(number)
         nodes.tell_ending(ending_of(ends) or "ended")
         look = joint_look(launch, workers, self.memory)
 

@@ -152,8 +152,8 @@ class RunSpec(BaseModel):
     hang_after: float | None = Field(
         None,
         gt=0,
-        description="seconds without a finished step that are a hang (default: 10, or 10 median steps; 300 before 3 are "
-        "known; 6 times that before a rank that may only be slow is ended)",
+        description="seconds without a finished step that are a hang (default: 10, or 10 median steps; 300 before 3 "
+        "are known; 6 times that before a rank that may only be slow is ended)",
     )
     snapshot_every: int | None = Field(
         None,

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def main() -> None:
 
 def _ranks(supervisor: psutil.Process) -> list[psutil.Process]:
     """Return its ranks: what takes their lines, once one speaks, is a child of it too."""
-    return [child for child in supervisor.children() if not any("log_pump" in word for word in child.cmdline())]
+    found = []
+    for child in supervisor.children():
+        with suppress(psutil.NoSuchProcess):  # one that ends just now
+            if not any("log_pump" in word for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
@@ -95,8 +101,9 @@ def soak(folder: Path, steps: int, every: float) -> dict[str, Any]:
             children |= {child.pid for child in ranks}
             fault = draw.choice(FAULTS)
             if len(ranks) == 2:
-                faults[fault.name] += 1
-                ranks[draw.randrange(2)].send_signal(fault)
+                with suppress(psutil.NoSuchProcess):
+                    ranks[draw.randrange(2)].send_signal(fault)
+                    faults[fault.name] += 1
     except psutil.NoSuchProcess:
         pass
     finally:

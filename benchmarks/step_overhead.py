@@ -194,16 +194,23 @@ def reducers(data: Data, name: str) -> dict[str, Steps]:
         "torch DDP, bucket view, static graph": torch_ddp(data, name, None),
         "torch DDP over dure_shm": torch_ddp(data, name, shared),
         "compute alone": flat_by_hand(data, name, is_reduced=False),
+        "compute alone, ranks in step": flat_by_hand(data, name, is_reduced=False, meeting=shared),
     }
 
 
-def flat_by_hand(data: Data, name: str, *, is_reduced: bool = True) -> Steps:
-    """The fastest loop that one writes by hand: one flat vector of all gradients, one all-reduce on gloo."""
+def flat_by_hand(
+    data: Data, name: str, *, is_reduced: bool = True, meeting: "dist.ProcessGroup | None" = None
+) -> Steps:
+    """The fastest loop that one writes by hand: one flat vector of all gradients, one all-reduce on gloo.
+
+    With a `meeting` the ranks wait for each other in every step, over one number: what no way to reduce can be below.
+    """
     torch.manual_seed(0)
     model = step_models.build_model(name)
     optimizer = step_models.build_optimizer(model)
     parameters = list(model.parameters())
     batches = data.selected()
+    one = torch.zeros(1)
 
     def run(num_steps: int) -> None:
         for _ in range(num_steps):
@@ -217,6 +224,8 @@ def flat_by_hand(data: Data, name: str, *, is_reduced: bool = True) -> Steps:
                 parts = flat.split([gradient.numel() for gradient in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view_as(gradient))
+            if meeting is not None:
+                dist.all_reduce(one, group=meeting)
             optimizer.step()
             optimizer.zero_grad()
             loss.item()

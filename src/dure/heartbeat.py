@@ -47,7 +47,7 @@ class Heartbeats:
     """A line of memory per rank: the rank writes its own, the supervisor reads all."""
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
-        """Map the memory of `open_memory`.
+        """Map the memory of a file in memory.
 
         Args:
             descriptor: Of a file in memory, which may be closed afterwards.

@@ -2,8 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ among the slow tests, for a dozen strategies take their time."""
 def places(pairs: Iterable[tuple[str, int]], *more: object) -> list[Any]:
     """Return parameters of a test, the less telling ones marked as slow; each with `more` values behind it."""
     return [pytest.param(*pair, *more, marks=[] if pair[0] in ALWAYS else pytest.mark.slow) for pair in pairs]
+
+
+def crossed(pairs: Iterable[tuple[str, int]], values: Sequence[tuple[object, ...]]) -> list[Any]:
+    """Return places with values behind them: all of them for those of `ALWAYS`, for the others the next one in turn.
+
+    For what does not depend on the strategy, so that to cross both would only take time.
+    """
+    in_turn = cycle(values)
+    return [
+        place
+        for pair in pairs
+        for value in (values if pair[0] in ALWAYS else [next(in_turn)])
+        for place in places([pair], *value)
+    ]
 
 
 PLACES = places(PAIRS)

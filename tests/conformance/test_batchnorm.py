@@ -1,25 +1,38 @@
 """Synchronised BatchNorm over ranks of unequal shares is BatchNorm over the global batch."""
 
+import functools
+import itertools
+
 import pytest
 
 import dure
 from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
-from tests.conformance.cases import PAIRS, TO_ROUNDING, largest_difference, places, train_case, weights_of
+from tests.conformance.cases import PAIRS, TO_ROUNDING, crossed, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
 
-SYNCHRONISING = places(pair for pair in PAIRS if "sync_batchnorm" in STRATEGIES[pair[0]].settings)
+SYNCHRONISING = [pair for pair in PAIRS if "sync_batchnorm" in STRATEGIES[pair[0]].settings]
 
 # 45 samples by 7: the short last batch has three, one for each of three ranks
 STEPS = {"global_batch_size": 7, "epochs": 2, "seed": 4}
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("kind", ["mean", "tokens"])
-@pytest.mark.parametrize(("strategy", "nproc"), SYNCHRONISING)
-def test_sync_batchnorm_over_ranks_equals_one_process(strategy, nproc, kind, momentum, tmp_path):
-    task = Normalised(kind=kind, num_samples=45, momentum=momentum)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    @functools.cache
+    def weights(kind: str, momentum: float | None):
+        task = Normalised(kind=kind, num_samples=45, momentum=momentum)
+        return weights_of(train_case(tmp_path_factory.mktemp("one"), task, **STEPS))
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nproc", "kind", "momentum"),
+    crossed(SYNCHRONISING, list(itertools.product(("mean", "tokens"), (0.1, None)))),
+)
+def test_sync_batchnorm_over_ranks_equals_one_process(strategy, nproc, kind, momentum, one_process, tmp_path):
+    task, one = Normalised(kind=kind, num_samples=45, momentum=momentum), one_process(kind, momentum)
     many = weights_of(train_case(tmp_path, task, strategy, nproc, sync_batchnorm=True, **STEPS))
     assert any(name.endswith("running_var") for name in many)
     assert largest_difference(many, one) < TO_ROUNDING

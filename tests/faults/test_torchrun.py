@@ -223,3 +223,29 @@ def test_ranks_when_each_was_given_its_own_seed_then_both_values_are_told_before
     for command in commands:
         assert "rank 0 and rank 1 do not run the same: seed is 0 on rank 0 and 1 on rank 1" in command.err
     assert not RunFiles(tmp_path / "runs/run").records(0)
+
+
+def test_script_when_mpirun_or_srun_starts_its_ranks_then_it_has_torchruns_variables_and_meets(prewarmed, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "number = torch.ones(1)\n"
+        "dist.all_reduce(number)\n"
+        "print(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'], int(number), sys.argv[1])\n"
+    )
+    mpirun = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    srun = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
+    for names, more in ((mpirun, {}), (srun, {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"})):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+        commands = [
+            prewarmed.start(
+                tmp_path, "run", "script.py", "word", **meeting, **more,
+                **dict(zip(names, (str(rank), str(rank), "2", "2"), strict=True)),
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        assert [command.wait() for command in commands] == [0, 0], [command.err for command in commands]
+        assert sorted(command.out.strip() for command in commands) == ["0 2 2 word", "1 2 2 word"]
+    assert not (tmp_path / "runs").exists()

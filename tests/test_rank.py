@@ -169,8 +169,8 @@ def point(environ):
 
 
 def test_meeting_point_when_torchruns_agent_serves_the_store_then_nobody_else_does():
-    found = point({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert (found.host, found.port, found.is_served) == ("one", 29500, True)
+    found = point({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "mine"})
+    assert (found.host, found.port, found.is_served, found.job) == ("one", 29500, True, "mine")
     assert not point(TORCHRUN).is_served
 
 

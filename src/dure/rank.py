@@ -54,7 +54,8 @@ class MeetingPoint:
     is_served: bool = False
     """Whether the launcher serves a store there, as torchrun's agent does; otherwise rank 0 does."""
     job: str = "0"
-    """The job's number, where the launcher has one: ranks of another job that come to the same port wait in vain."""
+    """The job's number or name, where the launcher has one: ranks of another job that come to the same port, or that
+    share a store, are none of ours."""
     other_host: str | None = None
     """A host with other ranks, where the launcher names one: rank 0 listens on its address towards that one."""
     is_port_given: bool = True
@@ -348,7 +349,7 @@ def meeting_point(launched: Launched, environ: Environment | None = None) -> Mee
         host=host,
         port=int(port) if port is not None else PORTS[zlib.crc32((job or "").encode()) % len(PORTS)],
         is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and row is LAUNCHERS[0],
-        job=job or "0",
+        job=job or environ.get("TORCHELASTIC_RUN_ID", "0"),
         other_host=hosts[-1] if len(hosts) > 1 else None,
         is_port_given=port is not None,
     )

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -144,6 +145,8 @@ def test_word_when_left_by_an_earlier_start_then_is_recalled(launchers):
     assert first.recall("run") is None
     first.remember("run", "runs/one")
     assert second.recall("run") == "runs/one"
+    # torchrun's agents of two jobs may share a store
+    assert Meeting(HERE[0], replace(launchers, job="another"), timeout_seconds=5).recall("run") is None
 
 
 def test_store_of_a_start_when_the_launcher_serves_another_then_nobody_has_written_to_it(launchers):

@@ -65,7 +65,7 @@ class Meeting:
         store = store_at(host, point.port, timedelta(seconds=timeout_seconds))
         self.interface = None if rank.is_one_host else _interface_towards(host, point.port)
         """The network interface that leads to the other hosts, if it can be told."""
-        self._of_all_starts = dist.PrefixStore(f"dure/all/{number}", store)
+        self._of_all_starts = dist.PrefixStore(f"dure/all/{point.job}/{number}", store)
         """Keys that the ranks' next start will find too, if the launcher serves the store."""
         self._knocks_answered = 0
         self._start = self._name_of_start() if point.is_served else point.job

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -221,12 +222,15 @@ def test_digits_are_learned_by_two_workers_at_their_own_pace(precision, transpor
     assert sum(record["measured"]["updates"] for record in records_of(Path(summary.run), 2)) > 0
 
 
+@dataclass
 class Slow(Regression):
     """Rank 1 takes a few milliseconds longer for each step."""
 
+    longer_seconds: float = 0.003
+
     def loss(self, model, batch):
         if os.environ.get("RANK") == "1" and model.training:
-            time.sleep(0.003)
+            time.sleep(self.longer_seconds)
         return super().loss(model, batch)
 
 
@@ -249,7 +253,9 @@ def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_500_steps(
 
 @pytest.mark.alone
 def test_a_worker_without_a_bound_runs_ahead_until_they_meet(tmp_path):
-    run = train_case(tmp_path, Slow(), "parameter_server", 2, sync=False, epochs=2, global_batch_size=4)
+    # 0.2 s, not milliseconds: on a busy machine the fast one's own steps take tens of them
+    task = Slow(longer_seconds=0.2)
+    run = train_case(tmp_path, task, "parameter_server", 2, sync=False, epochs=2, global_batch_size=4)
     assert max(record["measured"]["steps_ahead"] for record in records_of(run)) > 3
     assert [len(records_of(run, rank)) for rank in range(4)] == [22] * 4
 

@@ -172,12 +172,17 @@ class RunFiles:
     path: Path
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        file = self.path / "events.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["event"] == name]
+        return [event for event in self._lines("events") if event["event"] == name]
 
     def records(self, rank: int) -> list[dict[str, Any]]:
-        file = self.path / f"rank{rank}.jsonl"
+        return self._lines(f"rank{rank}")
+
+    def undone(self) -> list[dict[str, Any]]:
+        """Return the records of steps that were done again."""
+        return self._lines("undone")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.path / f"{name}.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -43,6 +43,12 @@ def fail(kind: str) -> None:
             "detailed error information, run with CUDA_LOG_FILE=stderr\nCompile with `TORCH_USE_CUDA_DSA` to enable "
             "device-side assertions."
         )
+    if kind == "talk":
+        lines = "".join(
+            f"a line that is about as long as lines of logs are: {number:05d}\n" for number in range(10_000)
+        )
+        for _ in range(100):
+            sys.stdout.write(lines)
     if kind == "term_self":
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -64,7 +70,7 @@ class Faulty(dure.Task):
     fault: str = "none"
     """What goes wrong."""
     place: str = "loss"
-    """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward` or `none`."""
+    """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`, `data` or `none`."""
     rank: int = 0
     step: int = 3
     """The rank's microstep that goes wrong, counted in each of its processes."""
@@ -114,7 +120,8 @@ class Faulty(dure.Task):
 
     def train_data(self) -> TensorData:
         self.at("train_data")
-        x, y = self.data(1, self.num_samples)
+        is_longer = self.fault == "longer" and int(os.environ.get("RANK", "0")) == self.rank
+        x, y = self.data(1, self.num_samples + is_longer)
         if self.place == "nan" and self.fault == "nan":
             x[self.step] = float("nan")
         if self.place == "dataset":

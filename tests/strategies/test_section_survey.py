@@ -1,6 +1,8 @@
 """What a watched forward pass tells of a model: order, what passes by the blocks, what they keep for backward."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -150,6 +152,15 @@ def test_a_block_keeps_for_backward_what_autograd_saves_of_it_without_its_parame
     seen = survey(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.ReLU()), (X,), {})
     # a linear layer saves its input, tanh and relu their output; the input of the second is the output of tanh
     assert seen.saved_bytes == (3 * 4 * 4, 3 * 8 * 4, 3 * 8 * 4, 3 * 2 * 4)
+
+
+def test_a_survey_lets_go_of_the_model_and_of_what_its_blocks_gave():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    seen = survey(model, (X,), {})
+    held = [weakref.ref(tensor) for tensor in (model[0].weight, model[2].weight, *seen.outputs)]
+    del model, seen
+    gc.collect()
+    assert [tensor() for tensor in held] == [None] * 5
 
 
 class Slow(nn.Module):

@@ -165,12 +165,15 @@ class _Watch(TorchFunctionMode):
             self._use(tensors_of((args, kwargs)), f"{name} takes it")
             self._seen.inputs.append((args, kwargs))
             kept: dict[int, int] = {}
+            not_kept = self._storages
 
+            # The graph of a block's output has this function and what it returns. Were the output among them, itself
+            # or by way of `self`, that would be a cycle which nothing collects, with the model in it.
             def count(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._storages:
+                if storage.data_ptr() not in not_kept:
                     kept[storage.data_ptr()] = storage.nbytes()
-                return tensor
+                return tensor.detach()
 
             self._is_inside = True
             try:

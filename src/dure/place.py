@@ -48,6 +48,8 @@ class Place:
     """Where this rank's Python stacks are written when it is asked for them or crashes."""
     questions_fd: int | None = None
     """A socket on which the supervisor asks what this rank is at."""
+    has_live_line: bool = False
+    """Whether its unfinished line is shown on a terminal, and written over, though its stderr is a pipe."""
     is_on_several_hosts: bool = False
     """Whether the run is, or may be in another round."""
     epoch: int | None = None

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
 from dure.launch.child import Output, interface_variables, leave
 from dure.launch.hang import tell_of_hang
-from dure.launch.log_pump import LogPump
 from dure.launch.nodes import Nodes
+from dure.launch.rank_logs import RankLogs, Voice
 from dure.launch.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.shared_folder import meet_in_folder
@@ -192,12 +192,20 @@ def _run_in(
 def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None) -> Outcome:
     first = 0 if nodes is None else nodes.first_rank
     is_alone = nproc == 1 and nodes is None
-    paths = [run.log_path(rank) for rank in range(first, first + nproc)]
-    # one rank alone keeps the terminal: a debugger and a progress bar need it
-    pump = nullcontext() if is_alone else closing(LogPump(paths, with_prefix=settings.with_prefix, first_rank=first))
+    ranks = range(first, first + nproc)
+
+    def voice_of(rank: int) -> Voice:
+        prefix = f"[rank {rank}] " if settings.with_prefix else ""
+        return Voice(log=run.log_path(rank), consoles=(1, 2), prefix=prefix)
+
     job = _job(settings, run.name, 1 if nodes is None else len(nodes.members))
-    with pump as pumped:
-        outputs = [Output(is_terminal=True)] if pumped is None else [Output(descriptors=d) for d in pumped.descriptors]
+    # one rank alone keeps the terminal: a debugger and a progress bar need it
+    with nullcontext() if is_alone else closing(RankLogs(voice_of, ranks)) as logs:
+        if logs is None:
+            outputs = [Output(is_terminal=True)]
+        else:
+            logs.start()  # scripts do speak
+            outputs = [Output(descriptors=logs.descriptors_of(rank)) for rank in ranks]
         return run_workers(
             Launch(
                 entry=_ENTRY,
@@ -205,6 +213,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 num_processes=nproc,
                 threads=settings.threads or max(1, count_cores() // nproc),
                 outputs=outputs,
+                logs=logs,
                 store_prefix="",
                 start=settings.start,
                 restarts=RestartPolicy(most=settings.max_restarts, after_any=True),

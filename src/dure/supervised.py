@@ -1,5 +1,6 @@
 """A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -10,8 +11,8 @@ from typing import Any
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.launch.child import Output
 from dure.launch.hang import tell_of_hang
-from dure.launch.log_pump import QuietLogs
 from dure.launch.nodes import Nodes
+from dure.launch.rank_logs import RankLogs, Voice
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
@@ -26,7 +27,7 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
-from dure.telling import tell
+from dure.telling import has_live_line, tell
 
 _WORKER = "dure.training.worker"
 _REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
@@ -74,10 +75,15 @@ def start_workers(
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
-    with closing(QuietLogs(run.log_path, [rank for rank in ranks if rank])) as logs:
+    def voice_of(rank: int) -> Voice:
+        log = run.log_path(rank)
+        # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
+        return Voice(log=log) if rank else Voice(log=log, consoles=(2, 2), has_live_line=has_live_line(sys.stderr))
+
+    with closing(RankLogs(voice_of, ranks)) as logs:
 
         def output_of(rank: int) -> Output:
-            return Output(descriptors=logs.descriptors_of(rank)) if rank else Output()
+            return Output(descriptors=logs.descriptors_of(rank), has_live_line=voice_of(rank).has_live_line)
 
         return run_workers(
             Launch(
@@ -87,7 +93,7 @@ def start_workers(
                 threads=threads,
                 outputs=[output_of(rank) for rank in ranks],
                 output_of=output_of,
-                quiet_logs=logs,
+                logs=logs,
                 # of several nodes each asks its own clock; they have a store of their own for every round
                 store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
                 start=spec.start,

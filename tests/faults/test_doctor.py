@@ -124,7 +124,7 @@ def test_run_when_its_supervisor_was_killed_then_the_doctor_says_how_far_it_came
     assert command.wait() == -signal.SIGKILL
     document = json.loads(doctor(prewarmed, tmp_path, "--json").out)
     (finding,) = document["findings"]
-    first, below = finding["what"].splitlines()
+    first, below, words = finding["what"].splitlines()
     seen = run.records(0)[-1]["samples_seen"]
     assert document["status"] == "died"
     assert first.startswith(
@@ -132,6 +132,7 @@ def test_run_when_its_supervisor_was_killed_then_the_doctor_says_how_far_it_came
     )
     assert first.endswith(f"; {seen} samples had been seen")
     assert below.startswith("  the last step on record is step")
+    assert words.startswith("  rank 0 said last: ")
     assert finding["remedy"] == f"`dure train --resume {run.path}` goes on from the last good checkpoint"
     assert [doctor(prewarmed, tmp_path, "--fail-on", grave).code for grave in ("never", "error")] == [0, 4]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch.log_pump import LINE_LIMIT_BYTES, ROTATE_BYTES
-from tests.commands import RunFiles, wait_until
+from tests.commands import Command, Prewarmed, wait_until
 
 TALKING = """
 import os, sys, time
@@ -28,7 +28,7 @@ class Talking(dure.Task):
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(self, model, batch):
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == os.environ["TALKING_RANK"]:
             begun = time.perf_counter()
             talk()
             print(f"talked for {time.perf_counter() - begun:.3f} seconds")
@@ -46,43 +46,52 @@ def talk():
 """
 
 
+def run_talking(prewarmed: Prewarmed, folder: Path, rank: int, *flags: object, text: str = TALKING) -> Command:
+    (folder / "talking.py").write_text(text)
+    command = ["train", f"{folder / 'talking.py'}:Talking", "--nproc", 2, "--samples", 8, "--global-batch-size", 8]
+    return prewarmed.run(folder, *command, "--name", "run", "--quiet", *flags, TALKING_RANK=str(rank))
+
+
 @pytest.mark.faults
-def test_rank_when_it_says_a_million_lines_then_none_waits_and_its_log_is_cut_escaped_and_rotated(prewarmed, tmp_path):
-    (tmp_path / "talking.py").write_text(TALKING)
-    task = f"{tmp_path / 'talking.py'}:Talking"
-    command = prewarmed.run(
-        tmp_path, "train", task, "--nproc", 2, "--samples", 8, "--global-batch-size", 8, "--name", "run", "--quiet"
-    )
-    assert command.code == 0, command.err
-    assert command.err == ""  # another rank's words never come to the terminal
-    log = RunFiles(tmp_path / "runs/run").path / "logs/rank1.log"
-    assert (log.parent / "rank1.log.1").stat().st_size <= ROTATE_BYTES
-    last = log.read_text().splitlines()[-3:]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_when_it_says_a_million_lines_then_none_waits_and_all_are_cut_escaped_and_rotated(
+    rank, prewarmed, tmp_path
+):
+    command = run_talking(prewarmed, tmp_path, rank)
+    assert command.code == 0, command.err[-1000:]
+    assert command.out == ""
+    log = tmp_path / f"runs/run/logs/rank{rank}.log"
+    assert Path(f"{log}.1").stat().st_size <= ROTATE_BYTES
+    kept = Path(f"{log}.1").read_text() + log.read_text()
+    # what another rank than the first says never comes to the terminal
+    assert command.err == (kept if rank == 0 else "")
+    assert kept.startswith("a line that is about as long")
+    assert kept.count("\n") == 1_000_003
+    last = kept[-20_000:].splitlines()[-3:]
     assert last[0] == "[rank 0] dure: all is well\\x1b[2J\\x07\\u2028[rank 0] and here"
     assert last[1] == "x" * LINE_LIMIT_BYTES + f" … {10_000_000 - LINE_LIMIT_BYTES:,} more bytes"
     seconds = re.fullmatch(r"talked for ([\d.]+) seconds", last[2])
     assert seconds is not None
     assert float(seconds[1]) < 20  # and a million lines a minute leave it sixty
-    assert Path(f"{log}.1").read_text().startswith("a line that is about as long")
 
 
 @pytest.mark.faults
-def test_rank_when_it_says_one_thing_before_it_dies_then_that_is_in_its_log(prewarmed, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_when_it_says_one_thing_before_it_dies_then_that_is_in_its_log(rank, prewarmed, tmp_path):
     dying = TALKING.replace(
         "talk()\n            print", "os.write(2, b'last words'); os.kill(os.getpid(), 9)\n            print"
     )
-    (tmp_path / "talking.py").write_text(dying)
-    task = f"{tmp_path / 'talking.py'}:Talking"
-    command = prewarmed.run(
-        tmp_path, "train", task, "--nproc", 2, "--samples", 8, "--global-batch-size", 8, "--name", "run", "--quiet",
-        "--max-restarts", 0,
-    )  # fmt: skip
+    command = run_talking(prewarmed, tmp_path, rank, "--max-restarts", 0, text=dying)
     assert command.code == 1
-    assert (tmp_path / "runs/run/logs/rank1.log").read_text().splitlines()[-1] == "last words"
+    assert (tmp_path / f"runs/run/logs/rank{rank}.log").read_text().splitlines()[-1] == "last words"
+    said = command.err.splitlines()
+    assert said[:1] == ["last words"] if rank == 0 else "last words" not in said
+    assert any(line.startswith(f"dure: rank {rank} ") for line in said)
 
 
 CHILD_HOLDS_PIPES = """
 import subprocess, time
+print("here", flush=True)
 from pathlib import Path
 child = subprocess.Popen(["sleep", "30"])
 Path(f"child of {__import__('os').environ['RANK']}").write_text(str(child.pid))

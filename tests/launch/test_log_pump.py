@@ -1,13 +1,22 @@
 """What ranks print: nothing can be forged, nothing is too long, nothing waits."""
 
+import fcntl
 import os
+import select
+import struct
+import subprocess
+import sys
+import termios
 import time
+import tty
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from dure.launch import log_pump
-from dure.launch.log_pump import LINE_LIMIT_BYTES, LogFile, LogPump, Stream, cleaned
+from dure.launch.log_pump import LINE_LIMIT_BYTES, LogFile, Stream, cleaned, fitted
+from dure.launch.rank_logs import RankLogs, Voice
 
 
 @pytest.mark.parametrize(
@@ -19,12 +28,28 @@ from dure.launch.log_pump import LINE_LIMIT_BYTES, LogFile, LogPump, Stream, cle
         (b"\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m\x1b[0m"),
         (b"10%\r20%\r30%", "30%"),
         (b"windows\r", "windows"),
+        (b"\x1b[2Kerased\x1b[K", "erased"),
         ("a\u2028[rank 1] b\x85c\u202ed".encode(), "a\\u2028[rank 1] b\\x85c\\u202ed"),
         (b"\xff\xfe", "\\xff\\xfe"),
     ],
 )
 def test_line_when_shown_then_has_no_control_characters(line, shown):
     assert cleaned(line) == shown
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("123456789", "123456789"),
+        ("1234567890", "12345678…"),
+        ("손실손실손실", "손실손실…"),
+        ("e\u0301" * 9, "e\u0301" * 9),
+        ("\x1b[31m1234567890\x1b[0m", "\x1b[31m12345678\x1b[0m…"),
+        ("\t\t", "        …"),
+    ],
+)
+def test_line_when_to_be_written_over_then_fits_in_a_row_of_ten(line, shown):
+    assert fitted(line, 10) == shown
 
 
 class Shown:
@@ -68,6 +93,66 @@ def test_progress_bar_when_it_never_ends_a_line_then_only_its_last_state_is_kept
     assert len(shown.stream.rest) == 0
 
 
+def test_progress_bar_when_it_returns_after_each_state_then_only_its_last_state_is_kept(shown):
+    assert shown.after(*(f"{number}%\r".encode() for number in range(10_000))) == ["[rank 0] 9999%"]
+
+
+def test_progress_bar_when_it_clears_its_place_then_nothing_is_left_of_it(shown):
+    assert shown.after(b"\r50%", b"\r   \r", b"done\n", b"\r60%", b"\r   \r") == ["[rank 0] done"]
+
+
+class LiveTerminal:
+    """A terminal of twenty columns, and a stream that is shown there."""
+
+    def __init__(self, folder: Path):
+        self.own, self.ranks = os.openpty()
+        tty.setraw(self.ranks)  # else each "\n" comes as two characters
+        fcntl.ioctl(self.ranks, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+        self.log = folder / "rank0.log"
+        self.stream = Stream("", self.ranks, LogFile(self.log), has_live_line=True)
+
+    def after(self, data: bytes) -> str:
+        self.stream.take(data)
+        return self.said()
+
+    def said(self) -> str:
+        return os.read(self.own, 2**16).decode() if select.select([self.own], [], [], 0)[0] else ""
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    one = LiveTerminal(tmp_path)
+    yield one
+    os.close(one.own)
+    os.close(one.ranks)
+
+
+def test_live_line_when_a_bar_advances_then_each_state_is_shown_at_once_and_the_last_one_kept(terminal):
+    assert terminal.after(b"10%") == "\r10%\x1b[K"
+    assert terminal.after(b"\r20%") == "\r20%\x1b[K"
+    assert terminal.after(b"\n") == "\r\x1b[K20%\n"
+    assert terminal.after(b"done\n") == "done\n"
+    assert terminal.log.read_text() == "20%\ndone\n"
+
+
+def test_live_line_when_the_next_line_takes_its_place_then_it_is_gone(terminal):
+    assert terminal.after(b"\r10%\r") == "\r10%\x1b[K"
+    assert terminal.after(b"epoch 1\n20%") == "\r\x1b[Kepoch 1\n\r20%\x1b[K"
+    assert terminal.log.read_text() == "epoch 1\n"
+
+
+def test_live_line_when_it_has_control_characters_and_is_long_then_they_are_escaped_and_it_is_cut(terminal):
+    assert terminal.after(b"\x1b[2J\x1b[31mred\x07" + b"x" * 20) == "\r\\x1b[2J\x1b[31mred\\x07xxxx\x1b[0m…\x1b[K"
+
+
+def test_live_line_when_it_stands_still_then_it_is_not_ended(terminal):
+    terminal.after(b"10%")
+    terminal.stream.take_late(time.monotonic() + 60)
+    assert terminal.said() == ""
+    terminal.stream.take_unfinished()
+    assert terminal.said() == "\r\x1b[K10%\n"
+
+
 def test_log_when_it_grows_then_is_rotated(tmp_path, monkeypatch):
     monkeypatch.setattr(log_pump, "ROTATE_BYTES", 1000)
     log = LogFile(tmp_path / "rank0.log")
@@ -81,17 +166,59 @@ def test_log_when_it_grows_then_is_rotated(tmp_path, monkeypatch):
 
 @pytest.mark.alone
 def test_pump_when_ranks_talk_then_it_keeps_up(tmp_path, capfd):
-    pump = LogPump([tmp_path / "rank0.log", tmp_path / "rank1.log"], with_prefix=True)
+    def voice_of(rank: int) -> Voice:
+        return Voice(log=tmp_path / f"rank{rank}.log", consoles=(1, 2), prefix=f"[rank {rank}] ")
+
+    logs = RankLogs(voice_of, range(2))
     lines = b"".join(b"step %d loss 0.5\n" % number for number in range(20_000))
     began = time.monotonic()
-    for out, _ in pump.descriptors:
-        os.write(out, lines[: len(lines) // 2])
-        os.write(out, lines[len(lines) // 2 :])
-    os.write(pump.descriptors[1][1], b"oh\n")
-    pump.close()
+    for rank in range(2):
+        os.write(logs.descriptors_of(rank)[0], lines[: len(lines) // 2])
+        os.write(logs.descriptors_of(rank)[0], lines[len(lines) // 2 :])
+    os.write(logs.descriptors_of(1)[1], b"oh\n")
+    logs.close()
     # a million lines a minute are 17,000 a second
     assert time.monotonic() - began < 10
     shown = capfd.readouterr()
     assert shown.out.count("[rank 1] step") == shown.out.count("[rank 0] step") == 20_000
     assert shown.err == "[rank 1] oh\n"
     assert (tmp_path / "rank1.log").read_text().count("\n") == 20_001
+
+
+def shown_in_order(folder: Path) -> RankLogs:
+    return RankLogs(lambda rank: Voice(log=folder / f"rank{rank}.log", consoles=(2, 2)), range(1))
+
+
+def test_pump_when_asked_to_catch_up_then_what_was_said_is_shown_in_its_order(tmp_path, capfd):
+    with closing(shown_in_order(tmp_path)) as logs:
+        out, err = logs.descriptors_of(0)
+        os.write(out, b"one\n")
+        logs.catch_up()
+        assert capfd.readouterr() == ("", "one\n")
+        os.write(err, b"two\n")
+        os.write(out, b"thr")
+        logs.catch_up()
+        assert capfd.readouterr() == ("", "two\nthr\n")
+    assert (tmp_path / "rank0.log").read_text() == "one\ntwo\nthr\n"
+
+
+def test_pump_when_nothing_was_said_then_it_is_not_started(tmp_path):
+    with closing(shown_in_order(tmp_path)) as logs:
+        logs.start_if_needed()
+        logs.catch_up()
+        assert logs.waiting_for
+    assert (tmp_path / "rank0.log").read_text() == ""
+
+
+def test_pump_when_a_child_of_a_rank_holds_the_pipe_then_the_end_is_not_held_up_for_long(tmp_path, capfd):
+    logs = shown_in_order(tmp_path)
+    out, _ = logs.descriptors_of(0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; print('hi', flush=True); time.sleep(60)"], stdout=out)
+    select.select(logs.waiting_for, [], [])
+    began = time.monotonic()
+    logs.close()
+    seconds = time.monotonic() - began
+    child.kill()
+    child.wait()
+    assert seconds < 20
+    assert capfd.readouterr().err == "hi\n"

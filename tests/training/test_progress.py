@@ -51,6 +51,15 @@ def test_progress_when_a_terminal_then_one_line_is_written_over(has_color, monke
     assert "\n" not in stream.getvalue()
 
 
+def test_progress_when_relayed_to_a_terminal_then_what_is_printed_next_takes_the_lines_place(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    progress = Progress(100, 0, quiet=False, stream=stream, is_relayed_live=True)
+    progress.step(record(1))
+    assert stream.getvalue().startswith("\r 10%  epoch 1  step 1 ")
+    assert stream.getvalue().endswith("data wait 25%\r")
+
+
 def test_progress_when_quiet_then_says_nothing():
     stream = io.StringIO()
     progress = Progress(100, 0, quiet=True, stream=stream)

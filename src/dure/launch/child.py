@@ -31,6 +31,8 @@ class Output:
     """A file for both streams; None: the terminal, where stdout is joined to stderr, or the descriptors below."""
     descriptors: tuple[int, int] | None = None
     """For stdout and stderr."""
+    has_live_line: bool = False
+    """Whether what reads from the descriptors shows an unfinished line on a terminal, and writes it over."""
     is_terminal: bool = False
     """Whether all three streams stay as they are."""
 

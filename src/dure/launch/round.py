@@ -70,16 +70,23 @@ def run_round(
     return hang
 
 
-def end_open_line(launch: Launch, workers: list[Worker]) -> None:
-    """Begin a fresh line in the terminal when rank 0 could not end its live line itself."""
-    if any(worker.rank == 0 and worker.end and worker.end.exit_code < 0 for worker in workers):
-        _begin_line(launch)
-
-
-def _begin_line(launch: Launch) -> None:
-    has_live_line = sys.stderr.isatty() and launch.outputs[0].descriptors is None
-    if has_live_line:
+def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
+    """See to it that what people are told next comes below what the ranks have said, on a line of its own."""
+    if launch.logs is not None:
+        launch.logs.catch_up()
+    elif sys.stderr.isatty() and any(_leaves_line_open(worker) for worker in workers):
         print(file=sys.stderr)
+
+
+def _leaves_line_open(worker: Worker) -> bool:
+    return worker.rank == 0 and (worker.end is None or worker.end.exit_code < 0)
+
+
+def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
+    """Tell of ranks that are not getting on, if anybody is to be told."""
+    if launch.on_hang is not None:
+        show_what_was_said(launch, workers)
+        launch.on_hang(verdict)
 
 
 def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
@@ -102,7 +109,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         if ending == "stopped" and not received and not have_been_asked:
             have_been_asked = True
             _ask_the_others_too(launch, alive, ends)
-        others: list[int] = [] if launch.quiet_logs is None else launch.quiet_logs.waiting_for
+        others: list[int] = [] if launch.logs is None else launch.logs.waiting_for
         if launch.nodes is not None:
             _fall_silent(launch.nodes, alive)
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
@@ -113,8 +120,8 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         if left is not None and left <= 0:
             return None
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
-        if launch.quiet_logs is not None:
-            launch.quiet_logs.start_if_needed()
+        if launch.logs is not None:
+            launch.logs.start_if_needed()
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
@@ -154,15 +161,13 @@ def _hang(
         if seconds is not None and not launch.nodes.is_one_quiet:
             look.ask(seconds)
         found = look.advance()
-        if found is not None and launch.on_hang is not None:
-            launch.on_hang(found[0])
+        if found is not None:
+            report_hang(launch, workers, found[0])
         return found[0] if found is not None and found[1] else None
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
-    if launch.on_hang is not None:
-        _begin_line(launch)
-        launch.on_hang(verdict)
+    report_hang(launch, workers, verdict)
     acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
     return verdict if acts else None
 

@@ -18,12 +18,13 @@ from dure.launch.restarts import Restart, Restarts
 from dure.launch.round import (
     Outcome,
     decide_to_fork,
-    end_open_line,
     ending_of,
     joint_look,
     kill_all,
     listening_on,
+    report_hang,
     run_round,
+    show_what_was_said,
 )
 from dure.launch.verdict import stop_signal
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
@@ -56,7 +57,7 @@ def run_on_nodes(launch: Launch, nodes: Nodes) -> Outcome:
             received.append(stop.number)
         finally:
             kill_all(workers)
-            end_open_line(launch, workers)
+            show_what_was_said(launch, workers)
         rounds.part()
         return Outcome(
             ends=nodes.news.ends,
@@ -138,8 +139,8 @@ class _Rounds:
                 return told, StoreSocket(host=self._store_host(), port=int(told["port"]), listener=None)
             nodes.sleep(0.2)
             nodes.pump()
-            if look is not None and (found := look.advance()) is not None and self.launch.on_hang is not None:
-                self.launch.on_hang(found[0])
+            if look is not None and (found := look.advance()) is not None:
+                report_hang(self.launch, self.workers, found[0])
             nodes.exchange_signals(self.received)
         return None
 
@@ -221,7 +222,7 @@ class _Rounds:
     def _finish(self, launch: Launch) -> None:
         """Let all nodes know how the ranks here ended."""
         nodes, workers = self.nodes, self.workers
-        end_open_line(launch, workers)
+        show_what_was_said(launch, workers)
         ends = [replace(worker.end, node=str(nodes.me)) for worker in workers if worker.end is not None]
         steps = {worker.rank: self.memory.heartbeats.last(worker.rank).step for worker in workers}
         if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
@@ -230,8 +231,8 @@ class _Rounds:
         look = joint_look(launch, workers, self.memory)
 
         def tick() -> bool:
-            if look is not None and (found := look.advance()) is not None and launch.on_hang is not None:
-                launch.on_hang(found[0])
+            if look is not None and (found := look.advance()) is not None:
+                report_hang(launch, workers, found[0])
             nodes.exchange_signals(self.received)
             return len(self.received) < 2
 

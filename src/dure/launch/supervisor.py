@@ -9,7 +9,7 @@ from dataclasses import replace
 from dure.launch.hang import HangVerdict
 from dure.launch.passed_signals import StoppedBeforeStart, passing_signals_on
 from dure.launch.restarts import Restart, Restarts
-from dure.launch.round import Outcome, decide_to_fork, end_open_line, kill_all, listening_on, run_round
+from dure.launch.round import Outcome, decide_to_fork, kill_all, listening_on, run_round, show_what_was_said
 from dure.launch.several import run_on_nodes
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
@@ -51,7 +51,7 @@ def run_workers(launch: Launch) -> Outcome:
                     restart = restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
                 if restart is None:
                     break
-                end_open_line(launch, workers)
+                show_what_was_said(launch, workers)
                 workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
@@ -60,7 +60,7 @@ def run_workers(launch: Launch) -> Outcome:
             pass
         finally:
             kill_all(workers)
-            end_open_line(launch, workers)
+            show_what_was_said(launch, workers)
         return Outcome(
             ends=[worker.end for worker in workers if worker.end is not None],
             signal=received[0] if received else None,

@@ -18,7 +18,7 @@ from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
 from dure.launch.examination import crash_frames, is_stopped
-from dure.launch.log_pump import QuietLogs
+from dure.launch.rank_logs import RankLogs
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
@@ -78,8 +78,8 @@ class Launch:
     """Told why a round was ended, where that was no failure of a rank."""
     way_back: "WayBack | None" = None
     """What to do when the node that leads cannot be reached; None: end."""
-    quiet_logs: QuietLogs | None = None
-    """What ranks that are not shown speak through; it is looked after while they run."""
+    logs: RankLogs | None = None
+    """What the ranks speak through; it is looked after while they run."""
 
     @property
     def first_rank(self) -> int:
@@ -226,16 +226,18 @@ def start_worker(
     """
     report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
     questions, answers = socket.socketpair()
+    output = launch.outputs[rank - launch.first_rank]
     place = replace(
         _place(launch, rank, store, report_fd, round_number),
         heartbeat_fd=memory.heartbeat_fd,
         snapshot_fds=memory.snapshot_fds,
         stacks_fd=stacks_fd,
         questions_fd=answers.fileno(),
+        has_live_line=output.has_live_line,
     )
     try:
         start = _fork if by_fork else _spawn
-        pid, process = start(launch, place, launch.outputs[rank - launch.first_rank], store.listener)
+        pid, process = start(launch, place, output, store.listener)
     except OSError as error:
         os.close(report_fd)
         os.close(stacks_fd)
@@ -306,8 +308,8 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
         listener.close()
 
     def entry() -> int:
-        if launch.quiet_logs is not None:
-            launch.quiet_logs.leave()
+        if launch.logs is not None:
+            launch.logs.leave()
         return int(importlib.import_module(launch.entry).main(launch.job, place))
 
     run_in_child(entry, place, output, parent)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from dure.measure.records import Metric, StepRecord
+from dure.telling import has_live_line
 from dure.units import format_seconds
 
 _LIVE_SECONDS = 0.1
@@ -18,10 +19,29 @@ _SMOOTHING = 0.1
 class Progress:
     """Shows epoch, step, samples per second, loss, last metric, time to go and the share of waiting for data."""
 
-    def __init__(self, total_samples: int, samples_seen: int, *, quiet: bool, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total_samples: int,
+        samples_seen: int,
+        *,
+        quiet: bool,
+        stream: TextIO | None = None,
+        is_relayed_live: bool = False,
+    ) -> None:
+        """Begin to measure.
+
+        Args:
+            total_samples: Of the whole run.
+            samples_seen: So far.
+            quiet: Whether nothing is shown.
+            stream: Where it is; stderr by default.
+            is_relayed_live: Whether the stream is a pipe to a process that shows the live line in a terminal, cut to
+                its width.
+        """
         self._stream = stream or sys.stderr
         self._quiet = quiet
-        self._is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_relayed = is_relayed_live
+        self._is_live = is_relayed_live or has_live_line(self._stream)
         self._has_color = self._is_live and not os.environ.get("NO_COLOR")
         self._interval = _LIVE_SECONDS if self._is_live else _PLAIN_SECONDS
         self._total_samples = total_samples
@@ -89,10 +109,12 @@ class Progress:
         if not self._is_live:
             self._write(f"{line}\n")
             return
-        width = shutil.get_terminal_size().columns
-        cut = line if len(line) < width else line[: width - 2] + "…"
-        colored = f"\x1b[36m{cut[:4]}\x1b[0m{cut[4:]}" if self._has_color else cut
-        self._write(f"\r{colored}\x1b[K")
+        if not self._is_relayed:
+            width = shutil.get_terminal_size().columns
+            line = line if len(line) < width else line[: width - 2] + "…"
+        colored = f"\x1b[36m{line[:4]}\x1b[0m{line[4:]}" if self._has_color else line
+        # relayed, a second "\r" lets what the task prints next take the line's place, not go on in it
+        self._write(f"\r{colored}\r" if self._is_relayed else f"\r{colored}\x1b[K")
         self._is_line_open = True
 
     def _close_line(self) -> None:

@@ -97,7 +97,10 @@ class Conductor:
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
             self.progress = Progress(
-                session.total_samples, position.samples_seen, quiet=spec.quiet or not self.is_first
+                session.total_samples,
+                position.samples_seen,
+                quiet=spec.quiet or not self.is_first,
+                is_relayed_live=session.place.has_live_line,
             )
             resources.callback(self.progress.close)
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None

@@ -75,7 +75,8 @@ def train(
     launched = read_launcher()
     if launched is not None:
         settings = with_world_size(settings, launched)
-    if str(resume) == AUTO:
+    is_auto = str(resume) == AUTO
+    if is_auto:
         resume = _run_to_go_on_with(task, config, settings)
     resolved = resolve_settings(task, resume=resume, config=config, **settings)
     if launched is not None:
@@ -88,9 +89,9 @@ def train(
 
         refuse_unless_ready(preflight_settings(spec, several, launched, count_processes(spec)), is_quiet=spec.quiet)
     if several is not None:
-        return train_on_nodes(resolved, resume, several)
+        return train_on_nodes(resolved, resume, several, is_auto=is_auto)
     if launched is not None:
-        return train_under_launcher(resolved, resume, launched)
+        return train_under_launcher(resolved, resume, launched, is_auto=is_auto)
     run = run_folder(spec, resume)
     with run.lock(), nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)

@@ -83,12 +83,15 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
     return faults
 
 
-def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool) -> dict[str, Any]:
-    """Return what must be the same on all hosts, by its name in words."""
+def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool, is_auto: bool = False) -> dict[str, Any]:
+    """Return what must be the same on all hosts, by its name in words.
+
+    With `--resume auto` whether a run is there is no such thing: who comes late sees the one that the first has begun.
+    """
     settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
     where, _, name = spec.task.rpartition(":")
     label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
-    return {"command": "dure train", "task": label, "is resumed": is_resumed, **settings}
+    return {"command": "dure train", "task": label, "is resumed": "auto" if is_auto else is_resumed, **settings}
 
 
 def preflight_settings(
@@ -128,14 +131,16 @@ def preflight_settings(
     )
 
 
-def train_on_nodes(resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings) -> RunSummary:
+def train_on_nodes(
+    resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings, *, is_auto: bool
+) -> RunSummary:
     """Train with the ranks of this host, beside those of others.
 
     Raises:
         RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
     """
     spec = resolved.spec
-    facts = facts_to_agree_on(spec, is_resumed=resume is not None)
+    facts = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto)
     several = _led_from(several, spec, resume)
     with join(several, facts, spec.nproc // spec.num_nodes) as nodes, ExitStack() as held:
         run = _folder(nodes, several, resolved, resume, held)

@@ -1,5 +1,6 @@
 """Which signals ask a run to stop in order, and with what exit code it says that it did."""
 
+import os
 import signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -18,3 +19,12 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process was not told to ignore: `nohup` ignores SIGHUP."""
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
+
+
+def is_said_again(number: int) -> bool:
+    """Return whether a stop signal after the first one says no more than that, and is no impatience.
+
+    Slurm sends SIGTERM to all processes of a job that has to go, and srun, which is one of them, passes it on; when a
+    grace time is over it sends SIGTERM once more. Whom it does not want to wait for it kills.
+    """
+    return number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ

@@ -54,7 +54,9 @@ def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Resol
     return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
 
 
-def train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched) -> RunSummary:
+def train_under_launcher(
+    resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched, *, is_auto: bool
+) -> RunSummary:
     """Be one rank of a run whose processes a launcher started."""
     from dure.training.worker import main
 
@@ -78,7 +80,7 @@ def train_under_launcher(resolved: ResolvedSpec, resume: "Path | str | None", la
     job = {
         "kind": "train",
         "run": str(run.path),
-        "asked": facts_to_agree_on(spec, is_resumed=resume is not None),
+        "asked": facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto),
     }
     with (
         run.lock() if rank.rank == 0 else nullcontext(),

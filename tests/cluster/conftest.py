@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cluster.jobs import BASE
 from tests.commands import PATIENCE_SECONDS, wait_until
 
 NODES = ("n1", "n2")
@@ -43,10 +45,20 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
-KillWait=5
+KillWait=10
 MessageTimeout=30
+FirstJobId={first_job}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
+# what is in a partition of a higher tier takes the nodes of what is in a lower one
+PartitionName=DEFAULT Nodes={names} MaxTime=INFINITE State=UP
+PartitionName=main Default=YES PriorityTier=10 PreemptMode=OFF
+PartitionName=low PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=low_grace PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=low_short_grace PriorityTier=1 PreemptMode=REQUEUE GraceTime=1
+PartitionName=low_cancel PriorityTier=1 PreemptMode=CANCEL
+PartitionName=low_cancel_grace PriorityTier=1 PreemptMode=CANCEL GraceTime=60
 """
 
 
@@ -71,14 +83,18 @@ class Slurm:
     def nodes(self) -> list[str]:
         """Return the state of each node, or nothing while nobody answers."""
         time.sleep(0.1)
-        return self.run("sinfo", "-hN", "-o%t", cwd=self.folder).stdout.split()
+        return self.run("sinfo", "-hN", "-pmain", "-o%t", cwd=self.folder).stdout.split()
+
+    def fields(self, job: str) -> dict[str, str]:
+        """Return what Slurm knows of a job."""
+        return dict(word.split("=", 1) for word in self.ask("scontrol", "show", "job", job).split() if "=" in word)
 
     def state(self, job: str) -> str:
         """Return a job's state and the reason for it."""
-        fields = dict(word.split("=", 1) for word in self.ask("scontrol", "show", "job", job).split() if "=" in word)
+        fields = self.fields(job)
         return f"{fields['JobState']} {fields['Reason']}"
 
-    def wait_for(self, job: str, state: str, seconds: float = PATIENCE_SECONDS) -> None:
+    def wait_for(self, job: str, state: str, seconds: float = 2 * PATIENCE_SECONDS) -> None:
         """Wait until a job is in a state."""
         deadline = time.monotonic() + seconds
         while not (now := self.state(job)).startswith(state):
@@ -93,6 +109,30 @@ class Slurm:
         self.wait_for(job, "PENDING BeginTime")
         time.sleep(8)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    @contextmanager
+    def nodes_taken(self) -> Iterator[None]:
+        """Have a job of a higher tier on all nodes, which is there before this returns, and gone afterwards."""
+        words = ["--parsable", f"--nodes={len(NODES)}", "--exclusive", "--output=/dev/null", "--wrap=exec sleep 600"]
+        job = self.ask("sbatch", "--partition=main", *words)
+        try:
+            self.wait_for(job, "RUNNING")
+            yield
+        finally:
+            self.ask("scancel", job)
+
+    @contextmanager
+    def configured(self, line: str) -> Iterator[None]:
+        """Have a further line in the configuration for a while."""
+        configuration = self.folder / "slurm.conf"
+        before = configuration.read_text()
+        try:
+            configuration.write_text(f"{before}{line}\n")
+            self.ask("scontrol", "reconfigure")
+            yield
+        finally:
+            configuration.write_text(before)
+            self.ask("scontrol", "reconfigure")
 
 
 def free_port() -> int:
@@ -139,6 +179,8 @@ def write_configuration(folder: Path) -> None:
         folder=folder,
         nodes="\n".join(nodes),
         names=",".join(NODES),
+        # ranks meet at a port made of it, and another such cluster may be on this host
+        first_job=1 + secrets.randbelow(1_000_000),
     )
     (folder / "slurm.conf").write_text(text)
 
@@ -196,3 +238,12 @@ def eventually_gone(folder: Path, seconds: float = 10.0) -> list[psutil.Process]
     while (left := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
+
+
+@pytest.fixture(scope="session")
+def control(tmp_path_factory) -> Path:
+    """Return an undisturbed run of two ranks under our own supervisor."""
+    folder = tmp_path_factory.mktemp("control")
+    words = [sys.executable, "-m", "dure", *BASE, "--nproc", "2", "--name", "control"]
+    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    return folder / "runs/control"

@@ -1,49 +1,11 @@
 """Under a real Slurm: ranks of srun, batch scripts, requeues."""
 
-import json
-import socket
-import subprocess
-from pathlib import Path
-
 import pytest
 
+from tests.cluster.jobs import BASE, SLOWLY, differences, own_address, submitted
 from tests.commands import RunFiles, wait_until
 
-TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
-BASE = ("train", TASK, "--global-batch-size", "8", "--epochs", "3", "--quiet", "--record-samples", "--threads", "1")
-SLOWLY = ("--task.pause-seconds", "0.1")
-
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def control(tmp_path_factory) -> Path:
-    """Return an undisturbed run of two ranks under our own supervisor."""
-    import sys
-
-    folder = tmp_path_factory.mktemp("control")
-    words = [sys.executable, "-m", "dure", *BASE, "--nproc", "2", "--name", "control"]
-    subprocess.run(words, cwd=folder, check=True, timeout=60)
-    return folder / "runs/control"
-
-
-def differences(slurm, dure, run, control) -> str:
-    """Return where a run parts from the undisturbed one, bit by bit, samples included."""
-    done = slurm.run(*dure, "diff", run, control, cwd=run)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
-
-
-def submitted(slurm, dure, folder, *words) -> str:
-    done = slurm.run(*dure, "submit", "--json", "--to", "slurm", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["said"]
-
-
-def own_address() -> str:
-    """Return an address of this host beside the loopback one: nodes reach each other there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("198.51.100.1", 9))  # of no host; nothing is sent
-        return probe.getsockname()[0]
 
 
 def test_srun_when_it_starts_two_tasks_then_they_are_one_run(slurm, dure, control, tmp_path):
@@ -135,7 +97,7 @@ def test_submit_when_slurm_announces_the_end_then_the_job_goes_back_and_the_run_
     slurm.wait_for(job, "COMPLETED")
     assert len(run.events("training")) == 2
     assert run.events("training")[1]["samples_seen"] == seen
-    assert differences(slurm, dure, run.path, control).replace("settings  task.pause_seconds", "") == ""
+    assert differences(slurm, dure, run.path, control) == ""
 
 
 def test_submit_when_slurm_requeues_the_job_then_the_run_goes_on(slurm, dure, control, tmp_path):

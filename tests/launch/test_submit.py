@@ -49,8 +49,7 @@ def test_slurm_when_nothing_is_asked_then_the_script_has_what_a_requeue_needs(ca
     for line in ("--requeue", "--signal=USR1@120", "--open-mode=append", "--nodes=1", "--job-name=first"):
         assert f"\n#SBATCH {line}\n" in text
     assert f"--chdir={os.getcwd()}\n" in text
-    assert "if (( code == 75 )); then\n" in text
-    assert '    scontrol requeue "$SLURM_JOB_ID" && exec sleep 300\n' in text
+    assert '    scontrol requeue Incomplete "$SLURM_JOB_ID" && exec sleep 300\n' in text
 
 
 def test_slurm_when_wishes_are_given_then_each_is_a_line(capsys):
@@ -63,14 +62,14 @@ def test_slurm_when_wishes_are_given_then_each_is_a_line(capsys):
     expected = ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3", "--gpus-per-node=4", "--time=0-01:30:00"]
     assert lines[1:7] == [*expected, "--partition=big"]
     assert lines[-2:] == ["--account=me", "--mem=8G"]
-    assert 'srun --wait=60 --cpus-per-task=3 "${train[@]}"\n' in text
+    assert 'srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task=3 "${train[@]}"\n' in text
 
 
 def test_slurm_when_a_value_has_quotes_then_bash_reads_it_as_it_was_written(capsys, tmp_path):
     nasty = "a b'c\"$(touch x);`touch x`\\"
     text = words(capsys, "--to", "slurm", "--name", "run", TASK, "--task.word", nasty)
     stub = tmp_path / "srun"
-    stub.write_text('#!/bin/bash\nshift\nprintf "%s\\0" "$@"\n')
+    stub.write_text('#!/bin/bash\nshift 2\nprintf "%s\\0" "$@"\n')
     stub.chmod(0o755)
     done = subprocess.run(
         ["bash"], input=text, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True,
@@ -80,20 +79,49 @@ def test_slurm_when_a_value_has_quotes_then_bash_reads_it_as_it_was_written(caps
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "requeue_code", "calls"),
-    [(0, 0, []), (1, 0, []), (143, 0, []), (75, 0, ["requeue 12", "sleep 300"]), (75, 1, ["requeue 12"])],
-)
-def test_slurms_script_when_the_ranks_end_then_only_75_puts_the_job_back(code, requeue_code, calls, capsys, tmp_path):
+RUNS = "JobId=12 JobState=RUNNING Reason=None PreemptTime=None Partition=low"
+PREEMPTED = "JobId=12 JobState=RUNNING Reason=None PreemptTime=2026-11-22T19:49:12 Partition=low"
+CANCELLED = "JobId=12 JobState=CANCELLED Reason=None PreemptTime=2026-11-22T19:49:12 Partition=low"
+BACK = ["requeue Incomplete 12", "sleep 300"]
+
+
+def end_of_slurms_script(capsys, folder, code, job, *, mode="REQUEUE", requeue_code=0) -> list[str]:
+    """Let the script of a job run whose ranks end, and return what it does then."""
     text = words(capsys, "--to", "slurm", "--name", "run", TASK)
-    program(tmp_path, "srun", f"exit {code}")
-    program(tmp_path, "scontrol", f'echo "$@" >> calls; exit {requeue_code}')
-    program(tmp_path, "sleep", f'echo sleep "$@" >> calls; exit {code}')
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
-    done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    program(folder, "srun", f"exit {code}")
+    shown = f'"show job") echo "{job}" ;; "show partition") echo "PartitionName=$4 PreemptMode={mode} State=UP" ;;'
+    program(folder, "scontrol", f'case "$1 $2" in {shown} *) echo "$@" >> calls; exit {requeue_code} ;; esac')
+    program(folder, "sleep", f'echo sleep "$@" >> calls; exit {code}')
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "SLURM_JOB_PARTITION": "low"}
+    done = subprocess.run(["bash"], input=text, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == code
-    seen = tmp_path / "calls"
-    assert (seen.read_text().splitlines() if seen.exists() else []) == calls
+    seen = folder / "calls"
+    return seen.read_text().splitlines() if seen.exists() else []
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 137, 138, 143])
+def test_slurms_script_when_the_ranks_end_then_it_goes_back_if_they_were_told_to_go(code, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, code, RUNS) == (BACK if code in (75, 138) else [])
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 137, 138, 143])
+def test_slurms_script_when_the_job_is_preempted_then_it_goes_back_from_sigterm_too(code, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, code, PREEMPTED) == (BACK if code in (75, 138, 143) else [])
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_slurms_script_when_the_partition_cancels_then_a_preempted_job_stays_away(code, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, code, PREEMPTED, mode="CANCEL") == []
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_slurms_script_when_the_job_is_cancelled_then_it_waits_for_its_end(code, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, code, CANCELLED) == ["sleep 300"]
+
+
+@pytest.mark.parametrize("job", [RUNS, ""])
+def test_slurms_script_when_slurm_does_not_put_it_back_then_it_ends(job, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, 75, job, requeue_code=1) == ["requeue Incomplete 12"]
 
 
 def test_slurms_script_when_it_is_started_once_more_then_it_resumes(capsys, tmp_path):

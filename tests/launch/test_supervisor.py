@@ -94,6 +94,13 @@ def test_signal_when_a_second_one_comes_then_ranks_end_at_once(tmp_path, start):
     assert outcome.signal == signal.SIGTERM
 
 
+def test_signal_when_slurm_says_it_again_then_ranks_end_in_order(tmp_path, start, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    outcome = launch(tmp_path, start, ["wait", "signal_parent_twice_and_wait"])
+    assert codes(outcome) == [143, 143]
+    assert outcome.signal == signal.SIGTERM
+
+
 def test_signal_when_no_rank_is_started_yet_then_none_is(tmp_path):
     outcome = launch(tmp_path, "fork", [0, 0], interrupt_early=True)
     assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)

@@ -41,11 +41,11 @@ def main(job: Mapping[str, Any], place: Place) -> int:
         return 0
     if deed == "signal_parent":
         os.kill(os.getppid(), signal.SIGINT)
-    if deed == "signal_parent_twice":
+    if deed in ("signal_parent_twice", "signal_parent_twice_and_wait"):
         for _ in range(2):
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(0.1)
-    if deed in ("wait", "ignore", "signal_parent", "signal_parent_twice"):
+    if deed in ("wait", "ignore", "signal_parent", "signal_parent_twice", "signal_parent_twice_and_wait"):
         while not heard or deed in ("ignore", "signal_parent_twice"):
             threading.Event().wait(0.01)
         return 128 + heard[0]

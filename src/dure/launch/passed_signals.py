@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from dure.launch.workers import Worker
-from dure.stopping import STOP_SIGNALS, heeded_signals
+from dure.stopping import STOP_SIGNALS, heeded_signals, is_said_again
 
 
 class StoppedBeforeStart(BaseException):
@@ -23,6 +23,8 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        if received and is_said_again(number):
+            return
         received.append(number)
         if not workers:
             raise StoppedBeforeStart

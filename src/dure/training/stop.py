@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Self
 
-from dure.stopping import heeded_signals
+from dure.stopping import heeded_signals, is_said_again
 
 _SECOND_AFTER_SECONDS = 0.5
 """Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
@@ -56,6 +56,8 @@ class StopSignals:
             self.received, self._received_at = number, time.monotonic()
             if not self._is_deferred:
                 raise StoppedAtOnce(number)
-        elif not self._is_supervised and time.monotonic() - self._received_at > _SECOND_AFTER_SECONDS:
+        elif self._is_supervised or is_said_again(number):
+            return
+        elif time.monotonic() - self._received_at > _SECOND_AFTER_SECONDS:
             # a supervisor would kill this rank now
             raise StoppedAtOnce(self.received)

@@ -1,6 +1,7 @@
 """A batch script for Slurm: `srun` starts the ranks, and the job puts itself back into the queue when it has to go."""
 
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,27 @@ STRAGGLER_SECONDS = 60
 
 REQUEUE_SECONDS = 300
 """More than Slurm needs to end a script whose job it has put back."""
+
+_TERMINATED = 128 + signal.SIGTERM
+_TOLD_TOO_EARLY = 128 + signal.SIGUSR1
+"""Of a rank that got SIGUSR1 before it listened: Python was still starting."""
+
+# A job that ends by itself in the grace time of a preemption has failed, to Slurm, and would not come back: that it was
+# preempted is to be asked. Out of a partition that cancels what it preempts no job comes back without a grace time
+# either.
+_GOES_BACK = rf"""# whether the ranks went for another job or the time limit, and this job is to come back
+goes_back() {{
+    local job
+    (( code == {RESUMABLE} || code == {_TOLD_TOO_EARLY} || code == {_TERMINATED} )) || return
+    job=$(SLURM_TIME_FORMAT=standard scontrol show job --oneliner "$SLURM_JOB_ID")
+    if [[ $job == *" JobState="* && $job != *" JobState=RUNNING "* ]]; then
+        exec sleep {REQUEUE_SECONDS}  # cancelled, or in the queue again: Slurm ends this script
+    elif [[ $job == *" PreemptTime="[0-9]* ]]; then
+        [[ $(scontrol show partition --oneliner "$SLURM_JOB_PARTITION") != *" PreemptMode=CANCEL "* ]]
+    else
+        (( code != {_TERMINATED} ))
+    fi
+}}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +62,9 @@ def check_line(line: str) -> None:
 def script(job: Job, options: SlurmOptions) -> str:
     """Return the batch script.
 
-    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint: the script asks for the job to be
-    queued again. Slurm itself does so when it takes the job's nodes away. Either way the job has been started before,
-    by Slurm's count, and goes on with the run.
+    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint, and so does 143 when the job is
+    preempted: the script asks for the job to be queued again. Slurm itself does so when it takes the job's nodes away
+    at once. Either way the job has been started before, by Slurm's count, and goes on with the run.
     """
     return "\n".join(
         [
@@ -55,12 +77,15 @@ def script(job: Job, options: SlurmOptions) -> str:
             f"    train=({shlex.join(job.train_command(job.resume_words))})",
             "fi",
             "",
-            f'srun --wait={STRAGGLER_SECONDS}{_cpus(job)} "${{train[@]}}"',
+            _GOES_BACK,
+            "",
+            f'srun --wait={STRAGGLER_SECONDS} --kill-on-bad-exit=0{_cpus(job)} "${{train[@]}}"',
             "code=$?",
-            f"if (( code == {RESUMABLE} )); then",
+            "if goes_back; then",
             '    echo "dure: job $SLURM_JOB_ID goes back into the queue and goes on later" >&2',
             "    # Slurm ends this script now: an exit of its own could be taken for that of the next start",
-            f'    scontrol requeue "$SLURM_JOB_ID" && exec sleep {REQUEUE_SECONDS}',
+            "    # Incomplete: a job that was cancelled meanwhile stays cancelled",
+            f'    scontrol requeue Incomplete "$SLURM_JOB_ID" && exec sleep {REQUEUE_SECONDS}',
             "fi",
             "exit $code",
             "",

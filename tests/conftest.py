@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove that folder."""
     if _TURNS in config.stash:
         config.stash[_TURNS].cleanup()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Give the run of a task, made once for all tests that compare theirs with it, and changed by none of them."""
+    from tests.conformance.cases import train_case
+
+    runs: dict[Any, Path] = {}
+
+    def run(task: Any, strategy: str = "single", nproc: int = 1, **settings: Any) -> Path:
+        key = (type(task), repr(task), strategy, nproc, repr(sorted(settings.items())))
+        if key not in runs:
+            runs[key] = train_case(tmp_path_factory.mktemp("trained"), task, strategy, nproc, **settings)
+        return runs[key]
+
+    return run
 
 
 @pytest.fixture(scope="session")

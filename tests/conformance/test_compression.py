@@ -37,9 +37,9 @@ MOST = {"fp16": 0.52, "bf16": 0.52, "powersgd": 0.5, "topk": 0.3, "int8": 0.3}
 
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
 @pytest.mark.parametrize("strategy", COMPRESSING)
-def test_sending_every_element_as_the_largest_few_equals_one_process(strategy, kind, tmp_path):
+def test_sending_every_element_as_the_largest_few_equals_one_process(strategy, kind, trained, tmp_path):
     task = Regression(kind=kind)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(
         tmp_path, task, strategy, 3, compression="topk", compression_fraction=1.0, microbatch_size=2, **STEPS
     )
@@ -49,8 +49,8 @@ def test_sending_every_element_as_the_largest_few_equals_one_process(strategy, k
 
 @pytest.mark.parametrize("name", NEAR)
 @pytest.mark.parametrize("strategy", COMPRESSING)
-def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, tmp_path):
-    one = train_case(tmp_path, Regression(), **STEPS)
+def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, trained, tmp_path):
+    one = trained(Regression(), **STEPS)
     run = train_case(tmp_path, Regression(), strategy, 3, compression=name, **STEPS)
     difference = largest_difference(weights_of(run), weights_of(one))
     assert 0 < difference < NEAR[name]

@@ -1,5 +1,7 @@
 """Evaluation is exact: the same count and the same numbers on any number of ranks."""
 
+import functools
+
 import pytest
 
 import dure
@@ -39,19 +41,23 @@ def test_evaluation_with_more_ranks_than_batches_is_the_same(tmp_path):
     assert dure.evaluate(run, nproc=3, eval_batch_size=23, start="fork")["metrics"] == one
 
 
+def evaluated(folder, layered, strategy, num_devices):
+    """Return the summary of a run that is evaluated after each epoch."""
+    return dure.train(
+        Regression(kind="tokens", layered=layered), strategy=strategy, nproc=num_devices, runs_dir=folder, quiet=True,
+        start="fork", epochs=2, global_batch_size=7,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evaluated_alone(tmp_path_factory):
+    return functools.cache(lambda layered: evaluated(tmp_path_factory.mktemp("one"), layered, "single", 1))
+
+
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
-def test_evaluation_during_training_equals_one_process(strategy, num_devices, tmp_path):
+def test_evaluation_during_training_equals_one_process(strategy, num_devices, evaluated_alone, tmp_path):
     layered = is_layered(strategy)
-
-    def metrics_of(strategy: str, num_devices: int):
-        task = Regression(kind="tokens", layered=layered)
-        name = f"evaluated-{strategy}"
-        return dure.train(
-            task, strategy=strategy, nproc=num_devices, runs_dir=tmp_path, name=name, quiet=True, start="fork",
-            epochs=2, global_batch_size=7,
-        )  # fmt: skip
-
-    one, many = metrics_of("single", 1), metrics_of(strategy, num_devices)
+    one, many = evaluated_alone(layered), evaluated(tmp_path, layered, strategy, num_devices)
     assert [row.samples_seen for row in many.rows] == [44, 88]
     for ours, theirs in zip(many.rows, one.rows, strict=True):
         assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-10)

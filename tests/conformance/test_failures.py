@@ -50,10 +50,10 @@ class Poisoned(Regression):
 
 @pytest.mark.parametrize(("strategy", "num_devices", "value"), crossed(PAIRS, [(math.nan,), (math.inf,)]))
 def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_and_samples(
-    strategy, num_devices, value, tmp_path
+    strategy, num_devices, value, trained, tmp_path
 ):
     layered = is_layered(strategy)
-    healthy = train_case(tmp_path, Regression(layered=layered), strategy, num_devices, record_samples=True, **STEPS)
+    healthy = trained(Regression(layered=layered), strategy, num_devices, record_samples=True, **STEPS)
     num_ranks = 1 if STRATEGIES[strategy].one_process else num_devices
     step, rank, samples = next(
         (record["step"], rank, record["samples"])
@@ -143,9 +143,11 @@ class AllBranches(Branching):
 
 @pytest.mark.parametrize("microbatch_size", [None, 1])
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_unused_parameters_that_are_looked_for_give_the_weights_of_one_process(nproc, microbatch_size, tmp_path):
+def test_unused_parameters_that_are_looked_for_give_the_weights_of_one_process(
+    nproc, microbatch_size, trained, tmp_path
+):
     task = Branching(never=True)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     settings = {"microbatch_size": microbatch_size, "find_unused_parameters": True, "deterministic": False}
     run = train_case(tmp_path, task, "ddp", nproc, **settings, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING

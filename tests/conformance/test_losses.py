@@ -46,9 +46,9 @@ def test_records_prove_that_every_sample_of_an_epoch_was_used_once(strategy, num
 @pytest.mark.parametrize(
     ("strategy", "num_devices", "kind"), crossed((pair for pair in PAIRS if pair[1] > 1), [("mean",), ("tokens",)])
 )
-def test_records_say_the_same_sums_on_every_rank_and_as_one_process(strategy, num_devices, kind, tmp_path):
+def test_records_say_the_same_sums_on_every_rank_and_as_one_process(strategy, num_devices, kind, trained, tmp_path):
     task = Regression(kind=kind, layered=is_layered(strategy))
-    one = records_of(train_case(tmp_path, task, epochs=1, global_batch_size=10))
+    one = records_of(trained(task, epochs=1, global_batch_size=10))
     run = train_case(tmp_path, task, strategy, num_devices, epochs=1, global_batch_size=10)
     num_ranks = 1 if STRATEGIES[strategy].one_process else num_devices
     for rank in range(num_ranks):

@@ -72,8 +72,10 @@ def test_step_when_memory_runs_out_on_a_rank_then_all_repeat_it_and_weights_are_
 
 
 @pytest.mark.parametrize(("strategy", "nproc", "sizes"), [("single", 1, [22, 11, 6, 3]), ("ddp", 2, [11, 6, 3])])
-def test_memory_when_it_runs_out_again_then_microbatches_are_halved_until_they_fit(strategy, nproc, sizes, tmp_path):
-    one = train_case(tmp_path, Regression(), **STEPS)
+def test_memory_when_it_runs_out_again_then_microbatches_are_halved_until_they_fit(
+    strategy, nproc, sizes, trained, tmp_path
+):
+    one = trained(Regression(), **STEPS)
     run = train_case(tmp_path, Hungry(most=3), strategy, nproc, **(RESTARTS | {"max_restarts": 1}), **STEPS)
     assert [(before, after) for _, _, before, after in halvings(run)] == list(pairwise(sizes))
     assert largest_difference(weights_of(one), weights_of(run)) < TO_ROUNDING

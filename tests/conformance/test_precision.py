@@ -71,9 +71,9 @@ def test_halves_under_accumulation_equal_a_loop_by_hand(precision, task_class, t
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("strategy", "num_devices"), MANY)
-def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, precision, tmp_path):
+def test_halves_on_many_devices_stay_near_one_process(strategy, num_devices, precision, trained, tmp_path):
     task = Regression(dtype="float32", layered=is_layered(strategy))
-    one = weights_of(train_case(tmp_path, task, precision=precision, **STEPS))
+    one = weights_of(trained(task, precision=precision, **STEPS))
     many = train_case(tmp_path, task, strategy, num_devices, precision=precision, microbatch_size=2, **STEPS)
     assert largest_difference(weights_of(many), one) < AS_HALVES[precision]
 

@@ -51,8 +51,8 @@ def test_augmentation_is_the_same_with_loader_workers(nproc, way, augmented_alon
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_augmentation_differs_from_none_and_between_epochs(way, augmented_alone, tmp_path):
-    plain = weights_of(train_case(tmp_path, Regression(), **STEPS))
+def test_augmentation_differs_from_none_and_between_epochs(way, augmented_alone, trained, tmp_path):
+    plain = weights_of(trained(Regression(), **STEPS))
     assert largest_difference(plain, augmented_alone(way)) > 1e-4
     # without shuffling, a learning rate of nothing: epochs differ by their draws alone
     run = train_case(tmp_path, Still(way=way), shuffle=False, **STEPS)

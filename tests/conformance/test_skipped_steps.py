@@ -37,9 +37,9 @@ class PoisonedStatistics(Normalised):
 
 
 @pytest.mark.parametrize(("strategy", "nproc"), MANY)
-def test_step_when_its_loss_is_not_finite_then_all_ranks_skip_it(strategy, nproc, tmp_path):
+def test_step_when_its_loss_is_not_finite_then_all_ranks_skip_it(strategy, nproc, trained, tmp_path):
     task = Poisoned(layered=is_layered(strategy), optimizer="adamw")
-    one = train_case(tmp_path, task, **STEPS)
+    one = trained(task, **STEPS)
     many = train_case(tmp_path, task, strategy, nproc, **STEPS)
     assert largest_difference(weights_of(one), weights_of(many)) < TO_ROUNDING
     skipped = [[event["step"] for event in RunFiles(run).events("step_skipped")] for run in (one, many)]

@@ -72,10 +72,10 @@ def test_weights_of_every_strategy_on_three_devices_equal_one_process(strategy, 
 
 
 @pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
-def test_weights_with_a_last_batch_of_one_sample_equal_one_process(strategy, num_devices, tmp_path):
+def test_weights_with_a_last_batch_of_one_sample_equal_one_process(strategy, num_devices, trained, tmp_path):
     task = Regression(kind="tokens", optimizer="adamw", num_samples=41, layered=is_layered(strategy))
     steps = {"global_batch_size": 10, "epochs": 4, "seed": 9}
-    one = weights_of(train_case(tmp_path, task, **steps))
+    one = weights_of(trained(task, **steps))
     run = train_case(tmp_path, task, strategy, num_devices, microbatch_size=3, **steps)
     assert len(records_of(run)) == 20
     assert largest_difference(weights_of(run), one) < TO_ROUNDING

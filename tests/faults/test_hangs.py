@@ -1,5 +1,6 @@
 """A rank hangs: who, where, since when; and the run goes on without a lost sample."""
 
+import functools
 import json
 import os
 import re
@@ -63,11 +64,20 @@ def hung(run: Path) -> str:
     return json.loads((run / "logs" / "hang-1.json").read_text())["text"]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    @functools.cache
+    def weights(**settings):
+        return weights_of(train(tmp_path_factory.mktemp("undisturbed"), "run", "ddp", 2, Hangs(), **settings))
+
+    return weights
+
+
 @pytest.mark.parametrize("how", ["sleeps", "loops", "locks", "stops"])
 @pytest.mark.parametrize("backend", ["gloo", "dure_shm"])
-def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, tmp_path, capfd):
+def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, undisturbed, tmp_path, capfd):
     settings = {"backend": backend, "hang_after": HANG_AFTER_SECONDS}
-    undisturbed = train(tmp_path, "undisturbed", "ddp", 2, Hangs(), **settings)
+    expected_weights = undisturbed(**settings)
     run = train(tmp_path, "hung", "ddp", 2, Hangs(how=how, flag=str(tmp_path / "flag")), **settings)
     text = hung(run)
     # the three lines stand in the order of sleeps, loops (of two lines, the innermost) and locks
@@ -83,7 +93,7 @@ def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, tmp_
     assert "no step has finished for" in capfd.readouterr().err
     assert [event["rank"] for event in RunFiles(run).events("restart")] == [1]
     assert each_step_once(run, 2)
-    assert largest_difference(weights_of(run), weights_of(undisturbed)) == 0.0
+    assert largest_difference(weights_of(run), expected_weights) == 0.0
 
 
 def test_run_when_it_hangs_and_is_to_stop_then_says_why_and_can_be_resumed(tmp_path):

@@ -1,10 +1,12 @@
 """SIGKILL of everything at random moments, resumed anywhere: every sample once, and the undisturbed run's weights."""
 
+import functools
 import random
 import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +60,20 @@ def weights(prewarmed: Prewarmed, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "weights.safetensors")
 
 
-def undisturbed(prewarmed: Prewarmed, folder: Path, way: Way, *more: object) -> dict[str, torch.Tensor]:
-    folder.mkdir()
-    command = prewarmed.run(folder, *BASE, *way.flags, *more)
-    assert command.code == 0, command.err
-    return weights(prewarmed, folder)
+@pytest.fixture(scope="module")
+def undisturbed(
+    prewarmed: Prewarmed, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """Give the weights of a run that nobody kills, made once for each way and its options."""
+
+    @functools.cache
+    def made(way: Way, *more: object) -> dict[str, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        command = prewarmed.run(folder, *BASE, *way.flags, *more)
+        assert command.code == 0, command.err
+        return weights(prewarmed, folder)
+
+    return made
 
 
 def kill_everything(command: Command, run: RunFiles, moment: random.Random) -> bool:
@@ -96,8 +107,9 @@ def check_every_sample_once(run: RunFiles) -> None:
     assert steps == list(range(1, EPOCHS * -(-SAMPLES // BATCH) + 1))
 
 
-def check(prewarmed: Prewarmed, folder: Path, route: list[Way], seed: int, *more: object) -> int:
-    expected = undisturbed(prewarmed, folder / "undisturbed", route[-1], *more)
+def check(
+    prewarmed: Prewarmed, folder: Path, expected: dict[str, torch.Tensor], route: list[Way], seed: int, *more: object
+) -> int:
     run, num_kills = go(prewarmed, folder, route, seed, *more)
     check_every_sample_once(run)
     is_same_throughout = len(set(route)) == 1
@@ -110,14 +122,16 @@ def check(prewarmed: Prewarmed, folder: Path, route: list[Way], seed: int, *more
     return num_kills
 
 
-def test_run_when_it_is_killed_and_resumed_on_more_ranks_then_each_sample_is_used_once(prewarmed, tmp_path):
-    check(prewarmed, tmp_path, [DDP_2, DDP_3], 1)
+def test_run_when_it_is_killed_and_resumed_on_more_ranks_then_each_sample_is_used_once(
+    undisturbed, prewarmed, tmp_path
+):
+    check(prewarmed, tmp_path, undisturbed(DDP_3), [DDP_2, DDP_3], 1)
 
 
 def test_run_when_only_its_launcher_is_killed_then_ranks_and_ports_are_gone_and_the_next_start_resumes(
-    prewarmed, tmp_path
+    undisturbed, prewarmed, tmp_path
 ):
-    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2)
+    expected = undisturbed(DDP_2)
     run = RunFiles(tmp_path / "runs/run")
     command = prewarmed.start(tmp_path, *BASE, *PACE, *DDP_2.flags)
     command.wait_for(lambda: run.checkpoints(), "a checkpoint")
@@ -151,8 +165,10 @@ def answers(port: tuple[str, int]) -> bool:
     return True
 
 
-def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_from_the_one_before(prewarmed, tmp_path):
-    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2)
+def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_from_the_one_before(
+    undisturbed, prewarmed, tmp_path
+):
+    expected = undisturbed(DDP_2)
     run = RunFiles(tmp_path / "runs/run")
     command = prewarmed.start(tmp_path, *BASE, *PACE, "--no-checkpoint-async", *DDP_2.flags)
     command.wait_for(lambda: len(run.checkpoints()) > 1, "two checkpoints")
@@ -175,22 +191,28 @@ def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_fro
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_run_when_it_is_killed_again_and_again_then_it_is_as_if_it_never_was(route, optimizer, prewarmed, tmp_path):
+def test_run_when_it_is_killed_again_and_again_then_it_is_as_if_it_never_was(
+    route, optimizer, undisturbed, prewarmed, tmp_path
+):
     options = ("--task.adam", str(optimizer == "adam").lower())
-    assert check(prewarmed, tmp_path, ROUTES[route], len(route), *options) > 0
+    expected = undisturbed(ROUTES[route][-1], *options)
+    assert check(prewarmed, tmp_path, expected, ROUTES[route], len(route), *options) > 0
 
 
 @pytest.mark.faults
-def test_run_with_dropout_when_it_is_killed_then_the_same_ranks_draw_the_same(prewarmed, tmp_path):
-    check(prewarmed, tmp_path, [DDP_2] * 3, 7, "--task.dropout", 0.3)
+def test_run_with_dropout_when_it_is_killed_then_the_same_ranks_draw_the_same(undisturbed, prewarmed, tmp_path):
+    options = ("--task.dropout", 0.3)
+    check(prewarmed, tmp_path, undisturbed(DDP_2, *options), [DDP_2] * 3, 7, *options)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_run_when_it_is_killed_while_checkpoints_are_written_then_the_last_whole_one_is_taken(prewarmed, tmp_path):
+def test_run_when_it_is_killed_while_checkpoints_are_written_then_the_last_whole_one_is_taken(
+    undisturbed, prewarmed, tmp_path
+):
     """A checkpoint after every step and a model large enough that most kills fall into one."""
     options = ("--task.width", 20_000)
-    expected = undisturbed(prewarmed, tmp_path / "undisturbed", DDP_2, *options)
+    expected = undisturbed(DDP_2, *options)
     run, moment, num_torn = RunFiles(tmp_path / "runs/run"), random.Random(3), 0
     for leg in range(9):
         begin = (*BASE, *options) if leg == 0 else ("train", "--resume", run.path)

@@ -50,9 +50,9 @@ def sgd(model: nn.Module) -> SGD:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("strategy", LOCAL)
-def test_warm_up_equals_ddp(strategy, num_ranks, optimizer, kind, tmp_path):
+def test_warm_up_equals_ddp(strategy, num_ranks, optimizer, kind, trained, tmp_path):
     task = Regression(kind=kind, optimizer=optimizer)
-    ddp = weights_of(train_case(tmp_path, task, "ddp", num_ranks, microbatch_size=2, **STEPS))
+    ddp = weights_of(trained(task, "ddp", num_ranks, microbatch_size=2, **STEPS))
     run = train_case(tmp_path, task, strategy, num_ranks, microbatch_size=2, warmup_steps=20, **STEPS)
     assert largest_difference(weights_of(run), ddp) < TO_ROUNDING
 
@@ -66,9 +66,9 @@ class Plain(Regression):
 
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_averaging_every_step_of_plain_sgd_equals_ddp_however_uneven_the_shares(num_ranks, kind, tmp_path):
+def test_averaging_every_step_of_plain_sgd_equals_ddp_however_uneven_the_shares(num_ranks, kind, trained, tmp_path):
     settings = {**STEPS, "clip_norm": None, "microbatch_size": 2}
-    ddp = weights_of(train_case(tmp_path, Plain(kind=kind), "ddp", num_ranks, **settings))
+    ddp = weights_of(trained(Plain(kind=kind), "ddp", num_ranks, **settings))
     run = train_case(tmp_path, Plain(kind=kind), "averaging", num_ranks, average_every=1, **settings)
     assert largest_difference(weights_of(run), ddp) < TO_ROUNDING
 
@@ -84,8 +84,8 @@ def test_weights_equal_those_of_as_many_models_trained_and_averaged_by_hand(num_
 
 
 @pytest.mark.parametrize("strategy", LOCAL)
-def test_one_rank_alone_equals_single(strategy, tmp_path):
-    one = weights_of(train_case(tmp_path, Regression(kind="tokens"), **STEPS))
+def test_one_rank_alone_equals_single(strategy, trained, tmp_path):
+    one = weights_of(trained(Regression(kind="tokens"), **STEPS))
     # an outer learning rate of 1 without momentum goes where the average is
     outer = {"outer_lr": 1.0, "outer_momentum": 0.0} if strategy == "diloco" else {}
     run = train_case(tmp_path, Regression(kind="tokens"), strategy, 1, average_every=4, **outer, **STEPS)

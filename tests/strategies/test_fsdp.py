@@ -176,11 +176,11 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
     ],
     ids=repr,
 )
-def test_weights_under_any_setting_equal_one_process(num_ranks, settings, tmp_path):
+def test_weights_under_any_setting_equal_one_process(num_ranks, settings, trained, tmp_path):
     digests = tmp_path / "digests"
     digests.mkdir()
     task = Regression(kind="tokens", optimizer="adamw", layered=True)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
     run = train_case(tmp_path, task, "fsdp", num_ranks, microbatch_size=1, **settings, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
@@ -188,9 +188,9 @@ def test_weights_under_any_setting_equal_one_process(num_ranks, settings, tmp_pa
 
 
 @pytest.mark.parametrize("way", ["groups", "own class", "named", "adagrad"])
-def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(way, tmp_path):
+def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(way, trained, tmp_path):
     task = Grouped(way=way)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "fsdp", 3, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
@@ -325,10 +325,10 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
     ],
 )
 def test_resume_elsewhere_ends_with_the_same_weights(
-    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, tmp_path
+    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
 ):
     task = Regression(kind="tokens", optimizer="adamw")
-    whole = train_case(tmp_path, task, saved, num_saved, mesh=mesh, **SETTINGS)
+    whole = trained(task, saved, num_saved, mesh=mesh, **SETTINGS)
     run = back_to(whole, 58, tmp_path)
     resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING

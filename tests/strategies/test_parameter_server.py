@@ -130,8 +130,8 @@ def test_memory_when_divided_then_a_server_has_its_share_of_weights_and_state_an
 
 @pytest.mark.parametrize("transport", ["c10d", "rpc"])
 @pytest.mark.parametrize("servers", [1, 3])
-def test_weights_with_other_than_as_many_servers_as_workers_equal_one_process(servers, transport, tmp_path):
-    one = weights_of(train_case(tmp_path, Regression(kind="tokens"), **STEPS))
+def test_weights_with_other_than_as_many_servers_as_workers_equal_one_process(servers, transport, trained, tmp_path):
+    one = weights_of(trained(Regression(kind="tokens"), **STEPS))
     settings = {"servers": servers, "transport": transport}
     run = train_case(tmp_path, Regression(kind="tokens"), "parameter_server", 2, **settings, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
@@ -177,10 +177,10 @@ def test_bytes_when_counted_then_each_worker_sends_g_and_all_servers_together_p_
 
 @pytest.mark.parametrize("kind", ["mean", "tokens"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_weights_of_one_worker_at_its_own_pace_equal_one_process(kind, optimizer, tmp_path):
+def test_weights_of_one_worker_at_its_own_pace_equal_one_process(kind, optimizer, trained, tmp_path):
     """Nobody changes the weights meanwhile, so every gradient is of the weights that it is applied to."""
     task = Regression(kind=kind, optimizer=optimizer)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "parameter_server", 1, servers=2, sync=False, microbatch_size=3, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 

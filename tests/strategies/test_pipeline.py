@@ -294,10 +294,10 @@ class Partial(Regression):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_stage_without_anything_to_train_steps_along(precision, tmp_path):
+def test_a_stage_without_anything_to_train_steps_along(precision, trained, tmp_path):
     task = Partial(layered=True, dtype="float32", kind="tokens")
     settings = {"precision": precision, "clip_norm": 0.1, "microbatch_size": 2, **STEPS}
-    one = weights_of(train_case(tmp_path, task, **settings))
+    one = weights_of(trained(task, **settings))
     many = weights_of(train_case(tmp_path, task, "pipeline", 3, **settings))
     assert largest_difference(one, many) < AS_FLOAT32
 

@@ -166,15 +166,15 @@ OPTIONS = [
 
 @pytest.mark.parametrize("comm", ["naive", "star", "halving_doubling", "tree", "hierarchical", "backend"])
 @pytest.mark.parametrize("strategy", ["ring_ddp", "naive_ddp"])
-def test_weights_by_any_algorithm_equal_one_process(strategy, comm, tmp_path):
-    one = weights_of(train_case(tmp_path, Regression(kind="tokens"), **STEPS))
+def test_weights_by_any_algorithm_equal_one_process(strategy, comm, trained, tmp_path):
+    one = weights_of(trained(Regression(kind="tokens"), **STEPS))
     run = train_case(tmp_path, Regression(kind="tokens"), strategy, 3, comm=comm, microbatch_size=2, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
-def test_weights_under_any_of_apex_options_equal_one_process(options, tmp_path):
-    one = weights_of(train_case(tmp_path, Regression(kind="tokens"), **STEPS))
+def test_weights_under_any_of_apex_options_equal_one_process(options, trained, tmp_path):
+    one = weights_of(trained(Regression(kind="tokens"), **STEPS))
     run = train_case(
         tmp_path, Regression(kind="tokens"), "ring_ddp", 3, comm="ring", microbatch_size=2, **options, **STEPS
     )
@@ -183,9 +183,9 @@ def test_weights_under_any_of_apex_options_equal_one_process(options, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ring_ddp", "naive_ddp"])
 @pytest.mark.parametrize("never", [False, True])
-def test_parameters_that_some_or_all_leave_unused_stay_as_on_one_device(strategy, never, tmp_path):
+def test_parameters_that_some_or_all_leave_unused_stay_as_on_one_device(strategy, never, trained, tmp_path):
     task = Branching(never=never, optimizer="adamw")
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, strategy, 3, comm="ring", **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 

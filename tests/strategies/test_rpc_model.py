@@ -114,8 +114,8 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc, tmp_path):
-    one = weights_of(train_case(tmp_path, Branched(), **STEPS))
+def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc, trained, tmp_path):
+    one = weights_of(trained(Branched(), **STEPS))
     run = train_case(tmp_path, Branched(), "rpc_model", nproc, microbatch_size=3, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 

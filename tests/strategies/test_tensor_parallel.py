@@ -131,10 +131,10 @@ class Attending(Regression):
         *(("fused", "viewed", *place) for place in ((3, None), (4, "data=2,tensor=2"))),
     ],
 )
-def test_weights_of_a_transformer_equal_one_process(model, way, num_ranks, mesh, tmp_path):
+def test_weights_of_a_transformer_equal_one_process(model, way, num_ranks, mesh, trained, tmp_path):
     task = Attending(model=model, way=way, kind="tokens", optimizer="adamw")
     steps = {**STEPS, "samples": 42}
-    one = weights_of(train_case(tmp_path, task, **steps))
+    one = weights_of(trained(task, **steps))
     run = train_case(tmp_path, task, "tensor_parallel", num_ranks, mesh=mesh, microbatch_size=2, **steps)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
@@ -153,13 +153,13 @@ def test_weights_of_a_transformer_equal_one_process(model, way, num_ranks, mesh,
     ],
     ids=repr,
 )
-def test_weights_under_any_plan_and_mesh_equal_one_process(num_ranks, settings, tmp_path):
+def test_weights_under_any_plan_and_mesh_equal_one_process(num_ranks, settings, trained, tmp_path):
     if settings.get("tp_plan") == "*=row":
         settings = {"tp_plan": "0=row,2=row,5=row,7=row"}
     digests = tmp_path / "digests"
     digests.mkdir()
     task = Regression(kind="tokens", optimizer="adamw", layered=True)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
     run = train_case(tmp_path, task, "tensor_parallel", num_ranks, microbatch_size=2, **settings, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
@@ -167,9 +167,9 @@ def test_weights_under_any_plan_and_mesh_equal_one_process(num_ranks, settings, 
 
 
 @pytest.mark.parametrize("way", ["groups", "own class", "named", "adagrad"])
-def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(way, tmp_path):
+def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(way, trained, tmp_path):
     task = Grouped(way=way)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "tensor_parallel", 4, mesh="data=2,tensor=2", **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
@@ -203,8 +203,8 @@ class Sieve(nn.Module):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_tensor_group_drops_what_one_device_drops(num_ranks, tmp_path):
-    one = train_case(tmp_path, Dropping(), **STEPS)
+def test_a_tensor_group_drops_what_one_device_drops(num_ranks, trained, tmp_path):
+    one = trained(Dropping(), **STEPS)
     run = train_case(tmp_path, Dropping(), "tensor_parallel", num_ranks, **STEPS)
     assert largest_difference(weights_of(run), weights_of(one)) < TO_ROUNDING
 
@@ -326,10 +326,10 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_part(tmp_path):
     ],
 )
 def test_resume_elsewhere_ends_with_the_same_weights(
-    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, tmp_path
+    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
 ):
     task = Regression(kind="tokens", optimizer="adamw", layered=num_saved != 3)  # the other has a tied weight
-    whole = train_case(tmp_path, task, saved, num_saved, mesh=mesh, **SETTINGS)
+    whole = trained(task, saved, num_saved, mesh=mesh, **SETTINGS)
     run = back_to(whole, 58, tmp_path)
     resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING

@@ -191,9 +191,9 @@ def test_what_the_optimiser_keeps_in_its_groups_goes_through_a_checkpoint(saved,
 
 @pytest.mark.parametrize("way", ["groups", "own class", "named", "adagrad"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_weights_with_any_groups_and_class_equal_one_process(num_ranks, way, tmp_path):
+def test_weights_with_any_groups_and_class_equal_one_process(num_ranks, way, trained, tmp_path):
     task = Grouped(way=way)
-    one = weights_of(train_case(tmp_path, task, **STEPS))
+    one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "zero1", num_ranks, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 

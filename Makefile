@@ -1,12 +1,14 @@
 # What a developer and CI run. `make demo` and `make test` need Python 3.11+ and a package registry, nothing else.
 #
 #   PYTHON=python3.12 make test    another interpreter for the environment
+#   REPEAT=20 make faults          every test so many times; those that draw their moments draw others
 #   DURE_NO_VENV=1 make gpu-check  no environment, no installing: $(PYTHON) as it is
 
 PYTHON ?= python3
 VENV ?= .venv
 DURE_NO_VENV ?= 0
 PYTEST_ARGS ?=
+REPEAT ?= 1
 # two tests at a time; those that measure time, or kill, have the machine for themselves (tests/turns.py)
 TWO := -n 2 --dist worksteal
 
@@ -62,7 +64,7 @@ slow: $(DEV) ## run the tests that take longer
 	$(PY) -m pytest $(TWO) -m slow $(PYTEST_ARGS)
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
-	$(PY) -m pytest -m faults $(PYTEST_ARGS)
+	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

@@ -70,7 +70,8 @@ class Faulty(dure.Task):
     fault: str = "none"
     """What goes wrong."""
     place: str = "loss"
-    """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`, `data` or `none`."""
+    """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`,
+    `each loss` or `none`."""
     rank: int = 0
     step: int = 3
     """The rank's microstep that goes wrong, counted in each of its processes."""
@@ -120,13 +121,16 @@ class Faulty(dure.Task):
 
     def train_data(self) -> TensorData:
         self.at("train_data")
-        is_longer = self.fault == "longer" and int(os.environ.get("RANK", "0")) == self.rank
-        x, y = self.data(1, self.num_samples + is_longer)
+        x, y = self.data(1, self.num_samples + self.is_longer())
         if self.place == "nan" and self.fault == "nan":
             x[self.step] = float("nan")
         if self.place == "dataset":
             return Pixels(x, y, kind=self.fault, index=self.step)
         return TensorData(x, y)
+
+    def is_longer(self) -> bool:
+        """Whether this rank alone has one sample more."""
+        return self.fault == "longer" and int(os.environ.get("RANK", "0")) == self.rank and self.is_due()
 
     def eval_data(self) -> TensorData:
         return TensorData(*self.data(2, 30))
@@ -145,6 +149,7 @@ class Faulty(dure.Task):
         self.num_losses += 1
         if not (self.paused_until and Path(self.paused_until).exists()):
             time.sleep(self.pause_seconds)
+        self.at("each loss")
         if self.num_losses == self.step:
             self.at("loss")
         predicted = model(x)

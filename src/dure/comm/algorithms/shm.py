@@ -16,9 +16,9 @@ Where ranks are two, or the vector is short, each rank writes the whole of it an
 for itself, in the same order as everybody. It writes no more than by shares, N elements, and reads (P-1) N instead of
 2 (P-1)/P N: the same for two ranks, and for a short vector less than a second barrier costs.
 
-A vector that lies in shared memory itself (`SharedMemoryAllReduce.zeros`) is neither written nor read: after a barrier
-each rank adds up its own share in place, after a second one it copies the others' shares, and a third one lets nobody
-change what another still copies. Main memory sees half as much.
+A vector that lies in shared memory itself (`SharedMemoryAllReduce.zeros`) does not go through the segment: after a
+barrier each rank adds up its own share and puts the sums into every rank's vector, block by block while they are in its
+caches, and a second barrier lets nobody use a vector that another still puts sums into.
 """
 
 import ctypes
@@ -161,13 +161,14 @@ def _reduce_shares(memory: SharedMemory, vector: Tensor, op: str, call: int) -> 
 
 
 def reduce_in_place(memory: SharedMemory, vectors: Sequence[Tensor], op: str, scratch: Tensor) -> None:
-    """Reduce vectors that all ranks have in their reach, each rank its own share.
+    """Reduce vectors that all ranks have in their reach, each rank its own share of all of them.
 
-    Communication: three barriers; N elements of each rank are read by others, blocking.
+    Communication: two barriers; N elements of each rank go to others: what they add up, and its share of the sums;
+    blocking.
 
     Args:
         memory: Of all ranks; its barrier is used.
-        vectors: (N,) each, contiguous, by rank; this rank's own is where the result is wanted.
+        vectors: (N,) each, contiguous, by rank; all hold the result in the end.
         op: See `all_reduce`.
         scratch: Bytes for one block of sums on the way.
 
@@ -179,21 +180,17 @@ def reduce_in_place(memory: SharedMemory, vectors: Sequence[Tensor], op: str, sc
     num_elements, size = own.numel(), own.element_size()
     multiple = _LINE_BYTES // size
     share = -(-num_elements // (num_ranks * multiple)) * multiple
-    bounds = [(min(rank * share, num_elements), min((rank + 1) * share, num_elements)) for rank in range(num_ranks)]
+    first, last = min(memory.rank * share, num_elements), min((memory.rank + 1) * share, num_elements)
     call = call_number("all_reduce", num_elements * size, op=op, dtype=own.dtype)
+    others = [vector.data_ptr() for rank, vector in enumerate(vectors) if rank != memory.rank]
+    address, block = own.data_ptr(), scratch.numel() // size
     memory.meet(call)
-    first, last = bounds[memory.rank]
-    block = scratch.numel() // size
     for begin in range(first, last, block):
         end = min(begin + block, last)
         sums = scratch[: (end - begin) * size].view(own.dtype)
         reduce_in_order([vector[begin:end] for vector in vectors], own[begin:end], sums, op)
-    memory.meet(call)
-    address = own.data_ptr()
-    for rank, (begin, end) in enumerate(bounds):
-        if rank != memory.rank and begin < end:
-            source = vectors[rank].data_ptr() + begin * size
-            ctypes.memmove(address + begin * size, source, (end - begin) * size)
+        for other in others:
+            ctypes.memmove(other + begin * size, address + begin * size, (end - begin) * size)
     memory.written_bytes += num_elements * size
     memory.meet(call)
 

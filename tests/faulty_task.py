@@ -44,11 +44,8 @@ def fail(kind: str) -> None:
             "device-side assertions."
         )
     if kind == "talk":
-        lines = "".join(
-            f"a line that is about as long as lines of logs are: {number:05d}\n" for number in range(10_000)
-        )
-        for _ in range(100):
-            sys.stdout.write(lines)
+        lines = (f"a line that is about as long as lines of logs are: {number:05d}\n" for number in range(20_000))
+        sys.stdout.write("".join(lines))
     if kind == "term_self":
         os.kill(os.getpid(), signal.SIGTERM)
 

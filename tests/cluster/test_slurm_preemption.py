@@ -107,7 +107,7 @@ def test_job_when_it_is_preempted_again_and_again_then_it_loses_no_step(slurm, d
 
 
 def test_job_when_a_step_outlasts_the_grace_time_then_the_next_sigterm_does_not_end_it(slurm, dure, control, tmp_path):
-    job, run = training(slurm, dure, tmp_path, "low_short_grace", pause=5.0)
+    job, run = training(slurm, dure, tmp_path, "low_short_grace", pause=3.0)
     with slurm.nodes_taken():
         slurm.release(job)
         seen = agreed_end(run)
@@ -170,7 +170,7 @@ def test_job_when_the_user_cancels_it_then_it_stays_away_with_a_checkpoint(ranks
 
 
 def test_job_when_the_user_cancels_it_in_its_grace_time_then_it_stays_away(slurm, dure, tmp_path):
-    job, run = training(slurm, dure, tmp_path, "low_grace", pause=5.0)
+    job, run = training(slurm, dure, tmp_path, "low_grace", pause=3.0)
     taking = slurm.ask("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     wait_until(lambda: slurm.fields(job).get("PreemptTime", "None") != "None", "the preemption")
     assert slurm.state(job).startswith("RUNNING")

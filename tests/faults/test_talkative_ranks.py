@@ -1,7 +1,14 @@
 """Ranks of `dure train` that talk more, and otherwise, than anybody should."""
 
+import fcntl
+import os
 import re
+import select
 import signal
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -87,6 +94,44 @@ def test_rank_when_it_says_one_thing_before_it_dies_then_that_is_in_its_log(rank
     said = command.err.splitlines()
     assert said[:1] == ["last words"] if rank == 0 else "last words" not in said
     assert any(line.startswith(f"dure: rank {rank} ") for line in said)
+
+
+IN_A_TERMINAL = """
+def talk():
+    import shutil
+    print(f"{shutil.get_terminal_size().columns} columns")
+    print("\\r10%", end="", flush=True)
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.faults
+def test_first_rank_in_a_terminal_then_its_bar_is_redrawn_and_it_knows_how_wide_that_is(tmp_path):
+    (tmp_path / "talking.py").write_text(TALKING + IN_A_TERMINAL)
+    own, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+    words = ["train", "talking.py:Talking", "--nproc", "2", "--samples", "8", "--global-batch-size", "8", "--quiet"]
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "dure", *words],
+        cwd=tmp_path,
+        env={**environ, "TERM": "xterm", "TALKING_RANK": "0"},
+        stderr=terminal,
+    )
+    shown = b""
+    try:
+        os.close(terminal)
+        while b"\r10%\x1b[K" not in shown:  # which has no end of line yet
+            assert select.select([own], [], [], 60)[0], shown
+            shown += os.read(own, 2**16)
+        (tmp_path / "seen").touch()
+        assert command.wait(60) == 0
+    finally:
+        command.kill()
+        command.wait()
+        os.close(own)
+    assert b"57 columns\r\n" in shown
 
 
 CHILD_HOLDS_PIPES = """

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
@@ -98,6 +99,8 @@ def redirect_output(output: Output) -> None:
     sys.stdout.flush()
     if output.is_terminal:
         return
+    if output.has_live_line:
+        _tell_size_of_terminal()
     if output.descriptors is not None:
         os.dup2(output.descriptors[0], 1)
         os.dup2(output.descriptors[1], 2)
@@ -113,6 +116,14 @@ def redirect_output(output: Output) -> None:
     os.close(quiet_input)
     # Python's own streams may be replaced by the caller (a notebook, a test): workers write to the descriptors
     sys.stdout, sys.stderr = _stream(1), _stream(2)
+
+
+def _tell_size_of_terminal() -> None:
+    """Say it by the variables that stand for it, to what draws bars and cannot ask a pipe."""
+    with suppress(OSError):
+        columns, lines = os.get_terminal_size(2)
+        os.environ.setdefault("COLUMNS", str(columns))
+        os.environ.setdefault("LINES", str(lines))
 
 
 class _MaybeRead(io.FileIO):

@@ -65,7 +65,6 @@ class Stage:
 
 
 Happening = Callable[[Stage], None]
-Tells = Callable[[str, object], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,34 +252,35 @@ class Bench:
         self.folder, self.prewarmed = folder, prewarmed
         self._controls: dict[tuple[object, ...], RunFiles] = {}
 
-    def words(self, row: Row, name: str, faults: str, folder: Path) -> tuple[object, ...]:
+    def words(self, row: Row, faults: str, folder: Path) -> tuple[object, ...]:
         usual = (
             "train", f"{HERE / 'disk_task.py'}:OnBadDisk", "--strategy", "ddp", "--nproc", row.ranks, "--threads", 1,
-            "--global-batch-size", BATCH, "--epochs", EPOCHS, "--snapshot-every", 1, "--record-samples", "--name", name,
-            "--task.adam", "true", "--task.dropout", 0.0 if row.difference else 0.2,
+            "--global-batch-size", BATCH, "--epochs", EPOCHS, "--snapshot-every", 1, "--record-samples",
+            "--name", "run", "--task.adam", "true", "--task.dropout", 0.0 if row.difference else 0.2,
         )  # fmt: skip
         if faults:
             (folder / "faults.toml").write_text(faults)
             usual = (*usual, "--faults", folder / "faults.toml")
         return (*usual, *row.flags, *([] if row.on_hosts else ["--quiet"]))  # quiet hosts say nothing of each other
 
-    def start(self, row: Row, folder: Path, hosts: Hosts | None) -> tuple[Command, ...]:
-        words = self.words(row, "run", row.faults, folder)
+    def begin(self, row: Row, folder: Path, hosts: Hosts | None, seed: str) -> Stage:
+        """Start a run to which something will happen."""
+        words = self.words(row, row.faults, folder)
         words = (*words, *row.task, "--task.pause-seconds", row.pause_seconds, "--task.paused-until", folder / "hurry")
-        if hosts is not None:
-            return tuple(hosts.start(node, folder, *words, nnodes="1:2") for node in range(2))
-        return (self.prewarmed.start(folder, *words),)
+        commands = self.start(words, folder, hosts)
+        return Stage(folder, RunFiles(folder / "runs/run"), commands, hosts, random.Random(seed))
+
+    def start(self, words: tuple[object, ...], folder: Path, hosts: Hosts | None) -> tuple[Command, ...]:
+        if hosts is None:
+            return (self.prewarmed.start(folder, *words),)
+        return tuple(hosts.start(node, folder, *words, nnodes="1:2") for node in range(2))
 
     def control(self, row: Row, hosts: Hosts | None) -> RunFiles:
         """Return a run like the row's, to which nothing happens; it is to notice nothing."""
         key = (row.flags, row.ranks, row.on_hosts, row.instead, row.difference)
         if key not in self._controls:
             folder = Path(tempfile.mkdtemp(dir=self.folder))
-            words = self.words(row, "run", row.instead, folder)
-            if hosts is None:
-                commands = (self.prewarmed.start(folder, *words),)
-            else:
-                commands = tuple(hosts.start(node, folder, *words, nnodes="1:2") for node in range(2))
+            commands = self.start(self.words(row, row.instead, folder), folder, hosts)
             assert set(ended(commands)) == {0}, [command.err for command in commands]
             run = RunFiles(folder / "runs/run")
             if not row.instead:
@@ -320,61 +320,30 @@ def happened_at(stage: Stage, begun: float) -> float:
     return min(told, default=float(file.read_text()) if file.exists() else begun)
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if not row.on_hosts], ids=str)
-def test_run_when_it_happens_then_it_is_as_if_it_had_not(row, bench, tmp_path, request, record_property):
-    check(row, bench, None, tmp_path, random.Random(request.node.name), record_property)
-
-
-@pytest.mark.parametrize("row", [row for row in TABLE if row.on_hosts], ids=str)
-def test_hosts_when_it_happens_then_it_is_as_if_it_had_not(row, bench, hosts, tmp_path, request, record_property):
-    check(row, bench, hosts, tmp_path, random.Random(request.node.name), record_property)
-
-
-def check(
-    row: Row,
-    bench: Bench,
-    hosts: Hosts | None,
-    folder: Path,
-    draw: random.Random,
-    record: Callable[[str, object], None],
-) -> None:
-    """Hold a row to what is promised."""
-    record("within_seconds", row.within_seconds)
-    control = bench.control(row, hosts)
+def seconds_of(row: Row, stage: Stage) -> float:
+    """Let it happen and the run end; return the longest pause, or how long the end took."""
     begun = time.time()
-    commands = bench.start(row, folder, hosts)
-    stage = Stage(folder, RunFiles(folder / "runs/run"), commands, hosts, draw)
     try:
         if row.happens is not None:
             row.happens(stage)
             begun = time.time()
         stage.hurry()
-        code = commands[0].wait()
+        code = stage.commands[0].wait()
+        seconds = time.time() - happened_at(stage, begun) if code else longest_pause(stage.run)
+        if stage.hosts is not None:
+            stage.hosts.mend()
+            stage.commands[1].wait()
     finally:
-        if hosts is not None:
-            hosts.mend()
-        for command in commands[1:]:
-            command.wait() if command.code is None else command.kill_all()
-    said = commands[0].err
-    assert code == row.code, said
-    assert row.says in said
-    assert row.says_elsewhere in commands[-1].err
-    run = stage.run
-    if code:
-        seconds = time.time() - happened_at(stage, begun)
-    if row.is_resumed:
-        assert run.records(0)[-1]["step"] < STEPS
-        resumed = bench.prewarmed.run(folder, "train", "--resume", run.path)
-        assert resumed.code == 0, resumed.err
-    elif not code:
-        seconds = longest_pause(run)
-    record("seconds", round(seconds, 3))
-    assert seconds < row.within_seconds
-    counted = {name: len(run.events(name)) for name in NOTICED if name != "resumed"}
-    counted["interrupted"] = min(counted["interrupted"], 1)  # each rank that has heard of it says so
-    assert {name: count for name, count in counted.items() if count} == dict(row.events)
-    if code and not row.is_resumed:
-        return
+        for command in stage.commands:
+            command.kill_all()
+        if stage.hosts is not None:
+            stage.hosts.mend()
+    assert code == row.code, stage.commands[0].err
+    return seconds
+
+
+def check_run(row: Row, run: RunFiles, control: RunFiles) -> None:
+    """See that a run came to its end as if it had not happened."""
     check_samples_and_steps(run)
     if not row.is_resumed or "interrupted" in row.events:
         assert len({record["step"] for record in run.undone()}) <= row.repeats_steps
@@ -383,3 +352,34 @@ def check(
     assert max(float(np.abs(mine[name] - its[name]).max()) for name in mine) <= row.difference
     losses = [last["loss_sum"] / last["loss_count"] for last in (run.records(0)[-1], control.records(0)[-1])]
     assert abs(losses[0] - losses[1]) <= row.difference
+
+
+def check(row: Row, bench: Bench, stage: Stage, record: Callable[[str, object], None]) -> None:
+    """Hold a row to what is promised."""
+    seconds = seconds_of(row, stage)
+    record("seconds", round(seconds, 3))
+    record("within_seconds", row.within_seconds)
+    assert row.says in stage.commands[0].err
+    assert row.says_elsewhere in stage.commands[-1].err
+    assert seconds < row.within_seconds
+    counted = {name: len(stage.run.events(name)) for name in NOTICED}
+    counted["interrupted"] = min(counted["interrupted"], 1)  # each rank that has heard of it says so
+    assert {name: count for name, count in counted.items() if count} == dict(row.events)
+    if row.is_resumed:
+        assert stage.run.records(0)[-1]["step"] < STEPS
+        resumed = bench.prewarmed.run(stage.folder, "train", "--resume", stage.run.path)
+        assert resumed.code == 0, resumed.err
+    if row.is_resumed or not row.code:
+        check_run(row, stage.run, bench.control(row, stage.hosts))
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if not row.on_hosts], ids=str)
+def test_run_when_it_happens_then_it_is_as_if_it_had_not(row, bench, tmp_path, request, record_property):
+    bench.control(row, None)  # first: it must be right where nothing happens
+    check(row, bench, bench.begin(row, tmp_path, None, request.node.name), record_property)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.on_hosts], ids=str)
+def test_hosts_when_it_happens_then_it_is_as_if_it_had_not(row, bench, hosts, tmp_path, request, record_property):
+    bench.control(row, hosts)
+    check(row, bench, bench.begin(row, tmp_path, hosts, request.node.name), record_property)

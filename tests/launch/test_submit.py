@@ -105,8 +105,8 @@ def test_slurms_script_when_the_ranks_end_then_it_goes_back_if_they_were_told_to
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 137, 138, 143])
-def test_slurms_script_when_the_job_is_preempted_then_it_goes_back_from_sigterm_too(code, capsys, tmp_path):
-    assert end_of_slurms_script(capsys, tmp_path, code, PREEMPTED) == (BACK if code in (75, 138, 143) else [])
+def test_slurms_script_when_the_job_is_preempted_then_it_goes_back_unless_it_is_done(code, capsys, tmp_path):
+    assert end_of_slurms_script(capsys, tmp_path, code, PREEMPTED) == (BACK if code else [])
 
 
 @pytest.mark.parametrize("code", [75, 143])

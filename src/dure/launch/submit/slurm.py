@@ -16,24 +16,23 @@ STRAGGLER_SECONDS = 60
 REQUEUE_SECONDS = 300
 """More than Slurm needs to end a script whose job it has put back."""
 
-_TERMINATED = 128 + signal.SIGTERM
 _TOLD_TOO_EARLY = 128 + signal.SIGUSR1
 """Of a rank that got SIGUSR1 before it listened: Python was still starting."""
 
 # A job that ends by itself in the grace time of a preemption has failed, to Slurm, and would not come back: that it was
-# preempted is to be asked. Out of a partition that cancels what it preempts no job comes back without a grace time
-# either.
+# preempted is to be asked. Whatever it ended with then, it comes back, as it does where there is no grace time; and
+# where there is none, no job comes back out of a partition that cancels.
 _GOES_BACK = rf"""# whether the ranks went for another job or the time limit, and this job is to come back
 goes_back() {{
     local job
-    (( code == {RESUMABLE} || code == {_TOLD_TOO_EARLY} || code == {_TERMINATED} )) || return
+    (( code )) || return
     job=$(SLURM_TIME_FORMAT=standard scontrol show job --oneliner "$SLURM_JOB_ID")
     if [[ $job == *" JobState="* && $job != *" JobState=RUNNING "* ]]; then
         exec sleep {REQUEUE_SECONDS}  # cancelled, or in the queue again: Slurm ends this script
     elif [[ $job == *" PreemptTime="[0-9]* ]]; then
         [[ $(scontrol show partition --oneliner "$SLURM_JOB_PARTITION") != *" PreemptMode=CANCEL "* ]]
     else
-        (( code != {_TERMINATED} ))
+        (( code == {RESUMABLE} || code == {_TOLD_TOO_EARLY} ))
     fi
 }}"""
 
@@ -62,9 +61,10 @@ def check_line(line: str) -> None:
 def script(job: Job, options: SlurmOptions) -> str:
     """Return the batch script.
 
-    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint, and so does 143 when the job is
-    preempted: the script asks for the job to be queued again. Slurm itself does so when it takes the job's nodes away
-    at once. Either way the job has been started before, by Slurm's count, and goes on with the run.
+    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint: the script asks for the job to be
+    queued again, and so it does when the job is preempted and ends in its grace time. Slurm itself does so when it
+    takes the job's nodes away at once. Either way the job has been started before, by Slurm's count, and goes on with
+    the run.
     """
     return "\n".join(
         [

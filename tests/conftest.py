@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)
 # hundreds of tests start an interpreter: each would compile dure anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+with suppress(ImportError):  # the cluster's tests do without
+    import hypothesis
+
+    # by default an example that takes 200 ms fails, which on a busy machine any may
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.errors import CheckpointDamaged, CheckpointMismatch
+from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.rundir import RunDir
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 
@@ -128,7 +128,7 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
             what has the same bits is.
 
     Raises:
-        RunInvalid: No such run.
+        RunInvalid: No such run, or there is nothing to compare.
     """
     runs = RunDir.open(first), RunDir.open(second)
     specs = [run.read_spec().model_dump(mode="json", exclude={"name", "runs_dir"}) for run in runs]
@@ -139,6 +139,11 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     has_samples = all(samples is not None for samples in used)
     losses, steps_without_loss = _losses(common, steps, tolerance)
     weights, damaged = _weights(*runs)
+    if not common and not weights:
+        raise RunInvalid(
+            f"{first} and {second} have nothing in common to compare: no step that both have done, and no whole "
+            "checkpoint at a position that both have: train one of them further"
+        )
     return Difference(
         runs=(str(first), str(second)),
         tolerance=tolerance,

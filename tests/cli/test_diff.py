@@ -119,6 +119,16 @@ def test_runs_when_one_is_longer_and_did_not_record_samples_then_what_both_have_
     assert found.samples_from is None
 
 
+def test_runs_when_they_have_nothing_in_common_then_that_is_no_sameness(runs, tmp_path, capsys):
+    shutil.copytree(runs / "one", tmp_path / "before-its-first-step")
+    (tmp_path / "before-its-first-step/rank0.jsonl").write_text("")
+    shutil.rmtree(tmp_path / "before-its-first-step/checkpoints")
+    assert main(["diff", str(runs / "one"), str(tmp_path / "before-its-first-step")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "have nothing in common to compare" in said.err
+
+
 @pytest.mark.parametrize(("name", "more"), [("small", ()), ("large", ()), ("large", ("--tolerance", "1e-6"))])
 def test_losses_when_they_part_at_a_step_then_it_is_named_and_so_is_where_the_weights_do(bent, capsys, name, more):
     code, text = told(capsys, bent, "straight", name, *more)

@@ -161,3 +161,23 @@ def test_loss_when_it_is_not_a_number_then_indices_are_kept_and_so_is_the_last_c
     good = (step - 1) * 8 // 16 * 16
     assert run.checkpoints()[-1] == f"samples-{good:012d}"
     assert all(record["loss_sum"] == record["loss_sum"] for record in run.records(0))
+
+
+FORGING = """
+from faulty_task import Faulty
+
+
+class Forging(Faulty):
+    def loss(self, model, batch):
+        raise ValueError("\\x1b[2J\\x1b]0;mine\\x07gone\\r\\u202eover\\ndure: all is well")
+"""
+
+
+def test_message_when_it_has_control_characters_then_they_act_on_no_terminal(prewarmed, tmp_path):
+    (tmp_path / "forging.py").write_text(f"import sys\nsys.path.insert(0, {str(Path(TASK).parent)!r})\n{FORGING}")
+    command = prewarmed.run(tmp_path, "train", "forging.py:Forging", *BASE[2:])
+    doctor = prewarmed.run(tmp_path, "doctor", tmp_path / "runs/run")
+    for said in (command.err, doctor.out):
+        assert r"\x1b[2J\x1b]0;mine\x07gone\x0d\u202eover" in said
+        assert not [char for char in said if not (char.isprintable() or char == "\n")]
+        assert "\ndure: all is well" not in said

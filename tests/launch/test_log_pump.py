@@ -93,6 +93,17 @@ def test_progress_bar_when_it_never_ends_a_line_then_only_its_last_state_is_kept
     assert len(shown.stream.rest) == 0
 
 
+def test_progress_bar_when_it_goes_on_and_on_then_it_is_shown_now_and_then(shown):
+    begun = time.monotonic()
+    for seconds in range(1, 31):
+        shown.stream.take(f"\r{seconds}%".encode())
+        shown.stream.since = begun + seconds  # it never stands still
+        shown.stream.take_late(begun + seconds)
+        if not shown.stream.rest:
+            shown.stream.unseen_since = begun + seconds
+    assert shown.path.read_text().splitlines() == ["[rank 0] 11%", "[rank 0] 22%"]
+
+
 def test_progress_bar_when_it_returns_after_each_state_then_only_its_last_state_is_kept(shown):
     assert shown.after(*(f"{number}%\r".encode() for number in range(10_000))) == ["[rank 0] 9999%"]
 

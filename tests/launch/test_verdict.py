@@ -82,6 +82,19 @@ def test_verdict_when_a_rank_is_killed_then_it_is_told_whose_memory_was_full_if_
     assert said in in_brief(killed, 2)  # which a restart tells
 
 
+def test_verdict_when_a_message_has_lines_that_look_like_ours_then_they_stand_further_in(tmp_path):
+    forged = "no data\ndure: rank 0 failed\n[rank 0] and here"
+    verdict = judge(tmp_path, [end(0, 1, 1.0, **LOST), end(1, 1, 2.0, message=forged, user_traceback=forged)])
+    assert verdict is not None
+    lines = verdict.text.splitlines()
+    assert lines[:3] == [
+        "rank 1 failed after step 4: ValueError: no data",
+        "  dure: rank 0 failed",
+        "  [rank 0] and here",
+    ]
+    assert not [line for line in lines[1:] if line.startswith(("dure:", "[rank"))]
+
+
 def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):
     assert judge(tmp_path, [end(0, 0), end(1, 0)]) is None
     assert judge(tmp_path, [end(0, 0), end(1, KILLED, is_tolerated=True)]) is None

@@ -26,6 +26,7 @@ from cyclopts.exceptions import (
 from dure.cli.output import speaks_for_all
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
 from dure.stopping import heeded_signals, stop_exit_code
+from dure.telling import printable
 
 
 class Verb(NamedTuple):
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except DureError as error:
         if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
-            print(_sentence(error), file=sys.stderr)
+            print(printable(_sentence(error)), file=sys.stderr)
         else:
             time.sleep(SPEAKER_SECONDS)
         return error.exit_code

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import FoundProblem
+from dure.telling import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,11 +53,11 @@ def _told(found: "Diagnosis") -> Iterator["Text"]:
     if not found.findings:
         yield Text("nothing is wrong with it, as far as its records tell")
     for finding in found.findings:
-        first, _, rest = finding.what.partition("\n")
+        first, _, rest = printable(finding.what).partition("\n")
         yield Text.assemble("\n", (finding.severity, _STYLES[finding.severity]), f"  {first}", overflow="fold")
         if rest:
             yield Text(rest, overflow="fold")
         if finding.remedy:
-            yield Text.assemble(("  remedy: ", "bold"), finding.remedy, overflow="fold")
+            yield Text.assemble(("  remedy: ", "bold"), printable(finding.remedy), overflow="fold")
         if finding.evidence:
             yield Text(f"  see {', '.join(finding.evidence)}", style="dim", overflow="fold")

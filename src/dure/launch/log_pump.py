@@ -25,6 +25,8 @@ ROTATE_BYTES = 64 * 2**20
 _READ_BYTES = 2**18
 _PATIENCE_SECONDS = 2.0
 """How long an unfinished line waits for its end: a progress bar has none."""
+_BAR_SECONDS = 10.0
+"""How often a bar that never stands still is shown where it cannot be written over."""
 _END_SECONDS = 2.0
 """What those who hold the pipes get to say their last words in, once the supervisor is gone or has let go of this
 process: ranks, or children of theirs."""
@@ -110,6 +112,8 @@ class Stream:
     """Bytes of it that will not."""
     since: float = 0.0
     """When it began."""
+    unseen_since: float = 0.0
+    """When the first of its states began that were not shown; 0: there is none."""
     is_drawn: bool = False
     """Whether it can be seen."""
 
@@ -132,7 +136,8 @@ class Stream:
 
     def take_late(self, now: float) -> None:
         """Show a line that has not ended for long, unless it is shown already."""
-        if not self.has_live_line and self.since < now - _PATIENCE_SECONDS:
+        is_due = self.since < now - _PATIENCE_SECONDS or self.unseen_since < now - _BAR_SECONDS
+        if is_due and not self.has_live_line:
             self.take_unfinished()
 
     def _add(self, data: bytes) -> None:
@@ -143,6 +148,7 @@ class Stream:
             self.rest.clear()
         if not self.rest:
             self.since = time.monotonic()
+            self.unseen_since = self.unseen_since or self.since
         room = max(0, LINE_LIMIT_BYTES - len(self.rest))
         self.rest += data[:room]
         self.dropped += max(0, len(data) - room)
@@ -150,7 +156,7 @@ class Stream:
     def _take_rest(self) -> str:
         text = cleaned(bytes(self.rest)) + _said_of_cut(self.dropped)
         self.rest.clear()
-        self.dropped = 0
+        self.dropped, self.unseen_since = 0, 0.0
         return text
 
     def _draw(self) -> None:

@@ -167,20 +167,25 @@ def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path)
         return str(failure["message"]) + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
     where = "" if not failure["step"] else f" after step {failure['step']}"
     who = end.name(num_ranks, "the task")
-    text = f"{who} failed{where}: {failure['type']}: {failure['message']}"
+    # no line of a message begins where one of ours does
+    text = f"{who} failed{where}: {failure['type']}: {_set_in(failure['message'])}"
     if failure["advice"]:
         text = f"{text.removesuffix('.')}: {failure['advice']}"
     line = failure["user_line"]
     if line:
         text += f"\n  {line['file']}:{line['line']} in {line['function']}: {line['text']}"
     if failure["user_traceback"]:
-        text += f"\n{failure['user_traceback']}"
+        text += f"\n  {_set_in(failure['user_traceback'])}"
     record = run / "logs" / f"failure-rank{failure['rank']}.json"
     if failure["origin"] == "dure":
         return f"{text}\n  this is an error in dure and not in the task: please report it with {record}"
     if failure["origin"] == "library":
         text += f"\n  in a library that dure called, at no line of the task; the traceback is in {record}"
     return text
+
+
+def _set_in(text: str) -> str:
+    return text.replace("\n", "\n  ")
 
 
 def in_brief(end: WorkerEnd, num_ranks: int) -> str:

@@ -1,6 +1,7 @@
 """What a failed rank writes down: whose error it is, at which line."""
 
 import errno
+import runpy
 
 import pytest
 import torch
@@ -32,6 +33,21 @@ def test_failure_when_the_task_raises_then_its_line_is_named():
     assert failure["origin"] == "task"
     assert failure["user_line"]["text"] == 'raise ValueError("a planned failure")'
     assert (failure["rank"], failure["step"], failure["exit_code"]) == (1, 5, 1)
+
+
+@pytest.mark.parametrize("text", ["x = (\n", "def f():\nreturn\n", "print 'x'\n"])
+def test_failure_when_a_file_is_no_python_then_its_own_line_is_named(text, tmp_path):
+    file = tmp_path / "syn.py"
+    file.write_text(text)
+    failure = caught(lambda: runpy.run_path(str(file)))
+    number = 2 if text.startswith("def") else 1
+    line = text.splitlines()[number - 1]
+    assert failure["user_line"] == {"file": str(file), "line": number, "function": "<module>", "text": line}
+    assert failure["origin"] == "task"
+
+
+def test_failure_when_a_text_in_memory_is_no_python_then_the_line_that_reads_it_is_named():
+    assert caught(lambda: compile("x = (", "<string>", "exec"))["user_line"]["file"] == __file__
 
 
 def test_failure_when_the_task_leaves_then_the_cure_is_named():

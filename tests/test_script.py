@@ -1,6 +1,7 @@
 """`dure run`: scripts as they are."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     assert "[rank 1] ValueError: on purpose" in run.err
     record = json.loads((tmp_path / "runs/one/logs/failure-rank1.json").read_text())
     assert record["user_line"]["line"] == 18
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_script_when_it_is_no_python_then_its_line_is_named(nproc, prewarmed, tmp_path):
+    (tmp_path / "syn.py").write_text("x = (\n")
+    run = forked(prewarmed, tmp_path, f"--nproc={nproc}", "syn.py")
+    assert run.code == 1
+    who = "the script" if nproc == 1 else "rank [01]"
+    said = r"failed: SyntaxError: '\(' was never closed \(syn\.py, line 1\)"
+    assert re.search(rf"^dure: {who} {said}\n  syn\.py:1 in <module>: x = \($", run.err, re.M), run.err
+    assert "task" not in run.err
+    assert "library" not in run.err
 
 
 def test_script_when_alone_then_keeps_the_terminal_and_its_exit_code(prewarmed, tmp_path):

@@ -224,12 +224,19 @@ def _user_line(error: BaseException) -> dict[str, Any] | None:
             for m in _FRAME.finditer(message)
         ]
     else:
-        frames = list(traceback.extract_tb(error.__traceback__))
+        frames = [*traceback.extract_tb(error.__traceback__), *_unreadable_line(error)]
     chosen = users_first([frame.filename for frame in frames])
     if not chosen:
         return None
     last = frames[chosen[-1]]
     return {"file": last.filename, "line": last.lineno, "function": last.name, "text": last.line}
+
+
+def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the line that is no Python: it never ran, and so is not in the traceback."""
+    if not isinstance(error, SyntaxError) or not isinstance(error.filename, str):
+        return []
+    return [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
 
 
 def _origin(error: BaseException) -> str:

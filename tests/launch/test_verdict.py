@@ -118,6 +118,13 @@ def test_verdict_when_the_error_is_dures_own_then_it_says_so(tmp_path):
     assert "failure-rank0.json" in text
 
 
+@pytest.mark.parametrize("origin", ["dure", "library"])
+def test_verdict_when_a_script_was_run_then_nobody_speaks_of_a_task(origin, tmp_path):
+    text = judge(tmp_path, [end(0, 1, origin=origin)], is_script=True).text
+    assert text.startswith("the script failed after step 4")
+    assert "task" not in text
+
+
 def test_verdict_when_a_rank_could_only_write_a_file_then_the_file_is_read(tmp_path):
     (tmp_path / "logs").mkdir()
     record = end(0, 1, message="from the file").failure

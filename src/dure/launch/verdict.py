@@ -94,7 +94,9 @@ def judge(
     first = _first_cause(ends, failures)
     failure = failures[first.rank]
     told = (
-        _silent_end(first, len(ends), is_script=is_script) if failure is None else _told(first, failure, len(ends), run)
+        _silent_end(first, len(ends), is_script=is_script)
+        if failure is None
+        else _told(first, failure, len(ends), run, is_script=is_script)
     )
     others = [end for end in failed if end is not first]
     lines = [told, *(_waits(first, others, failures) if failure is None else ())]
@@ -162,11 +164,12 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 
-def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path) -> str:
+def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path, *, is_script: bool = False) -> str:
     if failure["is_ours"]:
         return str(failure["message"]) + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
     where = "" if not failure["step"] else f" after step {failure['step']}"
-    who = end.name(num_ranks, "the task")
+    what = "script" if is_script else "task"
+    who = end.name(num_ranks, f"the {what}")
     # no line of a message begins where one of ours does
     text = f"{who} failed{where}: {failure['type']}: {_set_in(failure['message'])}"
     if failure["advice"]:
@@ -178,9 +181,9 @@ def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path)
         text += f"\n  {_set_in(failure['user_traceback'])}"
     record = run / "logs" / f"failure-rank{failure['rank']}.json"
     if failure["origin"] == "dure":
-        return f"{text}\n  this is an error in dure and not in the task: please report it with {record}"
+        return f"{text}\n  this is an error in dure and not in the {what}: please report it with {record}"
     if failure["origin"] == "library":
-        text += f"\n  in a library that dure called, at no line of the task; the traceback is in {record}"
+        text += f"\n  in a library that dure called, at no line of the {what}; the traceback is in {record}"
     return text
 
 

@@ -75,6 +75,40 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     assert record["user_line"]["line"] == 18
 
 
+LEAVES = """
+import sys, torch, torch.distributed as dist
+
+def leave():
+    if dist.get_rank() == 1:
+        sys.exit({code})
+
+dist.init_process_group("gloo")
+leave()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "ends_with"),
+    [
+        ("3", "exit code 3", 3),
+        ("'my own message'", "exit code 1: my own message", 1),
+        ("0", "exit code 0, and the others lost it in a call that needs all", 1),
+    ],
+)
+def test_script_when_a_rank_leaves_by_sys_exit_then_its_line_is_named(code, said, ends_with, prewarmed, tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES.format(code=code))
+    run = forked(prewarmed, tmp_path, "--nproc=2", "leaves.py")
+    assert run.code == ends_with
+    assert f"dure: rank 1 ended with {said}\n  leaves.py:6 in leave: sys.exit({code})\n" in run.err
+
+
+def test_script_when_all_leave_by_sys_exit_in_order_then_nothing_is_said(prewarmed, tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    run = forked(prewarmed, tmp_path, "--nproc=2", "leaves.py")
+    assert (run.code, run.out, run.err) == (0, "", "")
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_script_when_it_is_no_python_then_its_line_is_named(nproc, prewarmed, tmp_path):
     (tmp_path / "syn.py").write_text("x = (\n")

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dure.device_errors import AskDriver, DeviceError, device_error
 from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
 from dure.frames import OWN_ROOT, traceback_in_user_code, users_first
 from dure.gpu_health import gpu_health
+from dure.place import DEPARTURE
 
 _PEER_LOST_WORDS = (
     "connection closed by peer",
@@ -119,18 +120,28 @@ def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd
         report_fd: Where its supervisor reads it; None: nobody does.
     """
     failure = describe(None)
-    first = json.dumps(failure).encode()
-    _write_report(report_fd, first)
+    _write_report(report_fd, failure)
     if failure["may_be_gpu"]:
         failure = {**describe(gpu_health), "time": failure["time"]}
-        # one call, and over all of what was there before: blanks behind a record do no harm
-        _write_report(report_fd, json.dumps(failure).encode().ljust(len(first)))
+        _write_report(report_fd, failure)
     return failure
 
 
-def _write_report(report_fd: int | None, record: bytes) -> None:
+def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
+    """Write down where a script leaves by `sys.exit`: others may still be in a call that needs this rank.
+
+    Args:
+        leave: What `sys.exit` raised.
+        report_fd: Where its supervisor reads it; None: nobody does.
+    """
+    message = None if leave.code is None or isinstance(leave.code, int) else str(leave.code)
+    _write_report(report_fd, {DEPARTURE: {"message": message, "user_line": _user_line(leave)}})
+
+
+def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
     if report_fd is not None:
-        os.pwrite(report_fd, record, 0)
+        # one call, and over all of what was there before: blanks behind a record do no harm
+        os.pwrite(report_fd, json.dumps(record).encode().ljust(os.fstat(report_fd).st_size), 0)
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -23,6 +23,8 @@ class StoreAddress:
 
 CUT = "cut"
 """In a rank's report: it is no failure, but asks that its host fall silent for so many seconds."""
+DEPARTURE = "departure"
+"""In a rank's report: it is no failure, but where a script left by sys.exit, and with what message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

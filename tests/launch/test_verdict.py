@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dure.launch.node_messages import end_from_json, end_to_json
 from dure.launch.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 
 
@@ -136,6 +137,16 @@ def test_exit_code_when_a_user_ends_a_rank_with_any_then_it_is_no_signal(tmp_pat
     ends = [end(0, 200), end(1, 1, **LOST)]
     assert stop_signal(ends) is None
     assert judge(tmp_path, ends).exit_code == 1
+
+
+def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_told(tmp_path):
+    line = {"file": "train.py", "line": 6, "function": "main", "text": "sys.exit(text)"}
+    left = replace(end(1, 1), departure={"message": "no data\ndure: forged", "user_line": line})
+    text = judge(tmp_path, [end(0, 1, 1.0, **LOST), left], is_script=True).text
+    told = "rank 1 ended with exit code 1: no data\n  dure: forged\n  train.py:6 in main: sys.exit(text)\n"
+    assert text.startswith(told)
+    assert in_brief(left, 2) == "rank 1 ended with exit code 1: no data (train.py:6)"
+    assert end_from_json(end_to_json(left), "node 1", 0.0).departure == left.departure
 
 
 def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():

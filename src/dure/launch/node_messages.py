@@ -36,10 +36,14 @@ def refused_error(message: Mapping[str, Any]) -> DureError:
 
 def end_to_json(end: WorkerEnd) -> dict[str, Any]:
     """Return an end as a message: the task decides how long its texts are, and the channel how long they may be."""
-    told = {**asdict(end), "failure": _cut(end.failure, _LONGEST_TEXT), "crash": []}
+    told = {**asdict(end), **_said_by(end, _LONGEST_TEXT), "crash": []}
     if len(json.dumps(told)) > MESSAGE_LIMIT_BYTES // 2:
-        told["failure"] = _cut(end.failure, _LONGEST_TEXT // 10)
+        told |= _said_by(end, _LONGEST_TEXT // 10)
     return {**told, "crash": [asdict(frame) for frame in end.crash[:_MOST_FRAMES]]}
+
+
+def _said_by(end: WorkerEnd, longest: int) -> dict[str, Any]:
+    return {"failure": _cut(end.failure, longest), "departure": _cut(end.departure, longest)}
 
 
 def _cut(value: Any, longest: int) -> Any:

@@ -147,7 +147,10 @@ def _run(job: Mapping[str, Any], place: Place) -> int:
             sys.path.insert(0, str(Path(job["script"]).resolve().parent))
             _kept.append(runpy.run_path(job["script"], run_name="__main__"))
     except SystemExit as leave:
+        from dure.failure import leave_departure
+
         _kept.append(leave)
+        leave_departure(leave, place.report_fd)
         if leave.code is None or isinstance(leave.code, int):
             return leave.code or 0
         print(leave.code, file=sys.stderr)

@@ -46,6 +46,8 @@ class WorkerEnd:
     """Of one that the supervisor ended: whether a signal or a debugger held it then."""
     failure: Mapping[str, Any] | None = None
     """The rank's own record of why it failed, if it could leave one."""
+    departure: Mapping[str, Any] | None = None
+    """Of a script that left by `sys.exit`: its `message`, if it gave one, and the `user_line` where it did."""
     is_tolerated: bool = False
     """Whether the others could go on without it."""
     is_out_of_memory: bool | None = None
@@ -176,7 +178,7 @@ def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path,
         text = f"{text.removesuffix('.')}: {failure['advice']}"
     line = failure["user_line"]
     if line:
-        text += f"\n  {line['file']}:{line['line']} in {line['function']}: {line['text']}"
+        text += f"\n  {_line_words(line)}"
     if failure["user_traceback"]:
         text += f"\n  {_set_in(failure['user_traceback'])}"
     record = run / "logs" / f"failure-rank{failure['rank']}.json"
@@ -195,10 +197,11 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     """Say in one line who failed, and how."""
     who = end.name(num_ranks)
     failure = end.failure
+    if failure is None and end.departure is not None and end.exit_code >= 0:
+        return _left(end, who).partition("\n")[0] + _place(end.departure["user_line"])
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
-    line = failure["user_line"]
-    where = f" ({line['file']}:{line['line']})" if line else ""
+    where = _place(failure["user_line"])
     said = str(failure["message"]).partition("\n")[0]
     if failure.get("go_back_to") is not None:
         return said  # which names the rank, and not the one that tells it
@@ -219,13 +222,32 @@ def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> s
         cure = "" if is_script else "; `dure train --resume` continues from the last good checkpoint"
         return f"{who} was {said}{where}{cure}"
     if is_script:
-        return f"{who} ended with exit code {end.exit_code}" + (
-            ", and the others lost it in a call that needs all" if end.exit_code == 0 else ""
-        )
+        return _left(end, end.name(num_ranks, "the script"))
     return (
         f"{who} ended with exit code {end.exit_code} before the run was done, and said nothing: something that the "
         "task calls leaves the process (os._exit, or native code that calls exit)"
     )
+
+
+def _left(end: WorkerEnd, who: str) -> str:
+    """Say with what exit code a script ended by its own will, and where, if it is known."""
+    text = f"{who} ended with exit code {end.exit_code}"
+    if end.exit_code == 0:
+        text += ", and the others lost it in a call that needs all"
+    if end.departure is None:
+        return text
+    if end.departure["message"]:
+        text += f": {_set_in(end.departure['message'])}"
+    line = end.departure["user_line"]
+    return text if line is None else f"{text}\n  {_line_words(line)}"
+
+
+def _place(line: Mapping[str, Any] | None) -> str:
+    return "" if line is None else f" ({line['file']}:{line['line']})"
+
+
+def _line_words(line: Mapping[str, Any]) -> str:
+    return f"{line['file']}:{line['line']} in {line['function']}: {line['text']}"
 
 
 def _killed_for_memory(limit_bytes: int | None) -> str:

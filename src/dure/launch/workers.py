@@ -23,7 +23,7 @@ from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.watchdog import HangPolicy
 from dure.oom_kills import OomWatch
-from dure.place import CUT, Place, StoreAddress
+from dure.place import CUT, DEPARTURE, Place, StoreAddress
 from dure.rank import RankInfo
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ class Worker:
         if code is None:
             self.oom.look()
         else:
-            failure = _read_report(self.report_fd)
+            report = _read_report(self.report_fd) or {}
+            departure = report.get(DEPARTURE)
+            failure = report if report and departure is None else None
             # an exception is the task's, and would come again on another rank; what kills a process is the machine's
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
@@ -136,6 +138,7 @@ class Worker:
                 was_stopped=self.was_stopped,
                 was_held=self.was_held,
                 failure=failure,
+                departure=departure,
                 is_tolerated=self.is_expendable and was_killed,
                 is_out_of_memory=is_out_of_memory,
                 memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,

@@ -68,6 +68,21 @@ def test_faults_when_one_comes_twice_in_a_step_then_it_is_as_if_it_came_again_af
     assert len(RunFiles(tmp_path / "run").events("fault")) == 2
 
 
+def test_faults_when_some_never_came_then_a_run_that_is_complete_names_them(tmp_path, capfd):
+    text = fault("slow", 1, 4, "seconds = 0.01") + fault("kill", 1, 5000) + fault("raise", 0, 9)
+    run = train(tmp_path, "run", text)
+    (warning,) = RunFiles(run).events("warning")
+    assert warning["message"] == (
+        "2 of the planned faults never happened, and the run is complete with step 8: "
+        "kill at step 5000 of rank 1, raise at step 9 of rank 0"
+    )
+    assert capfd.readouterr().err.count(f"dure: {warning['message']}\n") == 1
+
+
+def test_faults_when_all_came_then_there_is_no_warning(tmp_path):
+    assert RunFiles(train(tmp_path, "run", fault("kill"))).events("warning") == []
+
+
 @pytest.mark.faults
 @pytest.mark.alone
 def test_stop_then_the_watchdog_finds_the_rank_and_the_run_goes_on_as_if_it_had_not(tmp_path):

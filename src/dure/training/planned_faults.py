@@ -16,7 +16,7 @@ import signal
 import time
 import tomllib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,22 +133,29 @@ def _where(said: Any) -> str:
     return f"{place}: " if place else ""
 
 
+def _missed(faults: Iterable[Fault], run: RunDir) -> Iterator[Fault]:
+    """Yield those that the run's events do not have; one that is planned twice counts twice."""
+    happened = Counter((e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT)
+    for fault in faults:
+        this = fault.rank, fault.step, fault.kind
+        if happened[this]:
+            happened[this] -= 1
+        else:
+            yield fault
+
+
 class PlannedFaults:
     """Those of one rank that have not happened yet."""
 
     def __init__(self, faults: list[Fault], rank: int, run: RunDir, cut: Callable[[float], None] = time.sleep) -> None:
         """Take those of a rank; `cut` lets its host fall silent for so many seconds."""
-        happened = Counter((e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT)
+        self._faults = faults
         self._run = run
         self._cut = cut
         self._due: dict[int, deque[Fault]] = {}
         """By step, in their order."""
-        for fault in (fault for fault in faults if fault.rank == rank):
-            this = fault.rank, fault.step, fault.kind
-            if happened[this]:
-                happened[this] -= 1
-            else:
-                self._due.setdefault(fault.step, deque()).append(fault)
+        for fault in _missed((fault for fault in faults if fault.rank == rank), run):
+            self._due.setdefault(fault.step, deque()).append(fault)
         self._makes_nan = False
         self._tensors: dict[str, Tensor] = {}
 
@@ -193,6 +200,20 @@ class PlannedFaults:
             if fault.kind == "cut":
                 self._cut(fault.seconds)
             _happen(fault)
+
+    def never_came(self, last_step: int) -> str | None:
+        """Say of a run that is complete which faults of all its ranks did not happen; None when all did."""
+        missed = [
+            f"{fault.kind} at step {fault.step} of rank {fault.rank}" for fault in _missed(self._faults, self._run)
+        ]
+        if not missed:
+            return None
+        named = ", ".join(missed[:_SHOWN_NAMES])
+        more = f" and {len(missed) - _SHOWN_NAMES} more" if len(missed) > _SHOWN_NAMES else ""
+        return (
+            f"{len(missed)} of the planned faults never happened, and the run is complete with step {last_step}: "
+            f"{named}{more}"
+        )
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return a loss that is none in the steps that are planned so."""

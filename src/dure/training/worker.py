@@ -126,6 +126,9 @@ class Worker:
             self.microbatch_size = conductor.microbatch_under_way()
             raise
         if session.group.rank == 0 and status == "completed":
+            missed = None if self.faults is None else self.faults.never_came(conductor.position.step)
+            if missed is not None:
+                conductor.saver.warn(missed)
             self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
         return status == "interrupted"
 

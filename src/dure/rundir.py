@@ -222,6 +222,14 @@ class RunDir:
         """Yield the events; a line that a crash tore is left out."""
         return read_lines(self.path / EVENTS)
 
+    def num_attempts(self) -> int:
+        """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
+        return sum(event["event"] == "attempt" for event in self.events())
+
+    def has_checkpoints(self) -> bool:
+        """Tell whether anything there bears a checkpoint's name."""
+        return any(self.checkpoints.glob("samples-*"))
+
     def forget_failures(self) -> None:
         """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next."""
         for stale in self.path.glob("logs/failure-rank*.json"):
@@ -281,7 +289,7 @@ class RunDir:
     def discard(self) -> None:
         """Remove the folder of a run that never took a step, so that a refused start leaves nothing behind."""
         has_steps = any(path.stat().st_size for path in self.path.glob("rank*.jsonl"))
-        if not has_steps and not any(self.checkpoints.glob("samples-*")):
+        if not has_steps and not self.has_checkpoints():
             shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -195,7 +195,7 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
     if verdict is None and not _ended_complete(run):
         if stopped_by is not None:
             status = "interrupted"
-            error = Interrupted(f"stopped; continue with `dure train --resume {run.path}`", stop_exit_code(stopped_by))
+            error = Interrupted(_stopped_words(run), stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
     if outcome.lost is not None and not is_own and _ended_complete(run):
@@ -226,6 +226,13 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
     run.append_event(status, message=str(error))
     run.write_json(SUMMARY, summary.to_json())
     raise error
+
+
+def _stopped_words(run: RunDir) -> str:
+    again = f"`dure train --resume {run.path}`"
+    if run.has_checkpoints():
+        return f"stopped; continue with {again}"
+    return f"stopped before the first checkpoint; {again} starts from the beginning"
 
 
 def _ended_complete(run: RunDir) -> bool:

@@ -133,6 +133,7 @@ def test_signal_when_data_is_still_prepared_then_it_ends_at_once(target, number,
     assert command.wait(5) == SIGNALS[number], command.err
     assert run.summary()["status"] == "interrupted"
     assert run.checkpoints() == []
+    assert "dure: stopped before the first checkpoint; `dure train --resume" in command.err
 
 
 @pytest.mark.faults

@@ -1,12 +1,15 @@
 """What a run's folder remembers: options in full, and what happens where its checkpoints are gone."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 
 import dure
-from dure.errors import Misuse, SpecInvalid
+from dure.errors import Interrupted, Misuse, SpecInvalid
+from tests.commands import RunFiles
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
 
@@ -38,6 +41,26 @@ def test_resume_when_the_checkpoints_are_gone_then_starts_again_and_says_so(tmp_
     assert summary.samples == 20
     assert len((run / "rank0.jsonl").read_text().splitlines()) == 2
     assert len((run / "undone.jsonl").read_text().splitlines()) == 2
+
+
+def test_resume_when_there_is_no_checkpoint_yet_then_says_that_it_starts_from_the_beginning(tmp_path, capfd):
+    class StoppedWhileItPrepares(Regression):
+        def prepare_data(self):
+            if not (tmp_path / "run/prepared").exists():
+                (tmp_path / "run/prepared").touch()
+                os.kill(os.getpid(), signal.SIGINT)
+
+    task, settings = StoppedWhileItPrepares(), {"quiet": True, "start": "inline", "threads": 1}
+    said = r"stopped before the first checkpoint; `dure train --resume .*run` starts from the beginning"
+    with pytest.raises(Interrupted, match=said):
+        dure.train(task, runs_dir=tmp_path, name="run", samples=20, global_batch_size=10, **settings)
+    sentence = "there is no checkpoint yet: the run starts from the beginning"
+    assert sentence not in capfd.readouterr().err
+    dure.train(task, resume=tmp_path / "run", **settings)
+    assert capfd.readouterr().err.count(f"dure: {sentence}\n") == 1
+    dure.train(task, resume=tmp_path / "run", samples=40, **settings)
+    assert sentence not in capfd.readouterr().err
+    assert [event["message"] for event in RunFiles(tmp_path / "run").events("warning")] == [sentence]
 
 
 def test_export_when_the_folder_is_missing_then_one_sentence_says_so(tmp_path):

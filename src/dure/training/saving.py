@@ -252,6 +252,8 @@ class Saver:
             seed_rank(self.session.spec.seed, self.session.strategy.random_stream)
             if self.is_first and any(self.run.records(0)):
                 self.warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
+            elif self.is_first and not self.session.place.round and self.run.num_attempts() > 1:
+                self.warn("there is no checkpoint yet: the run starts from the beginning")
         else:
             self._load(name)
         self._undo_records()

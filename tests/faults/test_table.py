@@ -364,6 +364,9 @@ def check(row: Row, bench: Bench, stage: Stage, record: Callable[[str, object], 
     assert seconds < row.within_seconds
     counted = {name: len(stage.run.events(name)) for name in NOTICED}
     counted["interrupted"] = min(counted["interrupted"], 1)  # each rank that has heard of it says so
+    # a host that comes back may need a second try: a round more, and the same hosts
+    hosts = [event["nodes"] for event in stage.run.events("nodes")]
+    counted["nodes"] = sum(after != before for before, after in pairwise([[0, 1], *hosts]))
     assert {name: count for name, count in counted.items() if count} == dict(row.events)
     if row.is_resumed:
         assert stage.run.records(0)[-1]["step"] < STEPS

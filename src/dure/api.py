@@ -18,7 +18,7 @@ from dure.rank import Launched, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, RunDir
 from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
-from dure.stopping import stop_exit_code
+from dure.stopping import end_if_unanswered, stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.supervised import (
     count_processes,
@@ -92,6 +92,7 @@ def train(
         return train_on_nodes(resolved, resume, several, is_auto=is_auto)
     if launched is not None:
         return train_under_launcher(resolved, resume, launched, is_auto=is_auto)
+    end_if_unanswered()  # torch and the task are imported by now
     run = run_folder(spec, resume)
     with run.lock(), nothing_half_written(run, is_new=resume is None):
         run.write_spec(resolved)

@@ -2,12 +2,41 @@
 
 import os
 import signal
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP is the end of a terminal or of a connection; SIGUSR1 is what clusters send before they take a machine away."""
 
 RESUMABLE = 75
 """EX_TEMPFAIL of sysexits.h: stopped for somebody else's sake, start it again later."""
+
+
+_unanswered: list[int] = []
+
+
+class Terminated(KeyboardInterrupt):
+    """Another stop signal, where nobody waits for it with something better: it ends a command as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__()
+
+
+def end_by(number: int) -> NoReturn:
+    """End a command because of a stop signal: from anywhere, also from within an import."""
+    _unanswered.append(number)
+    raise Terminated(number)
+
+
+def end_if_unanswered() -> None:
+    """End if a stop signal came and this still runs: some code, of a library's import for one, caught everything."""
+    if _unanswered:
+        raise Terminated(_unanswered[0])
+
+
+def forget_stop() -> None:
+    """Begin anew, for the next command of this process."""
+    _unanswered.clear()
 
 
 def stop_exit_code(number: int) -> int:

@@ -270,3 +270,25 @@ def test_script_on_two_hosts_when_only_a_rank_gets_a_signal_then_those_of_the_ot
     os.kill(int(found.name.split()[-1]), signal.SIGTERM)
     assert ended(commands, MOST_SECONDS) == [143, 143], [command.err for command in commands]
     assert all((tmp_path / f"rank {rank} heard {int(signal.SIGTERM)}").exists() for rank in (0, 1))
+
+
+SWALLOWS = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+except BaseException:
+    {then}
+from faulty_task import Faulty
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('another error')"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_signal_when_an_import_swallows_it_then_it_stops_the_run_all_the_same(nproc, then, prewarmed, tmp_path):
+    (tmp_path / "swallows.py").write_text(SWALLOWS.format(folder=str(Path(__file__).parents[1]), then=then))
+    command = prewarmed.run(tmp_path, "train", "swallows.py:Faulty", "--nproc", nproc, "--name", "run")
+    assert (command.code, command.err) == (143, "dure: stopped\n")
+    assert not (tmp_path / "runs/run").exists()

@@ -25,7 +25,7 @@ from cyclopts.exceptions import (
 
 from dure.cli.output import speaks_for_all
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
-from dure.stopping import heeded_signals, stop_exit_code
+from dure.stopping import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
 from dure.telling import printable
 
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("dure: stopped", file=sys.stderr)
-        return stop_exit_code(stop.number if isinstance(stop, _Terminated) else signal.SIGINT)
+        return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,25 +97,21 @@ SPEAKER_SECONDS = 1.0
 """How long a rank that does not speak for all stays: torchrun ends the others as soon as one has ended."""
 
 
-class _Terminated(KeyboardInterrupt):
-    """Another stop signal, where nobody waits for it with something better: it ends a command as Ctrl-C does."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        super().__init__()
-
-
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Terminated(number)
+        end_by(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread have handlers
         return
     before = {number: signal.signal(number, end) for number in heeded_signals() if number != signal.SIGINT}
+    forget_stop()
     try:
         yield
+    except Exception:
+        end_if_unanswered()  # what an import made of it
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

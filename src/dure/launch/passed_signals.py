@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from dure.launch.workers import Worker
-from dure.stopping import STOP_SIGNALS, heeded_signals, is_said_again
+from dure.stopping import STOP_SIGNALS, end_if_unanswered, heeded_signals, is_said_again
 
 
 class StoppedBeforeStart(BaseException):
@@ -33,6 +33,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
+    end_if_unanswered()
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     # where children are not waited for (SIG_IGN), nobody would learn how they ended
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -6,7 +6,7 @@ import time
 from types import FrameType
 from typing import Self
 
-from dure.stopping import heeded_signals, is_said_again
+from dure.stopping import end_if_unanswered, heeded_signals, is_said_again
 
 _SECOND_AFTER_SECONDS = 0.5
 """Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
@@ -42,6 +42,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere the caller's handlers stay
         if threading.current_thread() is threading.main_thread():
+            end_if_unanswered()
             self._before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         return self
 

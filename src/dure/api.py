@@ -110,8 +110,16 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
 
     Returns:
         `metrics` (each with `value` and `count`), `checkpoint`, and the fields of a summary.
+
+    Raises:
+        RunInvalid: There is no such run, or it has no checkpoint.
+        SpecInvalid: Settings that cannot be.
+        WorkerFailed: A rank failed.
+        Interrupted: A signal stopped it.
     """
     opened = RunDir.open(Path(run))
+    if not opened.has_checkpoints():
+        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `dure train --resume {run}`")
     nproc = int(settings.get("nproc") or opened.read_spec().nproc)
     settings = {**settings, "nproc": nproc, "strategy": "ddp" if nproc > 1 else "single"}
     spec = resolve(

@@ -28,6 +28,8 @@ class RunOverview:
     samples: int | None = None
     best: dict[str, Any] | None = None
     """As in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
+    fault: str | None = None
+    """Why it is `unreadable`."""
 
 
 def list_runs(runs_dir: Path) -> list[RunOverview]:
@@ -63,8 +65,11 @@ def overview(run: RunDir) -> RunOverview:
             samples=last.get("samples_seen", summary.get("samples", 0)),
             best=summary.get("best"),
         )
-    except (DureError, AttributeError, TypeError):
-        return RunOverview(name=run.name, path=str(run.path), status="unreadable")
+    except DureError as error:
+        fault = str(error)
+    except (AttributeError, TypeError, KeyError):
+        fault = "its records are damaged or of another version of dure"
+    return RunOverview(name=run.name, path=str(run.path), status="unreadable", fault=fault)
 
 
 def _script_overview(run: RunDir) -> RunOverview:

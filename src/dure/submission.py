@@ -222,12 +222,20 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
         resume_words=words if training.resume else (*words, *again),
         nodes=wishes.nodes,
         tasks_per_node=wishes.tasks_per_node,
-        cpus_per_task=wishes.cpus_per_task,
+        cpus_per_task=_cores(wishes, spec),
         gpus_per_task=wishes.gpus_per_task,
         time_seconds=None if wishes.time is None else seconds_of(wishes.time),
         python=wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable),
         folder=Path.cwd(),
     )
+
+
+def _cores(wishes: Wishes, spec: RunSpec) -> int | None:
+    """Ask for as many cores as a task that starts ranks of its own will have: Slurm and Ray give one unless asked."""
+    starts_ranks = wishes.nodes * wishes.tasks_per_node == 1 and spec.nproc > 1
+    if wishes.cpus_per_task is None and starts_ranks and wishes.to != "kubernetes":
+        return spec.nproc
+    return wishes.cpus_per_task
 
 
 def _name(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> str:

@@ -1,10 +1,12 @@
 """Evaluation is exact: the same count and the same numbers on any number of ranks."""
 
 import functools
+import shutil
 
 import pytest
 
 import dure
+from dure.errors import RunInvalid
 from examples.digits import Digits
 from tests.conformance.cases import MANY, is_layered, train_case
 from tests.conformance.tasks import Regression
@@ -39,6 +41,15 @@ def test_evaluation_with_more_ranks_than_batches_is_the_same(tmp_path):
     run = train_case(tmp_path, Regression(), samples=20)
     one = dure.evaluate(run, nproc=1, eval_batch_size=23, start="fork")["metrics"]
     assert dure.evaluate(run, nproc=3, eval_batch_size=23, start="fork")["metrics"] == one
+
+
+def test_evaluation_of_a_run_without_a_checkpoint_is_refused_and_leaves_nothing(tmp_path):
+    run = train_case(tmp_path, Regression(), samples=20)
+    shutil.rmtree(run / "checkpoints")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(RunInvalid, match=f"has no checkpoint yet: train it further with `dure train --resume {run}`"):
+        dure.evaluate(run, start="fork")
+    assert sorted(run.rglob("*")) == before
 
 
 def evaluated(folder, layered, strategy, num_devices):

@@ -1,6 +1,7 @@
 """What `dure doctor` reads out of a run's folder."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -122,4 +123,16 @@ def test_hung_run_when_it_still_hangs_then_its_hang_is_told(run):
 
 def test_run_when_its_record_is_damaged_then_is_unreadable(run):
     (run.path / SCRIPT).write_text("{")
+    ((severity, what),) = found(run)
+    assert severity == "error"
+    assert re.fullmatch(rf"{run.path / SCRIPT} is damaged \(.*\): restore it from a copy of the run", what)
+    (run.path / SCRIPT).write_text("[]")
     assert found(run) == [("error", "its records are damaged or of another version of dure")]
+
+
+def test_run_when_its_step_records_are_noise_then_their_file_is_named(run):
+    path = ended(run, "completed").records_path(0)
+    path.write_bytes(bytes(range(256)) * 40)
+    assert found(run) == [("warning", "rank0.jsonl is damaged: its end holds no record of a step")]
+    path.write_text('{"samples_seen": 32}\n{"sam')  # a crash leaves this
+    assert found(run) == []

@@ -52,6 +52,14 @@ def test_slurm_when_nothing_is_asked_then_the_script_has_what_a_requeue_needs(ca
     assert '    scontrol requeue Incomplete "$SLURM_JOB_ID" && exec sleep 300\n' in text
 
 
+def test_slurm_when_one_task_starts_its_ranks_then_it_has_a_core_for_each(capsys):
+    text = words(capsys, "--to", "slurm", TASK, "--nproc", "3")
+    assert "\n#SBATCH --cpus-per-task=3\n" in text
+    assert 'bad-exit=0 --cpus-per-task=3 "${train[@]}"' in text
+    asked = words(capsys, "--to", "slurm", "--cpus-per-task", "6", TASK, "--nproc", "3")
+    assert "\n#SBATCH --cpus-per-task=6\n" in asked
+
+
 def test_slurm_when_wishes_are_given_then_each_is_a_line(capsys):
     text = words(
         capsys,
@@ -231,8 +239,8 @@ def test_ray_when_ranks_are_on_two_nodes_then_each_actor_has_torchruns_variables
 
 def test_ray_when_a_rank_is_alone_then_it_may_start_ranks_of_its_own(capsys):
     plan = json.loads(words(capsys, "--to", "ray", "--gpus-per-task", "2", TASK, "--nproc", "2"))
-    assert plan["actors"] == [{"bundle": 0, "num_cpus": 1, "num_gpus": 2, "environment": {}}]
-    assert plan["placement_group"]["bundles"] == [{"CPU": 1.0, "GPU": 2.0}]
+    assert plan["actors"] == [{"bundle": 0, "num_cpus": 2, "num_gpus": 2, "environment": {}}]
+    assert plan["placement_group"]["bundles"] == [{"CPU": 2.0, "GPU": 2.0}]
 
 
 # --- what all have in common

@@ -83,13 +83,14 @@ def test_a_reference_that_leads_nowhere_is_said_in_one_sentence(folder, referenc
     [
         ("import not_installed_here", "ModuleNotFoundError: No module named 'not_installed_here'"),
         ("x = (1,\n", "SyntaxError"),
+        ("raise SystemExit(3)", "start the script itself with `dure run"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("def f():\n    return 1 / 0\nf()", "in f\n    return 1 / 0\n.*ZeroDivisionError"),
     ],
 )
 def test_a_file_that_does_not_import_shows_the_users_own_traceback(folder, text, said):
     (folder / "broken.py").write_text(text)
-    with pytest.raises(TaskInvalid, match=r"broken\.py does not import:") as caught:
+    with pytest.raises(TaskInvalid, match=r"broken\.py does not import") as caught:
         load_task_class(f"{folder}/broken.py:Good")
     message = str(caught.value)
     assert re.search(said, message, re.DOTALL)

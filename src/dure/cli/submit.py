@@ -71,7 +71,9 @@ def submit(
     name: Annotated[str | None, Parameter(help="of the job and its run (default: date, task and strategy)")] = None,
     nodes: Annotated[int, Parameter(help="machines")] = 1,
     tasks_per_node: Annotated[int, Parameter(help="ranks on each, one per device")] = 1,
-    cpus_per_task: Annotated[int | None, Parameter(help="cores of each rank", show_default=False)] = None,
+    cpus_per_task: Annotated[
+        int | None, Parameter(help="cores of each task (default: the cluster's, or --nproc's)", show_default=False)
+    ] = None,
     gpus_per_task: Annotated[int, Parameter(help="GPUs of each rank")] = 0,
     python: Annotated[str | None, Parameter(help="interpreter that has dure there (default: this one)")] = None,
     time: Annotated[str | None, Parameter(help="longest time: minutes, H:MM:SS or D-HH:MM:SS")] = None,

@@ -66,6 +66,7 @@ def diagnose(run: RunDir) -> Diagnosis:
     events = list(run.events())
     end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
     found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
+    found += _damaged_records(run) if seen.status != "running" else ()
     found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 
@@ -73,7 +74,9 @@ def diagnose(run: RunDir) -> Diagnosis:
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
     """Say how it ended, if not well, in the words of the launcher."""
     if seen.status == "unreadable":
-        yield Finding(severity="error", what="its records are damaged or of another version of dure")
+        yield Finding(
+            severity="error", what=seen.fault or "its summary has no status: it is of another version of dure"
+        )
     if seen.status in ("failed", "interrupted"):
         is_failed = seen.status == "failed"
         again = _again(run)
@@ -88,6 +91,18 @@ def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
             evidence=tuple(evidence),
             remedy=again and (f"mend the cause, then `{again}`" if is_failed else f"`{again}`"),
         )
+
+
+def _damaged_records(run: RunDir) -> Iterator[Finding]:
+    """Name the files of step records of whose end nothing can be read; one torn line is what any crash leaves."""
+    for path in sorted(run.path.glob("rank*.jsonl")):
+        if path.stat().st_size and not last_record(path):
+            yield Finding(
+                severity="warning",
+                what=f"{path.name} is damaged: its end holds no record of a step",
+                evidence=(path.name,),
+                remedy="restore it from a copy of the run; checkpoints do not need it",
+            )
 
 
 def _again(run: RunDir) -> str | None:

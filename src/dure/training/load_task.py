@@ -182,6 +182,11 @@ def plain_options(task: Task) -> dict[str, Any]:
 
 def _cure(error: BaseException, where: str) -> str:
     """Say what to do about what many meet."""
+    if isinstance(error, SystemExit):
+        return (
+            " (it ends while it is imported, as a script does: put that under `if __name__ == '__main__':`, or start "
+            f"the script itself with `dure run {where}`)"
+        )
     if isinstance(error, ValueError) and "mutable default" in str(error):
         return " (write `name: kind = dataclasses.field(default_factory=...)` for such an option)"
     if isinstance(error, ImportError) and "no known parent package" in str(error):

@@ -147,7 +147,8 @@ class Worker:
             path = store.best() if self.job["which"] == "best" else store.newest_valid()
         name = session.group.all_gather_json(None if path is None else path.name)[0]
         if name is None:
-            raise Misuse(f"{self.run.path} has no usable checkpoint: train it further with `dure train --resume`")
+            further = f"train it further with `dure train --resume {self.run.path}`"
+            raise Misuse(f"{self.run.path} has no usable checkpoint: {further}")
         checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True)
         checkpoint.load_model(session.strategy.model)
         metrics = evaluate(

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 
 import pytest
 
@@ -33,6 +34,9 @@ def test_progress_when_no_terminal_then_writes_plain_lines():
     assert lines[0].startswith(" 20%  epoch 1  step 2  10 samples/s  loss 0.5000  ETA ")
     assert "data wait 25%" in lines[0]
     assert lines[1] == "epoch 1  train loss 0.2500  val loss 0.5000"
+    progress.step(record(9, time=3e9))
+    line = stream.getvalue().splitlines()[2]
+    assert re.search(r"ETA \d.*val loss 0.5000  data wait", line)  # a narrow screen has room for the ETA
     assert "\x1b" not in stream.getvalue()
 
 

@@ -93,13 +93,13 @@ class Progress:
 
     def _line(self, record: StepRecord) -> str:
         left = (self._total_samples - record.samples_seen) / max(self._samples_per_second, 1e-9)
-        words = [
+        words = [  # the last ones are cut off in a narrow terminal
             f"epoch {record.epoch + 1}",
             f"step {record.step}",
             f"{self._samples_per_second:,.0f} samples/s",
             *([f"loss {record.loss_sum / record.loss_count:.4f}"] if record.loss_count else []),
-            *([self._metric] if self._metric else []),
             f"ETA {format_seconds(left)}",
+            *([self._metric] if self._metric else []),
             f"data wait {self._data_fraction:.0%}",
         ]
         percent = record.samples_seen / self._total_samples

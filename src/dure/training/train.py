@@ -369,7 +369,7 @@ class Conductor:
             return
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(
-            f"{type(session.task).__name__}: {strategy.info.name} on {spec.nproc} x {strategy.device.type}{through}, "
+            f"{type(session.task).__name__}: {strategy.info.name} on {spec.nproc} x {strategy.device.type}{through}\n"
             f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
             f"run folder {self.run.path}"
         )

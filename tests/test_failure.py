@@ -3,13 +3,15 @@
 import errno
 import runpy
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite
 from dure.failure import describe_failure
 from dure.training.evaluation import evaluate
-from dure.training.fetch import Loader, SampleFetch
+from dure.training.fetch import FetchRequest, Loader, SampleFetch
 from dure.training.order import SampleOrder
 from tests.faulty_task import fail
 from tests.strategies.test_base import prepared
@@ -33,6 +35,19 @@ def test_failure_when_the_task_raises_then_its_line_is_named():
     assert failure["origin"] == "task"
     assert failure["user_line"]["text"] == 'raise ValueError("a planned failure")'
     assert (failure["rank"], failure["step"], failure["exit_code"]) == (1, 5, 1)
+
+
+def test_failure_when_only_a_library_failed_then_its_notes_are_told():
+    requests = iter([FetchRequest(0, np.array([0, 1]))])
+    loader = Loader(SampleFetch([torch.zeros(2), torch.zeros(3)], default_collate, 0), torch.device("cpu"), 0)
+    with pytest.raises(RuntimeError) as info:
+        list(loader.batches(requests))
+    info.value.__traceback__ = info.value.__traceback__.tb_next
+    failure = describe_failure(info.value, 0, None)
+    assert failure["user_line"] is None
+    first, note = failure["message"].splitlines()
+    assert first.startswith("stack expects each tensor to be equal size")
+    assert note == "while collating samples 0, 1 of the data"
 
 
 @pytest.mark.parametrize("text", ["x = (\n", "def f():\nreturn\n", "print 'x'\n"])

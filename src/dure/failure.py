@@ -84,6 +84,8 @@ def describe_failure(
     elif device is not None:
         message, advice = device.message, device.advice
     line = _user_line(error)
+    if line is None:  # no traceback will be shown, under which the notes would stand
+        message = "\n".join([message, *getattr(error, "__notes__", ())])
     # what memory does not suffice for, or a device that fails, is nobody's error, whoever asked for it
     is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
     return {

@@ -142,8 +142,20 @@ class Failing(Drawing):
 
 
 def test_an_error_in_the_data_is_the_users_own():
-    with pytest.raises(FileNotFoundError, match=r"sample2\.jpg is not there"):
+    with pytest.raises(FileNotFoundError, match=r"sample2\.jpg is not there") as caught:
         fetched(Failing(), [[2]])
+    assert caught.value.__notes__ == ["while fetching sample 2 of the data"]
+
+
+class Ragged(Drawing):
+    def __getitem__(self, index):
+        return torch.zeros(index)
+
+
+def test_samples_that_do_not_go_together_are_named():
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
+        fetched(Ragged(), [[2, 4, 3]])
+    assert caught.value.__notes__ == ["while collating samples 2, 4, 3 of the data"]
 
 
 class Stream(IterableDataset):

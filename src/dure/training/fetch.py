@@ -24,6 +24,7 @@ NO_BATCH = object()
 """What a rank that takes no samples gets in the place of a batch."""
 
 _PROBED_FETCHES = 8
+_MOST_NAMED = 64
 
 
 class FetchRequest(NamedTuple):
@@ -91,27 +92,35 @@ class SampleFetch(Dataset[Any]):
         return self._fetch_one_by_one(request)
 
     def _fetch_batched(self, request: FetchRequest) -> Any:
-        with at_epoch(self.seed, request.epoch), _naming("samples", request.indices):
-            fetched = self.data.__getitems__(request.indices.tolist())
-        return self.collate(fetched) if isinstance(fetched, list) else fetched
+        indices = request.indices.tolist()
+        with at_epoch(self.seed, request.epoch), _naming("fetching", indices):
+            fetched = self.data.__getitems__(indices)
+        return self._collate(fetched, indices) if isinstance(fetched, list) else fetched
 
     def _fetch_one_by_one(self, request: FetchRequest) -> Any:
         samples = []
+        indices = request.indices.tolist()
         with kept_global_randomness(), at_epoch(self.seed, request.epoch):
-            for index in request.indices.tolist():
+            for index in indices:
                 seed_for_sample(self.seed, request.epoch, index)
-                with _naming("sample", index):
+                with _naming("fetching", [index]):
                     samples.append(self.data[index])
-        return self.collate(samples)
+        return self._collate(samples, indices)
+
+    def _collate(self, samples: Sequence[Any], indices: Sequence[int]) -> Any:
+        with _naming("collating", indices):
+            return self.collate(samples)
 
 
 @contextmanager
-def _naming(what: str, index: object) -> Iterator[None]:
-    """Say in the traceback which sample could not be fetched."""
+def _naming(doing: str, indices: Sequence[int]) -> Iterator[None]:
+    """Say in the traceback with which samples it failed."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"while {what} {index} of the data was fetched")
+        named = ", ".join(map(str, indices[:_MOST_NAMED]))
+        more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
+        error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
         raise
 
 

@@ -40,7 +40,7 @@ def test_failure_when_the_task_raises_then_its_line_is_named():
 def test_failure_when_only_a_library_failed_then_its_notes_are_told():
     requests = iter([FetchRequest(0, np.array([0, 1]))])
     loader = Loader(SampleFetch([torch.zeros(2), torch.zeros(3)], default_collate, 0), torch.device("cpu"), 0)
-    with pytest.raises(RuntimeError) as info:
+    with pytest.raises(RuntimeError, match="equal size") as info:
         list(loader.batches(requests))
     info.value.__traceback__ = info.value.__traceback__.tb_next
     failure = describe_failure(info.value, 0, None)

@@ -193,6 +193,13 @@ def test_lock_when_a_forked_child_unwinds_through_it_then_the_parent_still_holds
 # --- the list of runs
 
 
+def test_way_on_when_there_is_no_checkpoint_yet_then_says_that_it_starts_again(run: RunDir) -> None:
+    again = f"`dure train --resume {run.path}`"
+    assert run.how_to_go_on() == f"{again} starts from the beginning: there is no checkpoint yet"
+    (run.checkpoints / "samples-000000000064").mkdir(parents=True)
+    assert run.how_to_go_on() == f"{again} goes on from the last good checkpoint"
+
+
 def test_list_when_runs_ended_differently_then_says_how(tmp_path: Path) -> None:
     for name, status in (("a", "completed"), ("b", "interrupted"), ("c", "failed")):
         begin(tmp_path, name).write_json("summary.json", {"status": status, "samples": 64, "world_size": 2})

@@ -230,6 +230,13 @@ class RunDir:
         """Tell whether anything there bears a checkpoint's name."""
         return any(self.checkpoints.glob("samples-*"))
 
+    def how_to_go_on(self) -> str:
+        """Say which command goes on with the run, and from where."""
+        again = f"`dure train --resume {self.path}`"
+        if self.has_checkpoints():
+            return f"{again} goes on from the last good checkpoint"
+        return f"{again} starts from the beginning: there is no checkpoint yet"
+
     def forget_failures(self) -> None:
         """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next."""
         for stale in self.path.glob("logs/failure-rank*.json"):

@@ -189,7 +189,7 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         is_own: Whether this launcher writes the run's records; otherwise another node's does.
     """
     stopped_by = signal_of(outcome)
-    verdict = judge(run.path, outcome.ends, stopped_by)
+    verdict = judge(run.path, outcome.ends, stopped_by, cure=run.how_to_go_on())
     error: DureError | None = None
     status = "completed"
     if verdict is None and not _ended_complete(run):

@@ -150,7 +150,7 @@ def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) ->
     )
     if rank.rank == 0:
         return finish(run, spec, outcome)
-    verdict = judge(run.path, outcome.ends)
+    verdict = judge(run.path, outcome.ends, cure=run.how_to_go_on())
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
     if stop_signal(outcome.ends) is not None:

@@ -83,6 +83,13 @@ def test_verdict_when_a_rank_is_killed_then_it_is_told_whose_memory_was_full_if_
     assert said in in_brief(killed, 2)  # which a restart tells
 
 
+def test_verdict_when_nobody_is_known_to_be_at_fault_then_it_says_how_to_go_on(tmp_path):
+    killed = [end(0, 1, 1.0, **LOST), end(1, KILLED)]
+    assert judge(tmp_path, killed, cure="`a command` goes on").text.splitlines()[0].endswith("; `a command` goes on")
+    raised = [end(0, 1, 1.0, **LOST), end(1, 1, 2.0)]
+    assert "a command" not in judge(tmp_path, raised, cure="`a command` goes on").text
+
+
 def test_verdict_when_a_message_has_lines_that_look_like_ours_then_they_stand_further_in(tmp_path):
     forged = "no data\ndure: rank 0 failed\n[rank 0] and here"
     verdict = judge(tmp_path, [end(0, 1, 1.0, **LOST), end(1, 1, 2.0, message=forged, user_traceback=forged)])

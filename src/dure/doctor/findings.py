@@ -128,7 +128,6 @@ def _death(run: RunDir, seen: RunOverview, events: list[dict[str, Any]]) -> Iter
     began: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "attempt"), {})
     since = float(began.get("time", 0.0))
     where = f" (process {began['pid']} on {began['host']})" if {"pid", "host"} <= began.keys() else ""
-    again = _again(run)
     logs = [path for path in _by_rank(run, "rank*.log") if (st := path.stat()).st_size and st.st_mtime >= since]
     lines = [f"it ended without a word: its supervisor was killed, or the machine went down{where}{_last_step(seen)}"]
     lines += _last_records(run)
@@ -141,7 +140,7 @@ def _death(run: RunDir, seen: RunOverview, events: list[dict[str, Any]]) -> Iter
         severity="error",
         what="\n".join(lines),
         evidence=tuple(_name(run, path) for path in logs[:_MOST_RANKS]),
-        remedy=again and f"`{again}` goes on from the last good checkpoint",
+        remedy=None if run.is_script else run.how_to_go_on(),
     )
     verdict = _verdict_of_ranks(run, since)
     if verdict is not None:

@@ -76,7 +76,7 @@ class Verdict:
 
 
 def judge(
-    run: Path, ends: list[WorkerEnd], stopped_by: int | None = None, *, is_script: bool = False
+    run: Path, ends: list[WorkerEnd], stopped_by: int | None = None, *, cure: str = "", is_script: bool = False
 ) -> Verdict | None:
     """Find the first cause among the ranks that failed; None when none did, or a signal explains every end.
 
@@ -87,7 +87,8 @@ def judge(
         run: The run's folder.
         ends: How each rank ended.
         stopped_by: The signal that asked the run to stop, if any.
-        is_script: Whether what ran knows nothing of dure, and so cannot be resumed by it.
+        cure: How to go on where nobody is known to be at fault: a rank that was killed from outside.
+        is_script: Whether what ran knows nothing of dure.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
     failed = _failed(ends)
@@ -96,7 +97,7 @@ def judge(
     first = _first_cause(ends, failures)
     failure = failures[first.rank]
     told = (
-        _silent_end(first, len(ends), is_script=is_script)
+        _silent_end(first, len(ends), cure, is_script=is_script)
         if failure is None
         else _told(first, failure, len(ends), run, is_script=is_script)
     )
@@ -208,7 +209,7 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
 
 
-def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> str:
+def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:
     who = end.name(num_ranks)
     if end.was_stopped:
         return f"{who} did not answer, and the others waited in vain; it was ended"
@@ -219,8 +220,7 @@ def _silent_end(end: WorkerEnd, num_ranks: int, *, is_script: bool = False) -> s
             said = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
         line = users_frame(end.crash)
         where = "" if line is None else f" at {line}"
-        cure = "" if is_script else "; `dure train --resume` continues from the last good checkpoint"
-        return f"{who} was {said}{where}{cure}"
+        return f"{who} was {said}{where}{cure and '; '}{cure}"
     if is_script:
         return _left(end, end.name(num_ranks, "the script"))
     return (

@@ -122,7 +122,7 @@ class Command:
     def ranks_now(self) -> list[int]:
         """Return the pids of the ranks that are there, by rank."""
         try:
-            return sorted(child.pid for child in psutil.Process(self.pid).children() if not _is_pump(child))
+            return sorted(child.pid for child in psutil.Process(self.pid).children() if not is_pump(child))
         except psutil.NoSuchProcess:
             raise AssertionError(f"it ended before its ranks were seen: {self.err}") from None
 
@@ -148,7 +148,7 @@ class Command:
             process.kill()
 
 
-def _is_pump(process: psutil.Process) -> bool:
+def is_pump(process: psutil.Process) -> bool:
     """Whether it is no rank: the process that takes what quiet ranks say, once one does."""
     try:
         return any(word.endswith("log_pump.py") for word in process.cmdline())

@@ -22,6 +22,12 @@ BASE = (*UNCOUNTED, "--nproc", WORKERS)
 SHORT = (*BASE, "--epochs", 4)
 PACED = (*BASE, "--epochs", 12, "--task.pause-seconds", 0.01)
 
+PACES = {
+    "in step but for one": ("--staleness", 1),
+    # it dies when the others have planned no step that is near it
+    "far ahead": ("--task.pause-seconds", 0.1, "--task.rank-without-pause", 2),
+}
+
 pytestmark = pytest.mark.faults
 
 
@@ -60,8 +66,9 @@ def test_worker_when_killed_then_the_others_go_on_and_what_nobody_used_is_writte
     assert len(run.records(0)) == len(run.records(3)) == 52
 
 
-def test_samples_when_a_worker_was_killed_then_each_is_used_or_named_once(prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 2), "--record-samples", "--staleness", 1)
+@pytest.mark.parametrize("pace", PACES)
+def test_samples_when_a_worker_was_killed_then_each_is_used_or_named_once(pace, prewarmed, tmp_path):
+    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 2), "--record-samples", *PACES[pace])
     run = RunFiles(tmp_path / "runs/run")
     assert command.code == 0, command.err
     shares = lost_samples(run, rank=2)

@@ -232,7 +232,10 @@ class AsyncServer(InPace, Server):
         self._held = [held for held in self._held if held.worker != worker]
         self.survivors.bury(worker)
         if self._leads:
-            self._gone_from[worker] = max(self._planned[other] for other in self._living) + _MARGIN_STEPS
+            unplanned = max(self._planned[other] for other in self._living) + _MARGIN_STEPS
+            # it may have run ahead of all others: what it has pushed stays its share, and so does the step that only
+            # another server may have got
+            self._gone_from[worker] = max(unplanned, self._clocks[worker] + 2)
 
     # reading, measuring, leaving
 

@@ -6,7 +6,9 @@
 
 Every round gives each candidate one turn in random order; a turn is timed on all ranks and the slowest rank's time
 counts. `copy` is the bound: each rank copies its vector once, as fast as torch can, all at the same time. No all-reduce
-can do with less, since each vector has to be read and overwritten once. Writes benchmarks/results/shm.md and .json.
+can do with less, since each vector has to be read and overwritten once. `in place` is the algorithm on a vector that
+lies in shared memory already (`AllReduce.zeros`), as the gradients of `ring_ddp` do. Writes benchmarks/results/shm.md
+and .json.
 """
 
 import argparse
@@ -57,7 +59,8 @@ def main() -> None:
     record: dict[str, Any] = {**surroundings(), "rounds": options.rounds, "steps": options.steps, "parts": []}
     page = [
         f"# Shared memory beside gloo\n\n{describe_surroundings(record)}\n\nOne thread per rank, {options.rounds} "
-        "rounds in random order. `copy` is each rank copying its vector once: the bound of every all-reduce.\n"
+        "rounds in random order. `copy` is each rank copying its vector once: the bound of every all-reduce. `in "
+        "place`: the vector lies in shared memory, as the gradients of `ring_ddp` do.\n"
     ]
     for world_size in options.world_size or [2, 4]:
         if options.only != "ddp":
@@ -124,18 +127,26 @@ def _reducers(num_bytes: int, shares: list[int]) -> tuple[Candidates, Callable[[
     """Build all ways to all-reduce one vector, and what comes before a turn of each."""
     backend = dist.new_group(backend="cpu:dure_shm")
     vector, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    in_place = shm.SharedMemoryAllReduce()
+    shared = in_place.zeros(num_bytes // 4, torch.float32, torch.device("cpu"))
     candidates: Candidates = {
         GLOO: lambda: dist.all_reduce(vector),
         "gloo, again (A/A)": lambda: dist.all_reduce(vector),
         "backend dure_shm": lambda: dist.all_reduce(vector, group=backend),
         COPY: lambda: other.copy_(vector),
+        "algorithm shm, in place": lambda: in_place.all_reduce(shared),
     }
     for share in shares:
         shm.SHARE_BYTES = share * 1024
         algorithm = shm.SharedMemoryAllReduce()
         label = "algorithm shm" + (f", shares of {share} KiB" if len(shares) > 1 else "")
         candidates[label] = lambda algorithm=algorithm: algorithm.all_reduce(vector)
-    return candidates, vector.zero_  # sums of sums would overflow
+
+    def prepare() -> None:
+        for tensor in (vector, shared):
+            tensor.zero_()  # sums of sums would overflow
+
+    return candidates, prepare
 
 
 def _trainers(name: str, num_steps: int) -> tuple[Candidates, Callable[[], Any]]:

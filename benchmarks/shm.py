@@ -6,9 +6,9 @@
 
 Every round gives each candidate one turn in random order; a turn is timed on all ranks and the slowest rank's time
 counts. `copy` is the bound: each rank copies its vector once, as fast as torch can, all at the same time. No all-reduce
-can do with less, since each vector has to be read and overwritten once. `in place` is the algorithm on a vector that
-lies in shared memory already (`AllReduce.zeros`), as the gradients of `ring_ddp` do. Writes benchmarks/results/shm.md
-and .json.
+of vectors in private memory can do with less, since each has to be read and overwritten once. `in place` is the
+algorithm on vectors that lie in shared memory already (`AllReduce.zeros`), as the gradients of `ring_ddp` do: it writes
+over what it has just read, and can be quicker than a copy into other memory. Writes benchmarks/results/shm.md and .json.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def main() -> None:
     record: dict[str, Any] = {**surroundings(), "rounds": options.rounds, "steps": options.steps, "parts": []}
     page = [
         f"# Shared memory beside gloo\n\n{describe_surroundings(record)}\n\nOne thread per rank, {options.rounds} "
-        "rounds in random order. `copy` is each rank copying its vector once: the bound of every all-reduce. `in "
-        "place`: the vector lies in shared memory, as the gradients of `ring_ddp` do.\n"
+        "rounds in random order. `copy` is each rank copying its vector once: the bound where vectors lie in "
+        "private memory. `in place`: they lie in shared memory, as the gradients of `ring_ddp` do.\n"
     ]
     for world_size in options.world_size or [2, 4]:
         if options.only != "ddp":

@@ -8,7 +8,7 @@ Every round gives each candidate one turn in random order; a turn is timed on al
 counts. `copy` is the bound: each rank copies its vector once, as fast as torch can, all at the same time. No all-reduce
 of vectors in private memory can do with less, since each has to be read and overwritten once. `in place` is the
 algorithm on vectors that lie in shared memory already (`AllReduce.zeros`), as the gradients of `ring_ddp` do: it writes
-over what it has just read, and can be quicker than a copy into other memory. Writes benchmarks/results/shm.md and .json.
+over what it has just read, and can be quicker than a copy into other memory. Writes the results as shm.md and .json.
 """
 
 import argparse

@@ -133,7 +133,8 @@ def test_run_when_its_supervisor_was_killed_then_the_doctor_says_how_far_it_came
     assert first.endswith(f"; {seen} samples had been seen")
     assert below.startswith("  the last step on record is step")
     assert words.startswith("  rank 0 said last: ")
-    assert finding["remedy"] == f"`dure train --resume {run.path}` goes on from the last good checkpoint"
+    again = f"`dure train --resume {run.path}`"
+    assert finding["remedy"] == f"{again} starts from the beginning: there is no checkpoint yet"
     assert [doctor(prewarmed, tmp_path, "--fail-on", grave).code for grave in ("never", "error")] == [0, 4]
 
 

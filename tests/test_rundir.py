@@ -1,5 +1,6 @@
 """The run folder: names, atomic writes, tolerant reads, the lock, and the list of runs."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -114,6 +115,21 @@ def test_write_json_when_it_cannot_finish_then_the_old_record_stays(run: RunDir)
         run.write_json("summary.json", loop)
     assert run.read_json("summary.json") == {"a": 1}
     assert not list(run.path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+def test_lock_when_the_disk_is_full_then_says_so_and_a_folder_that_is_no_run_yet_goes(
+    is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begin(tmp_path, "full") if is_run else RunDir.create(tmp_path, "full")
+
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", no_space)
+    with pytest.raises(DiskFull, match="the disk is full; free some space"), run.lock():
+        pass
+    assert run.path.exists() == is_run
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full to meet a full disk")

@@ -278,7 +278,14 @@ def test_fields_when_listed_then_each_has_help_and_a_rule_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
-    [("a.py:T", "./a.py:T", True), ("a.py:T", "a.py:U", False), ("p.m:T", "p.m:T", True), ("p.m:T", "m.py:T", False)],
+    [
+        ("a.py:T", "./a.py:T", True),
+        ("a.py:T", "a.py:U", False),
+        ("p.m:T", "p.m:T", True),
+        ("p.m:T", "m.py:T", False),
+        ("b/test_spec.py:T", f"{__file__}:T", False),
+        ("new/a.py:T", "/no/such/folder/a.py:T", True),
+    ],
 )
 def test_task_references_when_compared_then_paths_may_be_spelled_differently(one: str, other: str, same: bool) -> None:
     assert same_task(one, other) is same

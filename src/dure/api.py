@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
             raise WorkerFailed(verdict.text, verdict.exit_code)
         result = opened.read_json(answer)
     finally:
-        (opened.path / answer).unlink(missing_ok=True)
+        with suppress(OSError):  # of a file system that is read-only the evaluation itself has told
+            (opened.path / answer).unlink()
     return _evaluation_record(opened, spec, which, result, time.perf_counter() - start)
 
 

@@ -271,9 +271,7 @@ class RunDir:
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _take(descriptor, self.path)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{owner}\n".encode(), 0)
-            self.append_event("attempt", pid=owner, host=platform.node())
+            self._note_owner(descriptor, owner)
             yield
         finally:
             # a forked worker that unwinds through here must not free the lock that it shares with its parent
@@ -281,6 +279,18 @@ class RunDir:
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+    def _note_owner(self, descriptor: int, owner: int) -> None:
+        """Write down who holds the run; a folder that is no run yet goes again if there is no space for that."""
+        try:
+            with saying(self.path / LOCK, "written"):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{owner}\n".encode(), 0)
+            self.append_event("attempt", pid=owner, host=platform.node())
+        except DiskFull:
+            if not self.is_script and not (self.path / SPEC).is_file():
+                self.discard()
+            raise
 
     def is_active(self) -> bool:
         """Tell whether a process is training into this run now."""

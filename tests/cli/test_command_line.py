@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +77,10 @@ def api(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     evaluation = {"run": "runs/x", "checkpoint": "samples-1", "metrics": {"accuracy": {"value": 0.97, "count": 360}}}
     fake = SimpleNamespace(calls=calls, record=record, train=record("train", SUMMARY))
     fake.evaluate = record("evaluate", evaluation)
-    fake.export = record("export", {"file": "m.safetensors", "num_bytes": 2048, "checkpoint": "samples-1"})
+    fake.export = record(
+        "export",
+        {"file": "m.safetensors", "num_bytes": 2048, "checkpoint": "samples-1", "warnings": ["one is damaged"]},
+    )
     monkeypatch.setitem(sys.modules, "dure.api", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(dure, "api", fake, raising=False)
     return fake
@@ -128,7 +132,9 @@ def test_flags_when_several_cannot_be_then_all_are_named(capsys: Any) -> None:
 def test_export_when_called_then_takes_the_last_and_says_what_was_written(api: SimpleNamespace, capsys: Any) -> None:
     assert main(["export", "runs/x", "m.safetensors"]) == 0
     assert api.calls == [("export", (Path("runs/x"), Path("m.safetensors")), {"which": "last"})]
-    assert capsys.readouterr().out == "m.safetensors: last checkpoint samples-1, 2.0 KiB\n"
+    said = capsys.readouterr()
+    assert said.err == "dure: one is damaged\n"
+    assert said.out == "m.safetensors: last checkpoint samples-1, 2.0 KiB\n"
 
 
 @pytest.mark.parametrize("name", setting_names())
@@ -360,3 +366,22 @@ def test_output_when_its_reader_goes_away_then_nothing_is_said() -> None:
 def test_help_when_the_terminal_is_not_utf8_then_is_shown_all_the_same() -> None:
     answer = _dure("--help", PYTHONIOENCODING="ascii")
     assert (answer.returncode, "strategies" in answer.stdout, answer.stderr) == (0, True, "")
+
+
+def in_a_shell(words: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    line = f"exec {shlex.quote(sys.executable)} -m dure {words}"
+    return subprocess.run(["sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", ["strategies >&-", "strategies --json >&-", "strategies >&- <&-"])
+def test_command_when_started_with_closed_streams_then_works_without_them(words: str, tmp_path: Path) -> None:
+    done = in_a_shell(words, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full to meet a full disk")
+@pytest.mark.parametrize("words", ["strategies --json", "strategies", "--help"])
+def test_command_when_its_result_has_no_room_then_one_sentence_says_so(words: str, tmp_path: Path) -> None:
+    done = in_a_shell(f"{words} >/dev/full", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "dure: the result cannot be written to stdout (No space left on device): send it elsewhere\n"

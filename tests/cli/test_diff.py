@@ -129,6 +129,16 @@ def test_runs_when_they_have_nothing_in_common_then_that_is_no_sameness(runs, tm
     assert "have nothing in common to compare" in said.err
 
 
+def test_runs_when_they_have_checkpoints_but_no_step_in_common_then_only_weights_are_compared(runs, tmp_path, capsys):
+    shutil.copytree(runs / "one", tmp_path / "without-records")
+    (tmp_path / "without-records/rank0.jsonl").write_text("")
+    assert main(["diff", str(runs / "one"), str(tmp_path / "without-records")]) == 0
+    said = capsys.readouterr().out
+    assert "samples   not compared, nor are losses: no step that both have on record\nweights   compared at" in said
+    assert "bit by bit" in said
+    assert "losses    " not in said
+
+
 @pytest.mark.parametrize(("name", "more"), [("small", ()), ("large", ()), ("large", ("--tolerance", "1e-6"))])
 def test_losses_when_they_part_at_a_step_then_it_is_named_and_so_is_where_the_weights_do(bent, capsys, name, more):
     code, text = told(capsys, bent, "straight", name, *more)

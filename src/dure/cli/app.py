@@ -1,6 +1,7 @@
 """`dure`: finds the verb, and turns whatever goes wrong into a sentence and an exit code."""
 
 import atexit
+import errno
 import gc
 import importlib
 import io
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of the README's table.
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets '?' instead of our traceback
@@ -90,7 +92,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC or not _is_stdout_full():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        print(f"dure: the result cannot be written to stdout ({error.strerror}): send it elsewhere", file=sys.stderr)
+        return Misuse.exit_code
     return DONE
+
+
+def _is_stdout_full() -> bool:
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _open_closed_streams() -> None:
+    """Begin with all three streams: what is opened first would take the number of one that is closed, as by cron."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 SPEAKER_SECONDS = 1.0

@@ -50,6 +50,10 @@ def _told(found: "Difference") -> Iterator[str]:
         yield f"{'settings' if number == 0 else '':10}{name}: {both[0]} | {both[1]}"
     more = " | ".join(str(count) for count in found.steps_of_one)
     yield f"{'steps':10}{found.steps} in both" + (f", further {more}" if any(found.steps_of_one) else "")
+    if not found.steps:
+        yield f"{'samples':10}not compared, nor are losses: no step that both have on record"
+        yield from _weights_lines(found)
+        return
     kind = "the same in every step" if found.has_samples else "as many in every step (which ones: --record-samples)"
     other = f"not the same from step {found.samples_from} on"
     yield f"{'samples':10}{kind if found.samples_from is None else other}"
@@ -60,6 +64,10 @@ def _told(found: "Difference") -> Iterator[str]:
     else:
         values = " | ".join(str(loss) for loss in found.losses.losses)
         yield f"{'losses':10}first differ at step {found.losses.step}: {values} (relative {found.losses.relative:.1e})"
+    yield from _weights_lines(found)
+
+
+def _weights_lines(found: "Difference") -> Iterator[str]:
     for number, line in enumerate(_all_weights_told(found)):
         yield f"{'' if number else 'weights':10}{line}"
 

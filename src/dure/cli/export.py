@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json
+from dure.telling import tell
 from dure.units import format_bytes
 
 
@@ -30,6 +31,8 @@ def export(
     if json:
         print_json(result)
     else:
+        for warning in result["warnings"]:
+            tell(warning)
         size = result.get("num_bytes")
         said = f"{which} checkpoint {result['checkpoint']}"
         print(f"{file}: {said}" + (f", {format_bytes(size)}" if isinstance(size, int | float) else ""))

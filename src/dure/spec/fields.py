@@ -288,11 +288,15 @@ def flag_name(setting: str) -> str:
 
 
 def same_task(one: str, other: str) -> bool:
-    """Tell whether two references name the same class, however the file's path is spelled."""
+    """Tell whether two references name the same class, however the file's path is spelled.
+
+    Where the other's file is no longer there, one of its name is taken for it: a project's folder may be moved.
+    """
     (file, _, cls), (other_file, _, other_cls) = one.rpartition(":"), other.rpartition(":")
     if not (file.endswith(".py") and other_file.endswith(".py")):
         return one == other
-    return cls == other_cls and os.path.realpath(file) == os.path.realpath(other_file)
+    is_moved = os.path.basename(file) == os.path.basename(other_file) and not os.path.exists(other_file)
+    return cls == other_cls and (is_moved or os.path.realpath(file) == os.path.realpath(other_file))
 
 
 def kinds(info: FieldInfo) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dure.machine import check_devices, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Launched, read_launcher
 from dure.report.summary import summarise
-from dure.rundir import SPEC, RunDir
+from dure.rundir import SPEC, RunDir, saying
 from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
 from dure.stopping import end_if_unanswered, stop_exit_code
 from dure.strategies import STRATEGIES
@@ -128,6 +127,9 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
     ).spec
     _check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
+    with saying(opened.path, "written"):  # what comes to it goes through a file there
+        (opened.path / answer).touch()
+        (opened.path / answer).unlink()
     job = {
         "kind": "evaluate",
         "run": str(opened.path),
@@ -148,8 +150,7 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
             raise WorkerFailed(verdict.text, verdict.exit_code)
         result = opened.read_json(answer)
     finally:
-        with suppress(OSError):  # of a file system that is read-only the evaluation itself has told
-            (opened.path / answer).unlink()
+        (opened.path / answer).unlink(missing_ok=True)
     return _evaluation_record(opened, spec, which, result, time.perf_counter() - start)
 
 

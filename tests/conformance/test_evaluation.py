@@ -1,7 +1,9 @@
 """Evaluation is exact: the same count and the same numbers on any number of ranks."""
 
+import errno
 import functools
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,19 @@ def test_evaluation_of_a_run_without_a_checkpoint_is_refused_and_leaves_nothing(
     shutil.rmtree(run / "checkpoints")
     before = sorted(run.rglob("*"))
     with pytest.raises(RunInvalid, match=f"has no checkpoint yet: train it further with `dure train --resume {run}`"):
+        dure.evaluate(run, start="fork")
+    assert sorted(run.rglob("*")) == before
+
+
+def test_evaluation_of_a_run_that_cannot_be_written_is_refused_before_it_begins(tmp_path, monkeypatch):
+    run = train_case(tmp_path, Regression(), samples=20)
+    before = sorted(run.rglob("*"))
+
+    def touch(self, *_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(RunInvalid, match=f"{run} cannot be written: Read-only file system"):
         dure.evaluate(run, start="fork")
     assert sorted(run.rglob("*")) == before
 

@@ -278,7 +278,12 @@ def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None
     """Refuse what can be known to fail before a folder or a process exists."""
     build_task(load_task_class(spec.task), spec.task_options)
     num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
-    check_devices(resolve_device(spec.device), num_here, shared=spec.share_devices)
+    device = resolve_device(spec.device)
+    check_devices(device, num_here, shared=spec.share_devices)
+    if spec.backend == "nccl" and device in ("cpu", "mps"):
+        raise SpecInvalid(
+            [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
+        )
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:

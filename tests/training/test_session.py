@@ -159,6 +159,13 @@ def test_evaluating_a_run_whose_task_has_no_evaluation_data_is_refused(tmp_path)
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_without_a_cuda_device_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(SpecInvalid, match=r"backend is nccl, which reaches CUDA devices only, but .* is cpu: use gloo"):
+        train(Small, tmp_path, backend="nccl", nproc=2, device="auto", start="fork")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("strategy", ["ddp", None])
 def test_several_processes_inside_this_one_are_refused(strategy, tmp_path):
     with pytest.raises(SpecInvalid, match="start is inline but ddp on 2 needs processes: use fork or spawn"):

@@ -99,7 +99,11 @@ class DDP(Strategy):
         from dure.strategies.compression_hooks import hook_compression  # half a second of imports
 
         return hook_compression(
-            self.engine, options.compression, fraction=options.compression_fraction, rank=options.compression_rank
+            self.engine,
+            options.compression,
+            fraction=options.compression_fraction,
+            rank=options.compression_rank,
+            can_undo=options.on_nonfinite == "skip",
         )
 
     def _rehearse(self) -> None:
@@ -120,7 +124,7 @@ class DDP(Strategy):
         self.terms = []
         self.last_gradient_time = None
         if self.compression is not None:
-            self.compression.begin_step()
+            self.compression.begin_step(self.expectation)
             self._own_facts = torch.zeros_like(self._carrier)
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
@@ -191,6 +195,7 @@ class DDP(Strategy):
         facts = self._carrier.grad
         assert facts is not None
         if self.compression is not None:
+            self.compression.unit = self.expectation
             self.group.all_reduce_sum(self._own_facts)
             facts = self._own_facts / self.gradient_divisor
         if self.device.type == "cpu":
@@ -200,6 +205,12 @@ class DDP(Strategy):
         summed = facts * self.gradient_divisor
         self._count = summed[1]
         return StepFacts(summed, self.terms)
+
+    def skip_step(self) -> None:
+        """Forget the errors of compression too."""
+        super().skip_step()
+        if self.compression is not None:
+            self.compression.undo_step()
 
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""

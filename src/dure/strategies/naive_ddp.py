@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from dure.comm.buckets import as_gradient_of
 from dure.comm.choice import open_chosen
 from dure.strategies.batches import Microbatch
 from dure.strategies.reduced_facts import ReducedFacts
@@ -54,7 +55,7 @@ class NaiveDDP(ReducedFacts):
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 flat = gradient.contiguous().view(-1)
                 self._all_reduce.all_reduce(flat)
-                parameter.grad = flat.view_as(parameter)
+                parameter.grad = as_gradient_of(parameter, flat)
         return self.reduced_facts()
 
     def replica(self) -> ReplicaState:

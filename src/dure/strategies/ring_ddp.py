@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.comm.algorithms import AllReduce, ReduceOp
@@ -61,7 +60,7 @@ class RingDDP(LocalSums):
         # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
         # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
-        self._process_group = dist.new_group() if world_size > 1 else None
+        self._process_group = self.group.subgroup() if world_size > 1 else None
         check_compression(options.compression, self.model, self.precision.scaler is not None)
         algorithm = open_chosen(options.comm, self.device.type, self.group, self._process_group)
         self.gradients = FlatGradients(

@@ -1,9 +1,11 @@
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from dure import torchcompat
 from dure.comm import groups
 from dure.comm.groups import Solo
 from dure.errors import PeerLost, SpecInvalid
@@ -67,6 +69,17 @@ def test_broadcast_of_odd_tensors_then_they_go_through_memory_that_the_backend_t
         assert column == [[rank, 1.0]] * 3
         assert number == 1
         assert is_moved
+
+
+@pytest.mark.parametrize(("is_nccl", "left"), [(True, ["abort"]), (False, ["destroy"])])
+def test_abandon_then_nccl_is_aborted_for_its_orderly_end_waits_for_other_ranks(is_nccl, left, monkeypatch):
+    ends = []
+    monkeypatch.setattr(torchcompat, "abort_process_groups", lambda: ends.append("abort"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: ends.append("destroy"))
+    group = object.__new__(groups.ProcessGroup)
+    group._is_nccl, group.process_group = is_nccl, None
+    group.abandon()
+    assert ends == left
 
 
 def leave_early(group):

@@ -202,7 +202,10 @@ class ProcessGroup(Group):
 
     def abandon(self) -> None:
         """Destroy at once: an interpreter that ends with a living group may abort."""
-        dist.destroy_process_group(self.process_group)
+        if self._is_nccl and self.process_group is None:
+            torchcompat.abort_process_groups()
+        else:
+            dist.destroy_process_group(self.process_group)
 
 
 def open_group(

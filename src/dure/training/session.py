@@ -24,6 +24,7 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions
 from dure.strategies.precision import Precision
+from dure.telling import tell
 from dure.torchcompat import import_late_parts, settle_engine
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
@@ -122,12 +123,14 @@ def open_session(
         DataInvalid: Data that is empty or of a kind that a run cannot be defined on.
         RanksDisagree: Ranks that did not build the same.
     """
+    startup = group.startup(None if spec.quiet else tell)
     task = build_task(load_task_class(spec.task), spec.task_options)
-    if place.rank.local_rank == 0:
-        task.prepare_data()
-    group.barrier()
+    with startup.step("preparing the data"):
+        if place.rank.local_rank == 0:
+            task.prepare_data()
     seed_everything(spec.seed)
-    train_data, eval_data = task.train_data(), task.eval_data()
+    with startup.step("loading the data"):
+        train_data, eval_data = task.train_data(), task.eval_data()
     check_dataset(train_data, f"{type(task).__name__}.train_data")
     order = SampleOrder(
         len(train_data),  # type: ignore[arg-type]
@@ -144,7 +147,8 @@ def open_session(
         eval_samples = len(eval_data)  # type: ignore[arg-type]
         loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
     seed_everything(spec.seed)
-    model = _built_model(task)
+    with startup.step("building the model"):
+        model = _built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec.nproc, strategy.options):

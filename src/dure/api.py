@@ -289,7 +289,10 @@ def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None
     if spec.start == "inline" and count_processes(spec) > 1:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
     if STRATEGIES[spec.strategy or "single"].checks_model:
-        _check_model(spec)
+        from dure.torchcompat import kept_global_step_hooks  # imports torch
+
+        with kept_global_step_hooks():  # ranks that are forked from here register theirs once more
+            _check_model(spec)
 
 
 def _check_model(spec: RunSpec) -> None:

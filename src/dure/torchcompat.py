@@ -11,7 +11,9 @@ import logging
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from socket import socket
@@ -290,6 +292,77 @@ def divide_optimizer(
             groups, optimizer_class=take_part, parameters_as_bucket_view=in_one_message
         ),
     )
+
+
+# -- hooks on the step of optimisers ---------------------------------------------------------------------------------
+
+
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Return what runs before and after an optimiser's step, but for torch's own (private in torch)."""
+    module = importlib.import_module("torch.optim.optimizer")
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_pre_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
+    ]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
+
+
+def is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether an optimiser has a step of its own instead of its class's; torch's schedulers count calls by one."""
+    return "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return an optimiser's step, but without its hooks (private in torch)."""
+    step = optimizer.step
+    module = importlib.import_module("torch.optim.optimizer")
+    places = [
+        *((optimizer, name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        *((module, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+    ]
+
+    def step_alone(*args: Any, **kwargs: Any) -> Any:
+        kept = [getattr(holder, name) for holder, name in places]
+        for holder, name in places:
+            setattr(holder, name, OrderedDict())
+        try:
+            return step(*args, **kwargs)
+        finally:
+            for (holder, name), hooks in zip(places, kept, strict=True):
+                setattr(holder, name, hooks)
+
+    return step_alone
+
+
+def share_step_hooks(
+    optimizer: Optimizer, part: Optimizer, merge: Callable[[dict[int, Any], dict[int, Any]], dict[int, Any]]
+) -> None:
+    """Let an optimiser run the hooks of its part's step around its own step, and the part none (private in torch).
+
+    Args:
+        optimizer: Its step calls that of `part`.
+        part: Keeps its hooks, for those who register and remove them.
+        merge: Makes the hooks that run of those of the optimiser and those of the part.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(optimizer, name, merge(getattr(optimizer, name), getattr(part, name)))
+    part.step = step_without_hooks(part)  # type: ignore[method-assign]
+
+
+@contextmanager
+def kept_global_step_hooks() -> Iterator[None]:
+    """Forget the hooks on the step of every optimiser that are registered inside (private in torch)."""
+    module = importlib.import_module("torch.optim.optimizer")
+    hooks: list[dict[int, Any]] = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
+    before = [dict(registered) for registered in hooks]
+    try:
+        yield
+    finally:
+        for registered, kept in zip(hooks, before, strict=True):
+            registered.clear()
+            registered.update(kept)
 
 
 # -- fully_shard and loss scaling ----------------------------------------------------------------------------------

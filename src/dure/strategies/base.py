@@ -350,6 +350,7 @@ class Strategy(ABC):
             and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
             and (not text.startswith("dropout") or has_dropout)
             and (not text.startswith("--compression") or self.options.compression is not None)
+            and (not text.startswith("step hooks") or torchcompat.step_hooks(self.optimizer))
         ]
 
     def changed_by_microbatches(self) -> list[str]:

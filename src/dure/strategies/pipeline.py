@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
@@ -22,6 +23,7 @@ from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
+from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
@@ -37,6 +39,7 @@ from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import StandIn, call_of
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2
@@ -94,6 +97,19 @@ class Pipeline(ReducedFacts):
         num_stages = _num_stages(num_ranks, options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own stages."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
+        reason = reason_not_to_divide(optimizer)
+        if reason is None:
+            return []
+        return [
+            f"the optimiser {type(optimizer).__name__} cannot step each stage by itself, because {reason}: use one "
+            "that steps each parameter by itself, such as AdamW or SGD, or --strategy ddp"
+        ]
+
     # the cut
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -111,6 +127,9 @@ class Pipeline(ReducedFacts):
 
     def distribute(self) -> None:
         """Keep this rank's stages, of the model and of the optimiser, and let go of the others."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         self.part = OwnPart(self.model, self.plan, self.stages, self.device)
         self.trainable = self.part.trainable()

@@ -38,6 +38,7 @@ from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import StandIn
 from dure.strategies.step_facts import Requests, StepFacts
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 _SURVEYED_SAMPLES = 4
 
@@ -69,6 +70,8 @@ class RpcModel(ReducedFacts):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: every section steps its own."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
         reason = reason_not_to_divide(optimizer)
         if reason is None:
             return []
@@ -115,6 +118,7 @@ class RpcModel(ReducedFacts):
         """
         if faults := self.check_optimizer(self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
         self.part = OwnPart(self.model, self.plan, [self.group.rank], self.device)

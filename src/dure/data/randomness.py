@@ -7,6 +7,7 @@ sets that make a whole batch in one call draw with `sample_uniform`, which is a 
 
 import random
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -46,6 +47,12 @@ def seed_for_sample(seed: int, epoch: int, index: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
+
+
+def seed_for_batch(seed: int, epoch: int, indices: Sequence[int] | np.ndarray) -> None:
+    """Seed the same generators for a batch, by its samples in their order."""
+    digest = zlib.crc32(np.ascontiguousarray(indices, dtype=np.int64).tobytes())
+    seed_for_sample(mix(seed, 0x62617463, epoch), len(indices), digest)
 
 
 @contextmanager

@@ -80,6 +80,11 @@ class BalancedDataParallel(LocalSums):
         back = sum(p.numel() * p.element_size() for p in self.trainable)
         return others * (out + back)
 
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        sizes = super().parts_of(num_samples)
+        return [part for size in sizes for part in shares(size, len(self.devices), self.fractions) if part]
+
     def process_microbatch_size(self, microbatch_size: int) -> int:
         """The device with the largest share must get no more than `microbatch_size`."""
         return max(1, int(microbatch_size / max(self.fractions)))

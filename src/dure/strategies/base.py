@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
@@ -172,6 +174,8 @@ class Strategy(ABC):
 
         It belongs into checkpoints: under fp16 it decides with the loss scale whether a gradient overflows.
         """
+        self.traits: LossTraits = NOTHING_SEEN
+        """Traits of the task's loss, as far as they were found before `prepare`."""
 
     def prepare(self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction) -> None:
         """Place the model, build the optimiser over it and make both ready, in the one visible order."""
@@ -340,16 +344,69 @@ class Strategy(ABC):
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
-        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         is_many = self.group.world_size * len(self.devices) > 1
-        return [
+        texts = [
             text
             for text in self.info.does_not_preserve
             if is_many
             and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
-            and (not text.startswith("dropout") or has_dropout)
+            and (not text.startswith("random numbers") or self.draws)
             and (not text.startswith("--compression") or self.options.compression is not None)
         ]
+        return texts + self._changed_by_division(texts, has_batchnorm=has_batchnorm)
+
+    @property
+    def draws(self) -> bool:
+        """Whether model or loss draw random numbers in training, as far as is known."""
+        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
+        return has_dropout or self.traits.draws
+
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each part in which model and loss see a step's batch; a stand-in has one."""
+        counts = shares(num_samples, self.data_world_size)
+        size = self.options.microbatch_size
+        most = self.process_microbatch_size(size) if size else self.default_microbatch_size() or counts[0]
+        num_microbatches = -(-counts[0] // most)
+        return [max(1, part) for count in counts for part in shares(count, num_microbatches)]
+
+    def _changed_by_division(self, told: Sequence[str], *, has_batchnorm: bool) -> list[str]:
+        """Return what of this task's loss depends on how a batch is divided, beside what was told."""
+        parts, traits = len(self.parts_of(self.options.global_batch_size)), self.traits
+        if parts == self.calls_per_step() == 1:
+            return []
+        rank0 = "each rank's own" if self.data_world_size * len(self.devices) > 1 else "each microbatch's own"
+        found = []
+        if traits.reason_unknown is not None:
+            found.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
+        if has_batchnorm and not any(text.startswith("BatchNorm") for text in told) and self.data_world_size == 1:
+            found.append("BatchNorm: statistics of each microbatch's own samples")
+        if self.draws and not any(text.startswith("random numbers") for text in told):
+            found.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
+        if traits.collate_draws:
+            found.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
+        if traits.not_additive is not None:
+            found.append(
+                f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
+                "weighted by their samples (return dure.Sum(total, count) if it has another count)"
+            )
+        if names := (*traits.learned_buffers, *traits.counted_buffers * (self.calls_per_step() > 1)):
+            found.append(f"buffers learned in forward ({_few(names)}): from {rank0} samples, and rank 0's are kept")
+        if paths := (*traits.learned_state, *traits.counted_state * (self.calls_per_step() > 1)):
+            found.append(f"state that the loss keeps ({_few(paths)}): {rank0}")
+        if traits.hooked_parameters:
+            found.append(
+                f"hooks on parameters ({_few(traits.hooked_parameters)}): they see {rank0} gradient before all are "
+                "added up, which is the same for linear ones alone"
+            )
+        return found
+
+    def calls_per_step(self) -> int:
+        """Return how often this process calls the loss in one step, at most."""
+        return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
+
+    def check_traits(self) -> list[str]:
+        """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`."""
+        return []
 
     def changed_by_microbatches(self) -> list[str]:
         """Return what of this model depends on how many samples a microbatch has: all else does not."""
@@ -401,3 +458,8 @@ class Strategy(ABC):
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -98,6 +98,14 @@ class DataParallel(LocalSums):
         back = sum(p.numel() * p.element_size() for p in self.trainable)
         return num_microsteps * others * (out + back)
 
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        return [part for size in super().parts_of(num_samples) for part in shares(size, len(self.devices)) if part]
+
+    def calls_per_step(self) -> int:
+        """Return the microbatches: the loss itself is computed on device 0 alone."""
+        return len(super().parts_of(self.options.global_batch_size))
+
     def process_microbatch_size(self, microbatch_size: int) -> int:
         """Every device gets its part of what the process gets."""
         return microbatch_size * len(self.devices)

@@ -139,6 +139,10 @@ class Pipeline(ReducedFacts):
         share = -(-self.options.global_batch_size // self.data_world_size)
         return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self.num_stages)))
 
+    def calls_per_step(self) -> int:
+        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
+        return super().calls_per_step() * (2 if self.num_stages > 1 else 1)
+
     # a step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:

@@ -55,10 +55,15 @@ def kept_draws(device: torch.device) -> Iterator[None]:
 def drawing_from(device: torch.device, seed: int, section: int) -> Iterator[None]:
     """Draw what belongs to a section of a microbatch, and put all generators back as they were."""
     with kept_draws(device):
-        seed_for_sample(seed, section, 0)
-        if device.type != "cpu":
-            default_generator(device).manual_seed(mix(seed, section) >> 1)
+        seed_draws(device, seed, section)
         yield
+
+
+def seed_draws(device: torch.device, seed: int, number: int) -> None:
+    """Seed all generators that code on a device draws from, for one of several things that draw for themselves."""
+    seed_for_sample(seed, number, 0)
+    if device.type != "cpu":
+        default_generator(device).manual_seed(mix(seed, number) >> 1)
 
 
 def common_seed() -> int:

@@ -245,7 +245,7 @@ class TensorParallel(ShardedStrategy):
     def not_preserved(self) -> list[str]:
         """Return what this run does not preserve: with one data rank batches and draws are those of one device."""
         texts = super().not_preserved()
-        return [text for text in texts if self.data_world_size > 1 or text.startswith("dropout inside")]
+        return [text for text in texts if self.data_world_size > 1 or text.startswith("random numbers inside")]
 
     def describe(self) -> list[str]:
         """Say what is divided and how, and what is not."""

@@ -92,7 +92,8 @@ class Checkpoint:
             manifest = read_manifest(path)
             needed = {STATE_NAME, *_files_of(manifest.model)}
             if not weights_only:
-                needed |= _files_of(manifest.optimizer) | ({rank_file_name(rank)} & manifest.files.keys())
+                own = {rank_file_name(rank), rank_file_name(0)}
+                needed |= _files_of(manifest.optimizer) | (own & manifest.files.keys())
             read = {name: _read(path, manifest, name) for name in sorted(needed)}
             state = _parse_state(bytes(read.pop(STATE_NAME)))
             found = cls(path.name, manifest, state, {name: parse(data, name) for name, data in read.items()}, rank)
@@ -148,6 +149,10 @@ class Checkpoint:
         if self.manifest.world_size != world_size:
             return None
         return dict(self._tensors[rank_file_name(self._rank)])
+
+    def of_rank0(self) -> dict[str, Tensor]:
+        """Return what rank 0 kept for itself, for those who have nothing of their own."""
+        return dict(self._tensors.get(rank_file_name(0), {}))
 
     def weights(self) -> dict[str, Tensor]:
         """Return every tensor of the model, whole and under all its names; tied ones are the same tensor."""

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from dure.measure.records import Metric
 from dure.measure.sums import Sum
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
+from dure.strategies.object_state import global_states
+from dure.strategies.pipeline_draws import kept_draws, seed_draws
 from dure.strategies.replicas import DeviceThreads
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.task import Task
@@ -44,7 +48,8 @@ def evaluate(
     """Evaluate loss and metrics over all samples of the evaluation data.
 
     Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `math.fsum`, whose
-    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are.
+    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
+    random numbers come from its own seed, and those of training go on as if there had been no evaluation.
 
     Returns:
         `loss` and the task's metrics, each a value and the count it was divided by.
@@ -57,25 +62,64 @@ def evaluate(
     mine = _batches_of(strategy, len(counts))
     requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
-    were_training = [model.training for model in models]
-    threads = DeviceThreads(strategy.devices[: len(models)], in_order=len(models) == 1)
-    try:
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    devices = strategy.devices[: len(models)]
+    with ExitStack() as stack:
+        for device in dict.fromkeys(devices):
+            stack.enter_context(kept_draws(device))
+        for module, mode in modes:
+            stack.callback(setattr, module, "training", mode)
+        calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
         for model in models:
             model.eval()
-        with torch.no_grad():
-            batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
-            for together in _grouped(batches, len(models)):
-                on_batch()
-                places = zip(models, strategy.devices, together, strict=False)
-                calls = [_evaluation_call(task, strategy, model, device, *b) for model, device, b in places]
-                sums.extend(threads.run(calls))
-    finally:
-        threads.close()
-        for model, was_training in zip(models, were_training, strict=True):
-            model.train(was_training)
+        stack.enter_context(torch.no_grad())
+        batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
+        for together in _grouped(zip(mine, batches, strict=True), len(models)):
+            on_batch()
+            places = zip(models, devices, together, strict=False)
+            calls = [(i, _evaluation_call(task, strategy, model, device, *b)) for model, device, (i, b) in places]
+            sums.extend(calls_on_devices.run(calls))
     counted = sums[: _num_own(strategy, len(counts))]
     plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in counted]
     return _combined([batch for rank in strategy.group.all_gather_json(plain) for batch in rank])
+
+
+class _SeededCalls:
+    """Runs one call per device at once, each with random numbers of its own batch."""
+
+    def __init__(self, devices: Sequence[torch.device], seed: int) -> None:
+        self._devices = devices
+        self._seed = seed
+        self._one_by_one = DeviceThreads(devices, in_order=True)
+        self._together: DeviceThreads | None = None
+        self._is_first = True
+
+    def run(self, calls: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+        """Run the calls of some batches, given by number; return their results in order."""
+        drew: list[bool] = []
+
+        def seeded(number: int, call: Callable[[], Any], device: torch.device) -> Any:
+            seed_draws(device, self._seed, number)
+            if not self._is_first:
+                return call()
+            before = global_states()
+            result = call()
+            drew.append(global_states() != before)
+            return result
+
+        threads = self._together or self._one_by_one
+        pairs = zip(calls, self._devices, strict=False)
+        results = threads.run([partial(seeded, number, call, device) for (number, call), device in pairs])
+        if self._is_first and len(self._devices) > 1 and not any(drew):
+            # threads share the generators, so those who draw go one after the other
+            self._together = DeviceThreads(self._devices, in_order=False)
+        self._is_first = False
+        return results
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._together is not None:
+            self._together.close()
 
 
 def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:

@@ -5,8 +5,8 @@ import inspect
 import math
 import platform
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,15 @@ from dure.place import Place
 from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions
+from dure.strategies.loss_traits import LossTraits
+from dure.strategies.object_state import used_globals
 from dure.strategies.precision import Precision
 from dure.torchcompat import import_late_parts, settle_engine
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
+from dure.training.kept_state import KeptState
 from dure.training.load_task import build_task, load_task_class
+from dure.training.loss_inspection import NUM_SAMPLES, LossInspection
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.task import Task
@@ -48,6 +52,8 @@ class Session:
     eval_loader: Loader | None
     eval_samples: int
     eval_batch_size: int
+    kept: KeptState
+    """Plain state beside that of model and optimiser."""
 
 
 def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:
@@ -107,6 +113,7 @@ def open_session(
     group: Group,
     devices: tuple[torch.device, ...],
     around_loss: Callable[[LossFunction], LossFunction] | None = None,
+    traits: LossTraits | None = None,
 ) -> Session:
     """Build task, data, model and strategy; every rank builds the same, and checks that it did.
 
@@ -116,6 +123,7 @@ def open_session(
         group: All of them.
         devices: This rank's.
         around_loss: Changes the task's loss, for failures on purpose.
+        traits: Traits of the loss that are known already; None to find them.
 
     Raises:
         TaskInvalid: A method of the task returns what it must not.
@@ -150,6 +158,9 @@ def open_session(
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
+    strategy.traits = _found_traits(strategy, task, model, loaders[0], order) if traits is None else traits
+    if faults := strategy.check_traits():
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     return Session(
         spec=spec,
@@ -163,11 +174,75 @@ def open_session(
         eval_loader=loaders[1] if eval_data is not None else None,
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
+        kept=KeptState(task, strategy.model, strategy.optimizer),
     )
 
 
 def _first_samples(loader: Loader, num_samples: int) -> Any:
     return next(loader.without_workers().batches([FetchRequest(0, np.arange(num_samples))]))
+
+
+def _found_traits(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
+    """Inspect the task's loss on rank 0, and tell all ranks.
+
+    Communication: one gathered JSON message.
+    """
+    found = None
+    if strategy.group.rank == 0:
+        found = asdict(_inspected(strategy, task, model, loader, order))
+    return LossTraits.from_json(strategy.group.all_gather_json(found)[0])
+
+
+def _inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
+    device = strategy.device
+    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
+        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
+    first = order.permutation(0)[:NUM_SAMPLES]
+    own = loader.without_workers()
+
+    def fetch(places: Sequence[int]) -> Any:
+        return next(own.batches([FetchRequest(0, first[list(places)])]))
+
+    model.to(device)
+    try:
+        traits = LossInspection(
+            task.loss,
+            model,
+            fetch,
+            {"task": task, **used_globals(type(task))},
+            strategy.precision.autocast,
+            is_exact=strategy.precision.name == "fp32",
+        ).traits(order.num_samples)
+    finally:
+        model.to("cpu")
+    return replace(traits, collate_draws=loader.has_collate_drawn)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+def check_parts(session: Session, samples_seen: int) -> None:
+    """Refuse batches of which a part has one sample, where the loss takes more.
+
+    Args:
+        samples_seen: Position at which the run goes on; batches before it do not matter.
+
+    Raises:
+        SpecInvalid: Names the size of the smallest such batch.
+    """
+    fault = session.strategy.traits.fails_alone
+    if fault is None:
+        return
+    for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):
+        if size > 1 and 1 in session.strategy.parts_of(size):
+            raise SpecInvalid(
+                [
+                    f"a batch of this run has {size} samples, of which {session.spec.strategy} gives one alone to the "
+                    f"loss, and that takes more ({fault}): use --drop-last, another --global-batch-size or "
+                    "--microbatch-size, or fewer ranks"
+                ]
+            )
 
 
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:

@@ -66,6 +66,7 @@ def rank_state(session: Session) -> dict[str, Tensor]:
         **capture_random_state(),
         _STREAM: _stream(strategy.random_stream),
         **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
+        **session.kept.tensors(),
     }
 
 
@@ -87,6 +88,7 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         setattr(progression, field, value)
     state = checkpoint.per_rank(group.world_size)
     drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
+    session.kept.restore(checkpoint.of_rank0() if state is None else state)
     if state is None or not all(group.all_gather_json(drew == strategy.random_stream)):
         # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
         # from this position

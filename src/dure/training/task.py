@@ -75,6 +75,16 @@ class Task(ABC):
 
         return default_collate(list(samples))
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return state that the task keeps from step to step, of tensors and plain values, for checkpoints.
+
+        By default there is none of its own making: plain attributes that change during the run are kept by themselves.
+        """
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
     def prepare_data(self) -> None:
         """Fetch or unpack what the data needs. Runs on one rank of each host, before any other method."""
 

@@ -20,7 +20,7 @@ from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
 from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
-from dure.training.session import Session, check_sync_batchnorm
+from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
@@ -93,6 +93,7 @@ class Conductor:
                 self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
+            check_parts(session, position.samples_seen)
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))

@@ -27,6 +27,7 @@ from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
+from dure.strategies.loss_traits import LossTraits
 from dure.telling import tell
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
@@ -36,6 +37,9 @@ from dure.training.planned_faults import PlannedFaults, read_faults
 from dure.training.session import Session, check_ranks_agree, evaluation_data_or_refuse, open_rank_group, open_session
 from dure.training.stop import StoppedAtOnce, StopSignals
 from dure.training.train import Conductor
+
+LOSS_TRAITS = "loss_traits.json"
+"""Record of what an inspection of the loss found, in the run folder."""
 
 
 class Worker:
@@ -89,8 +93,10 @@ class Worker:
             faults = read_faults(spec.faults, max(self.run.read_spec().nproc, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
-        session = open_session(spec, self.place, self.group, devices, around_loss)
+        session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits())
         self.group = session.group
+        if self.job["kind"] == "train" and self.group.rank == 0:
+            self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
         if self.faults is not None:
             self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
@@ -104,6 +110,14 @@ class Worker:
         gc.collect()
         self.group.close()
         return stop_exit_code(stop.received or 0) if is_interrupted else 0
+
+    def _known_traits(self) -> LossTraits | None:
+        """Return the traits of the loss as this attempt's first ranks found them; an evaluation needs none."""
+        if self.job["kind"] != "train":
+            return LossTraits()
+        if self.place.round == 0 or not (self.run.path / LOSS_TRAITS).is_file():
+            return None
+        return LossTraits.from_json(self.run.read_json(LOSS_TRAITS))
 
     def _spec(self) -> RunSpec:
         """Return what the user asked for, on the devices that are there, with microbatches as small as memory needs."""

@@ -21,7 +21,8 @@ WAYS = ("straight", "killed", "resumed")
 
 TO_ROUNDING = 1e-10
 _KILLED_STEP = 6
-_STOPPED_AT = 25
+_STOPPED_AT = 27
+"""The end of a batch, as the undisturbed run has it."""
 _numbers = count()
 
 

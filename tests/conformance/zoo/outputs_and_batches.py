@@ -333,7 +333,7 @@ class HeadInLoss(ZooTask):
 
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        return (mse(model(x), y) + 0.1 * model.scale(model.encoder(x)).square().mean())
+        return mse(model(x), y) + 0.1 * model.scale(model.encoder(x)).square().mean()
 
 
 class Tied(nn.Module):
@@ -425,9 +425,7 @@ class SumAndCount(ZooTask):
         return dure.Sum(((model(x) - y).square() * weight).sum(), weight.sum())
 
 
-@feature(
-    "Calls", "a loss that is a mean over something else than samples", declares=("mean over samples",)
-)
+@feature("Calls", "a loss that is a mean over something else than samples", declares=("mean over samples",))
 class MeanOverItems(ZooTask):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         x, y = batch

@@ -102,7 +102,7 @@ class Remembering(nn.Module):
         return x * (1 + 0.05 * self.calls)
 
 
-@feature("State", "extra state of a module (`get_extra_state`)")
+@feature("State", "extra state of a module (`get_extra_state`)", declares=("state that the loss keeps",))
 class ExtraState(ZooTask):
     def build_model(self) -> nn.Module:
         return with_layer(Remembering())
@@ -121,7 +121,7 @@ class Forgetful(nn.Module):
         return x * (1 + 0.05 * self.calls)
 
 
-@feature("State", "a plain attribute of a module that changes in forward", declares=("attribute",))
+@feature("State", "a plain attribute of a module that changes in forward", declares=("state that the loss keeps",))
 class PlainAttribute(ZooTask):
     def build_model(self) -> nn.Module:
         return with_layer(Forgetful())
@@ -141,13 +141,13 @@ class Tensors(nn.Module):
         return y
 
 
-@feature("State", "a tensor attribute of a module that changes in forward", declares=("attribute",))
+@feature("State", "a tensor attribute of a module that changes in forward", declares=("state that the loss keeps",))
 class TensorAttribute(ZooTask):
     def build_model(self) -> nn.Module:
         return with_layer(Tensors())
 
 
-@feature("State", "a counter of the task's own")
+@feature("State", "a counter of the task's own", declares=("state that the loss keeps",))
 class TaskCounter(ZooTask):
     calls = 0
 
@@ -158,7 +158,11 @@ class TaskCounter(ZooTask):
         return mse(model(x), y) * (1 + 0.1 * self.calls)
 
 
-@feature("State", "a running mean of the loss that the task keeps", declares=("state of the task",))
+@feature(
+    "State",
+    "a running mean of the loss that the task keeps",
+    declares=("state that the loss keeps", "mean over samples"),
+)
 class TaskAverage(ZooTask):
     average = None
 
@@ -179,7 +183,7 @@ class Meter:
         self.count = 0
 
 
-@feature("State", "an object that the task keeps and changes", declares=("state of the task",))
+@feature("State", "an object that the task keeps and changes", declares=("state that the loss keeps",))
 class TaskObject(ZooTask):
     def build_model(self) -> nn.Module:
         self.meter = Meter()
@@ -192,7 +196,7 @@ class TaskObject(ZooTask):
         return mse(model(x), y) * (1 + 0.1 * self.meter.count)
 
 
-@feature("State", "state that the task saves itself (`state_dict`)")
+@feature("State", "state that the task saves itself (`state_dict`)", declares=("state that the loss keeps",))
 class TaskStateDict(ZooTask):
     def build_model(self) -> nn.Module:
         self.meter = Meter()

@@ -46,11 +46,21 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
         samples_per_second=samples / step_seconds if step_seconds else 0.0,
         seconds=seconds,
         rows=rows,
-        not_preserved=[*start.get("not_preserved", []), *_lost(run.events())],
+        not_preserved=[*_not_preserved(events), *_lost(run.events())],
         message=message,
         restarts=sum(event["event"] == "restart" for event in run.events()),
         microbatch_size=_halved_to(run.events()),
     )
+
+
+def _not_preserved(events: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the differences that any attempt declared whose steps are still part of the run."""
+    found: dict[str, None] = {}
+    attempts = [event for event in events if event["event"] == "training"]
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+        if following is None or following["samples_seen"] > attempt["samples_seen"]:
+            found |= dict.fromkeys(attempt.get("not_preserved", []))
+    return list(found)
 
 
 def _speaker(run: RunDir) -> int:

@@ -2,9 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,20 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.parameter_watch import Freezing, ParameterWatch
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
+
+_WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
+"""torch's words where code writes to a parameter that another rank keeps, and that is expanded from one number here."""
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -138,6 +144,8 @@ class Strategy(ABC):
     changes_in_step_only = False
     """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
     change: what reads them may then do so until that begins."""
+    undoes_writes = False
+    """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
     gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 
@@ -187,6 +195,11 @@ class Strategy(ABC):
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self.distribute()
+        self.watch = self.watched_parameters()
+
+    def watched_parameters(self) -> ParameterWatch:
+        """Begin to watch over what the loss does to parameters."""
+        return ParameterWatch(self.model, sees_writes=self.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the model to the first device."""
@@ -404,15 +417,14 @@ class Strategy(ABC):
         """Return how often this process calls the loss in one step, at most."""
         return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
 
-    def check_traits(self) -> list[str]:
-        """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`."""
-        return []
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.
 
-    def changed_by_microbatches(self) -> list[str]:
-        """Return what of this model depends on how many samples a microbatch has: all else does not."""
-        kinds = {"BatchNorm's statistics": torchcompat.BatchNorm, "dropout's draws": torchcompat.Dropout}
-        modules = [m for m in self.model.modules() if not isinstance(m, torchcompat.Dropout) or m.p > 0]
-        return [what for what, kind in kinds.items() if any(isinstance(module, kind) for module in modules)]
+        Args:
+            model: Whole, as the task built it.
+        """
+        written = self.traits.changed_parameters
+        return [self._write_fault(written)] if written and self.undoes_writes else []
 
     def close(self) -> None:
         """Let go of threads and engines."""
@@ -421,7 +433,7 @@ class Strategy(ABC):
 
     def loss_term(self, model: nn.Module, microbatch: Microbatch, global_samples: int) -> LossTerm:
         """Compute one microbatch's loss, weighted for this step."""
-        with self.precision.autocast():
+        with self._watching(), self.precision.autocast():
             result = self.loss(model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
@@ -435,6 +447,51 @@ class Strategy(ABC):
         if microbatch.is_stand_in:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch over the parameters during a call of the loss, and act on what it did to them."""
+        self.watch.begin()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.undoes_writes and _WRITTEN_PLACEHOLDER in str(error):
+                raise TaskInvalid(self._write_fault(["one of another rank"])) from error
+            raise
+        finally:
+            self.watch.end()
+        if written := self.watch.written():
+            raise TaskInvalid(self._write_fault(written))
+        freezing = self.watch.freezing()
+        if freezing is not None:
+            self.follow_freezing(freezing)
+
+    def _write_fault(self, names: Sequence[str]) -> str:
+        return (
+            f"the task's loss writes to parameters ({_few(names)}), which {self.info.name} would undo: change them in "
+            "an optimiser of your own, compute with a changed copy (torch.nn.utils.parametrize), or use ddp"
+        )
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.
+
+        Raises:
+            TaskInvalid: This strategy decided when the run began which parameters are trained.
+        """
+        if freezing.unfrozen:
+            self.refuse_freezing(freezing.unfrozen, "unfroze")
+
+    def refuse_freezing(self, names: Sequence[str], what: str) -> NoReturn:
+        """Raise the sentence about parameters that were frozen or unfrozen during the run."""
+        raise TaskInvalid(
+            f"the task's loss {what} {_few(names)} during the run, and {self.info.name} divided the work when the run "
+            "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
+        )
+
+    def train_all(self) -> None:
+        """Train whatever requires a gradient now, or did before: gradients of both are zeroed."""
+        known = {id(parameter) for parameter in self.trainable}
+        self.trainable = [p for p in self.model.parameters() if p.requires_grad or id(p) in known]
 
     def expected_items(self, global_samples: int) -> float:
         """Return the power of two that stands in for the step's count until the true one is known."""

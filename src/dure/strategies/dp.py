@@ -13,6 +13,7 @@ from torch import nn
 
 from dure.measure.shares import shares
 from dure.strategies.batches import Microbatch, split_batch, to_device
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replicas import BroadcastParameters, DeviceThreads, build_replicas, copy_state, gather
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
@@ -89,6 +90,10 @@ class DataParallel(LocalSums):
         flat = BroadcastParameters.apply(self.devices[1 : num_copies + 1], *named.values())  # type: ignore[no-untyped-call]
         width = len(named)
         return [dict(zip(named, flat[i * width : (i + 1) * width], strict=True)) for i in range(num_copies)]
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Parameters and buffers out from device 0 and gradients back, every microstep."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from dure.comm.choice import open_chosen
 from dure.strategies.batches import Microbatch
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import Requests, StepFacts
@@ -64,6 +65,10 @@ class NaiveDDP(ReducedFacts):
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
         self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the algorithm sends for every gradient by itself."""

@@ -161,6 +161,8 @@ def _is_plain(value: Any) -> bool:
 class Worker(ParameterServer):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
+    undoes_writes = True
+
     num_push_numbers: int
     """Numbers in front of the gradients of a push."""
     num_pull_numbers: int

@@ -23,6 +23,7 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
@@ -62,6 +63,8 @@ class _Call:
 
 class Pipeline(ReducedFacts):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
+
+    undoes_writes = True
 
     changes_in_step_only = True
 
@@ -308,6 +311,10 @@ class Pipeline(ReducedFacts):
         self.stage_ranks.all_reduce_sum(square)
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""

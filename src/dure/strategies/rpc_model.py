@@ -25,6 +25,7 @@ from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
@@ -44,6 +45,8 @@ _SURVEYED_SAMPLES = 4
 
 class RpcModel(ReducedFacts):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
+
+    undoes_writes = True
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
@@ -316,6 +319,10 @@ class RpcModel(ReducedFacts):
         self.group.all_reduce_sum(square)
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""

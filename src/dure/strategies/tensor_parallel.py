@@ -58,6 +58,8 @@ _NO_RULE = ("sharding propagation", "sharding strategy", "mixed torch.Tensor and
 class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
 
+    undoes_writes = True
+
     changes_in_step_only = True
 
     @classmethod

@@ -18,6 +18,7 @@ from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.ddp import DDP
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
 
 
@@ -53,6 +54,10 @@ class ZeRO1(DDP):
         self.optimizer = divide(self.part)
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: what a rank steps was dealt out when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def state_dict(self) -> StrategyState:
         """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""

@@ -102,6 +102,12 @@ class SampleFetch(Dataset[Any]):
             fetched = self.data.__getitems__(indices)
         return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
 
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        with kept_global_randomness(), at_epoch(self.seed, 0):
+            seed_for_sample(self.seed, 0, index)
+            return self.data[index]
+
     def _fetch_one_by_one(self, request: FetchRequest) -> Any:
         samples = []
         indices = request.indices.tolist()
@@ -178,6 +184,10 @@ class Loader:
     def has_collate_drawn(self) -> bool:
         """Whether `collate` was seen to draw random numbers in this process."""
         return self._fetch.has_collate_drawn
+
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        return self._fetch.sample(index)
 
     def without_data(self) -> "Loader":
         """Return a loader for a rank that takes no samples: its batches are empty hands."""

@@ -23,6 +23,7 @@ PREFIX = "kept."
 _TREE = f"{PREFIX}tree"
 _FIRST_LOOKS = 4
 _ABSENT = "absent"
+_FLAGS = "requires_grad"
 
 
 class KeptState:
@@ -36,6 +37,8 @@ class KeptState:
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
         self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots})
+        self._model = model
+        self._trained = _trained(model)
         self._changed: set[tuple[str, str]] = set()
         self._num_looks = 0
         self.lost: dict[str, str] = {}
@@ -61,9 +64,10 @@ class KeptState:
         self._num_looks += 1
         if self._num_looks <= _FIRST_LOOKS or not self._num_looks & (self._num_looks - 1):
             self.look()
-        if not self._changed and not self._saves_itself:
+        flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
+        if not self._changed and not self._saves_itself and not flags:
             return {}
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
         if self._saves_itself:
             state["task"] = kept(dict(self._owners["task"].state_dict()), "the task's state_dict()")
         for owner, name in sorted(self._changed):
@@ -96,6 +100,10 @@ class KeptState:
         try:
             if "task" in state:
                 self._owners["task"].load_state_dict(restored(state.pop("task"), None, "the task's state_dict()"))
+            flags = restored(state.pop(_FLAGS, {}), None, _FLAGS)
+            for name, parameter in self._model.named_parameters():
+                if name in flags:
+                    parameter.requires_grad_(flags[name])
             for path, value in state.items():
                 self._restore(path, value)
         except (CannotKeep, LookupError, AttributeError) as error:
@@ -112,3 +120,8 @@ class KeptState:
             vars(target).pop(name, None)
         else:
             setattr(target, name, restored(value, getattr(target, name, None), path))
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    """Return which parameters are trained: a task may freeze and unfreeze them on the way."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}

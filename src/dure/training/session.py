@@ -1,5 +1,6 @@
 """From a spec to everything a rank needs to train or evaluate, in the order in which it must happen."""
 
+import dataclasses
 import hashlib
 import inspect
 import math
@@ -35,6 +36,7 @@ from dure.training.loss_inspection import NUM_SAMPLES, LossInspection
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.task import Task
+from dure.training.task_identity import TaskIdentity
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,10 @@ class Session:
     eval_loader: Loader | None
     eval_samples: int
     eval_batch_size: int
+    identity: TaskIdentity
+    """What is trained, to be compared with what a checkpoint was saved of."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Further differences from the undisturbed one-process run, found on the way."""
     kept: KeptState
     """Plain state beside that of model and optimiser."""
 
@@ -159,7 +165,7 @@ def open_session(
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.traits = _found_traits(strategy, task, model, loaders[0], order) if traits is None else traits
-    if faults := strategy.check_traits():
+    if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     return Session(
@@ -174,8 +180,13 @@ def open_session(
         eval_loader=loaders[1] if eval_data is not None else None,
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
+        identity=_identity(task, order, eval_samples, loaders[0]),
         kept=KeptState(task, strategy.model, strategy.optimizer),
     )
+
+
+def _identity(task: Task, order: SampleOrder, eval_samples: int, loader: Loader) -> TaskIdentity:
+    return TaskIdentity.of(task, order.num_samples, eval_samples, loader.sample)
 
 
 def _first_samples(loader: Loader, num_samples: int) -> Any:

@@ -11,6 +11,7 @@ from dure.training.checkpoint import Checkpoint
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session
 from dure.training.snapshot import Snapshot
+from dure.training.task_identity import refusal
 
 _OWN = "strategy."
 """Before the names of what a strategy keeps for one rank."""
@@ -56,6 +57,7 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
+        "identity": session.identity.to_json(),
     }
 
 
@@ -81,6 +83,7 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     Communication: one gathered JSON message.
     """
     strategy, group = session.strategy, session.group
+    _compare_identity(session, checkpoint)
     strategy.load_state_dict(checkpoint)
     strategy.precision.load_state(checkpoint.extra["precision"])
     strategy.expectation = checkpoint.extra["expectation"]
@@ -93,7 +96,27 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
         # from this position
         seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
+        if strategy.draws:
+            session.notes.append(
+                f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
+            )
     else:
         restore_random_state(state)
         own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
         strategy.load_rank_state(own)
+
+
+def _compare_identity(session: Session, checkpoint: Checkpoint) -> None:
+    """Refuse to go on with other code or data than those that a checkpoint was saved of.
+
+    Raises:
+        TaskInvalid: They differ, and that was not accepted.
+    """
+    changes = session.identity.changes_since(checkpoint.extra.get("identity", {}))
+    if not changes:
+        return
+    if not session.spec.accept_changes:
+        raise refusal(changes, f"checkpoint {checkpoint.name}")
+    session.notes.append(
+        f"changed at {checkpoint.position.samples_seen:,} samples, and accepted: {' and '.join(changes)}"
+    )

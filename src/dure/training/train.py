@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dure.data.randomness import kept_global_randomness
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
 from dure.strategies.base import LostShare
+from dure.strategies.object_state import ObjectState, used_globals
 from dure.strategies.step_facts import Requests
 from dure.training.best import Best
 from dure.training.evaluation import evaluate
@@ -335,13 +335,21 @@ class Conductor:
         if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
             return
         few = min(2, session.eval_samples)
-        with kept_global_randomness():
-            metrics = evaluate(
-                session.task,
-                session.strategy,
-                session.eval_loader.without_workers(),
-                num_samples=few,
-                batch_size=few,
+        before = ObjectState(
+            {"task": session.task, "model": session.strategy.model, **used_globals(type(session.task))}
+        )
+        metrics = evaluate(
+            session.task,
+            session.strategy,
+            session.eval_loader.without_workers(),
+            num_samples=few,
+            batch_size=few,
+        )
+        changed = list(before.changed())
+        before.put_back()
+        if changed and session.strategy.data_world_size * len(session.strategy.devices) > 1:
+            session.notes.append(
+                f"state that the evaluation keeps ({', '.join(changed[:4])}): of the batches that each rank evaluates"
             )
         self.best.value_of(metrics)
 
@@ -360,7 +368,7 @@ class Conductor:
             samples_seen=self.position.samples_seen,
             step=self.position.step,
             is_restart=self.is_restart,
-            not_preserved=strategy.not_preserved() + self._not_preserved_by_halving(),
+            not_preserved=[*strategy.not_preserved(), *self._not_preserved_by_halving(), *session.notes],
         )
         if not self.is_first:
             return
@@ -386,10 +394,9 @@ class Conductor:
 
     def _not_preserved_by_halving(self) -> list[str]:
         size = self.session.place.microbatch_size
-        if size is None:
+        if size is None or not self.session.strategy.not_preserved():
             return []
-        why = f"of microbatches of at most {size}, made smaller when memory ran out"
-        return [f"{what}: {why}" for what in self.session.strategy.changed_by_microbatches()]
+        return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]
 
     def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
         self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dure.strategies import STRATEGIES
 from tests.conformance.zoo import gradients_and_weights, optimizers, outputs_and_batches, state_and_randomness  # noqa: F401
-from tests.conformance.zoo.cell import WAYS, reference_of, run_cell
+from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 
 

@@ -1,6 +1,7 @@
 """From a run's records to its summary: a function of files, so it can be made again for any run."""
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any
 
 from dure.measure.records import EpochRow, Metric, RunSummary
@@ -57,7 +58,7 @@ def _not_preserved(events: Iterable[dict[str, Any]]) -> list[str]:
     """Return the differences that any attempt declared whose steps are still part of the run."""
     found: dict[str, None] = {}
     attempts = [event for event in events if event["event"] == "training"]
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+    for attempt, following in zip_longest(attempts, attempts[1:]):
         if following is None or following["samples_seen"] > attempt["samples_seen"]:
             found |= dict.fromkeys(attempt.get("not_preserved", []))
     return list(found)

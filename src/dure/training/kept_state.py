@@ -100,7 +100,7 @@ class KeptState:
         try:
             if "task" in state:
                 self._owners["task"].load_state_dict(restored(state.pop("task"), None, "the task's state_dict()"))
-            flags = restored(state.pop(_FLAGS, {}), None, _FLAGS)
+            flags = restored(state.pop(_FLAGS), None, _FLAGS) if _FLAGS in state else {}
             for name, parameter in self._model.named_parameters():
                 if name in flags:
                     parameter.requires_grad_(flags[name])

@@ -1,4 +1,4 @@
-"""A look at many cells at once: `python -m tests.conformance.zoo.survey [--features A,B] [--strategies ddp] [--ways straight]`."""
+"""Verdicts of many cells at once, for whoever changes a strategy."""
 
 import argparse
 import sys

@@ -94,9 +94,9 @@ class _Source:
         self.definitions: dict[str, list[ast.AST]] = {}
         self.imported: dict[str, tuple[str, str | None]] = {}
         self.loose: list[str] = []
-        """Statements that define nothing and may set something (a default dtype), under names of their own."""
-        for number, node in enumerate(tree.body):
-            self._add(module, node, number)
+        """Statements that define nothing and may set something (a default dtype), by their text."""
+        for node in tree.body:
+            self._add(module, node)
 
     @classmethod
     def of(cls, module: ModuleType) -> "_Source | None":
@@ -109,7 +109,7 @@ class _Source:
         except (OSError, SyntaxError, ValueError):
             return None
 
-    def _add(self, module: ModuleType, node: ast.stmt, number: int) -> None:
+    def _add(self, module: ModuleType, node: ast.stmt) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -124,7 +124,7 @@ class _Source:
             for name in names:
                 self.definitions.setdefault(name, []).append(node)
         elif not _starts_something(node):
-            name = f"statement {number + 1}"
+            name = f"`{ast.unparse(node).splitlines()[0][:60]}`"
             self.definitions[name] = [node]
             self.loose.append(name)
 

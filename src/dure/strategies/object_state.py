@@ -90,6 +90,8 @@ class ObjectState:
     def _walk(self, path: str, value: Any) -> None:
         if isinstance(value, (*_ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
             return
+        if type(value).__module__.startswith("torch.distributed"):
+            return  # an engine's own, which has put it into a module
         self._num_left -= 1
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if isinstance(value, Tensor):

@@ -291,11 +291,6 @@ def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
                 f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}, whose step asks for a "
                 "closure that computes the loss again: use one that takes a step from gradients, such as AdamW or SGD"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TaskInvalid(
-                f"{type(task).__name__}.build_optimizer returned LBFGS, which evaluates the loss several times in a "
-                "step: use one that takes a step from gradients, such as AdamW or SGD"
-            )
         return optimizer
 
     return build

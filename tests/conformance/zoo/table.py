@@ -32,17 +32,17 @@ Row = dict[str, dict[str, str]]
 
 _INTRODUCTION = """# What works
 
-Each row is a trait that a model or a task may have, each column a strategy, on two devices. A small task with that trait
-is trained in float64 under the strategy, once with a rank killed on the way and once stopped and resumed, and its weights
-are compared with those of the undisturbed run of one process:
+Each row is a trait that a model or a task may have, each column a strategy, on two devices. A small task with that
+trait is trained in float64 under the strategy, in some cells with a rank killed on the way, in the others stopped and
+resumed. Its weights are compared with those of the undisturbed run of one process:
 
 - ✓ **exact**: the same weights, to rounding (1e-10);
-- ≈ **declared**: other weights, and the run's record says what differs and why (`not_preserved` in `summary.json`, and
-  the end of what `dure train` prints);
+- ≈ **declared**: other weights, and the run's record says what differs and why (`not_preserved` in `summary.json`,
+  shown at the end of `dure train`);
 - ✗ **refused**: one sentence that says why and what to do instead, and exit code 2.
 
-There is nothing else: a task is never trained to other weights without a word. A trait that is not in this table is
-found by trying the loss on a few samples before training, and is declared or refused just the same. This page is
+There is nothing else: no task is trained to other weights without a word. A trait that is not in this table is looked
+for by trying the loss on a few samples before training, and is declared or refused just the same. This page is
 generated (`python -m tests.conformance.zoo.table`), and tests run every cell of it.
 """
 

@@ -10,10 +10,12 @@ from torch import nn
 
 import dure
 from dure.data import TensorData
-from dure.errors import DataInvalid
+from dure.errors import DataInvalid, WorkerFailed
 from dure.training.evaluation import evaluate, evaluation_batch_size
 from dure.training.fetch import Loader, SampleFetch
 from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import train_case
+from tests.conformance.tasks import Regression
 from tests.strategies.test_base import prepared
 from tests.training.test_session import Small
 
@@ -113,3 +115,15 @@ def test_batches_of_an_evaluation_are_even_over_a_few_ranks(num_samples):
     assert 1 <= size <= 256
     assert math.ceil(num_samples / size) >= min(num_samples, 9)
     assert evaluation_batch_size(num_samples, 7) == 7
+
+
+def test_metric_whose_count_is_of_batches_is_refused_before_training(tmp_path):
+    class Miscounted(Regression):
+        def metrics(self, model, batch):
+            x, y, _ = batch
+            return {"acc": dure.Sum((model(x) - y).abs().lt(1).all((1, 2)).sum(), 1)}
+
+    with pytest.raises(WorkerFailed, match=r"metric acc counts 1 over 4 samples at once and 2 over the same") as caught:
+        train_case(tmp_path, Miscounted(), global_batch_size=4, samples=8)
+    assert caught.value.exit_code == 2
+    assert not list(tmp_path.glob("*-single*"))

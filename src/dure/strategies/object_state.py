@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -166,7 +167,17 @@ _TORCHS_OWN = {
 def plain_attributes(owner: object) -> list[str]:
     """Return the names of an object's attributes; of a module or an optimiser those that are not torch's own."""
     torchs = next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
-    return [name for name, value in vars(owner).items() if name not in torchs and not isinstance(value, SEALED)]
+    return [
+        name
+        for name, value in vars(owner).items()
+        if name not in torchs and not isinstance(value, SEALED) and not _holds_parameters(value)
+    ]
+
+
+def _holds_parameters(value: object) -> bool:
+    """Whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
+    items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(item, nn.Parameter) or type(item) is DTensor for item in items)
 
 
 def _attribute_node(path: str, owner: Any, name: str, before: Any) -> _Node:
@@ -182,6 +193,8 @@ def _attribute_node(path: str, owner: Any, name: str, before: Any) -> _Node:
 
 def _comparable(value: Any) -> Any:
     """Return something that is equal for values that are alike, one level deep into containers."""
+    if isinstance(value, Tensor) and type(value) is not Tensor:
+        return type(value).__qualname__
     if isinstance(value, Tensor):
         return [
             str(value.dtype),

@@ -1,7 +1,7 @@
 """Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -82,6 +82,27 @@ def evaluate(
     counted = sums[: _num_own(strategy, len(counts))]
     plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in counted]
     return _combined([batch for rank in strategy.group.all_gather_json(plain) for batch in rank])
+
+
+def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
+    """Refuse a metric whose count over some samples depends on how they are divided into batches.
+
+    Args:
+        at_once: Metrics of some samples in one batch.
+        in_parts: Metrics of the same samples in several.
+        num_samples: How many they are.
+
+    Raises:
+        TaskInvalid: Such a count is of batches, or of something that does not add up.
+    """
+    for name, metric in at_once.items():
+        count = in_parts[name].count if name in in_parts else metric.count
+        if name != "loss" and not math.isclose(count, metric.count, rel_tol=1e-5):
+            raise TaskInvalid(
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and {count:g} over "
+                "the same in two batches: a dure.Sum is a total over items and the number of these items, such as "
+                "dure.Sum(is_correct.sum(), len(is_correct))"
+            )
 
 
 class _SeededCalls:

@@ -14,7 +14,7 @@ from dure.strategies.base import LostShare
 from dure.strategies.object_state import ObjectState, used_globals
 from dure.strategies.step_facts import Requests
 from dure.training.best import Best
-from dure.training.evaluation import evaluate
+from dure.training.evaluation import check_counts, evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
@@ -330,21 +330,20 @@ class Conductor:
         return is_best
 
     def _rehearse_evaluation(self) -> None:
-        """Evaluate two samples, so that a fault in the metrics shows now and not after the first epoch."""
+        """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch."""
         session = self.session
         if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
             return
-        few = min(2, session.eval_samples)
+        loader, few = session.eval_loader.without_workers(), min(4, session.eval_samples)
+
+        def measured(batch_size: int) -> dict[str, Metric]:
+            return evaluate(session.task, session.strategy, loader, num_samples=few, batch_size=batch_size)
+
         before = ObjectState(
             {"task": session.task, "model": session.strategy.model, **used_globals(type(session.task))}
         )
-        metrics = evaluate(
-            session.task,
-            session.strategy,
-            session.eval_loader.without_workers(),
-            num_samples=few,
-            batch_size=few,
-        )
+        metrics = measured(few)
+        check_counts(metrics, measured(max(1, few // 2)), few)
         changed = list(before.changed())
         before.put_back()
         if changed and session.strategy.data_world_size * len(session.strategy.devices) > 1:

@@ -13,16 +13,13 @@ from torch import Tensor
 import dure
 from dure.errors import DureError
 from dure.strategies import STRATEGIES
-from tests.conformance.zoo.feature import STEPS, Feature
+from tests.conformance.zoo.feature import NUM_SAMPLES, STEPS, Feature
 
 Kind = Literal["exact", "declared", "refused", "wrong"]
 WAYS = ("straight", "killed", "resumed")
 """Ways in which a cell is run: undisturbed; with a rank killed in its sixth step; stopped and taken up again."""
 
-TO_ROUNDING = 1e-10
 _KILLED_STEP = 6
-_STOPPED_AT = 27
-"""The end of a batch, as the undisturbed run has it."""
 _numbers = count()
 
 
@@ -61,7 +58,7 @@ def run_cell(feature: Feature, strategy: str, way: str, reference: dict[str, Ten
     if weights.keys() != reference.keys():
         return Verdict(kind="wrong", detail=f"tensors differ: {sorted(weights.keys() ^ reference.keys())}")
     difference = max(float((weights[name].double() - reference[name].double()).abs().max()) for name in weights)
-    if difference < TO_ROUNDING:
+    if difference < feature.tolerance:
         return Verdict(kind="exact")
     if STRATEGIES[strategy].is_exact and not any(word in text for word in feature.declares for text in declared):
         return Verdict(kind="wrong", detail=f"off by {difference:.2g}, declared: {declared}")
@@ -120,7 +117,13 @@ def _run(feature: Feature, strategy: str, way: str, folder: Path) -> Path:
             faults.write_text(f'[[fault]]\nrank = {rank}\nstep = {_KILLED_STEP}\nkind = "kill"\n')
             settings |= {"faults": faults, "max_restarts": 3}
         if way == "resumed":
-            run = Path(dure.train(feature.task(), **{**settings, "samples": _STOPPED_AT}).run)
+            run = Path(dure.train(feature.task(), **{**settings, "samples": _stopped_at(settings)}).run)
             settings = {key: value for key, value in settings.items() if key not in ("runs_dir", "name")}
             return Path(dure.train(feature.task(), resume=run, **settings).run)
         return Path(dure.train(feature.task(), **settings).run)
+
+
+def _stopped_at(settings: dict[str, Any]) -> int:
+    """Return the end of the second epoch's first batch, where the undisturbed run has a boundary too."""
+    size = settings["global_batch_size"]
+    return size + (NUM_SAMPLES - NUM_SAMPLES % size if settings.get("drop_last") else NUM_SAMPLES)

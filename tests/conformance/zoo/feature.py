@@ -33,6 +33,8 @@ class Feature:
     """Settings of the run beside `STEPS`."""
     needs: str = ""
     """The library without which the row is skipped."""
+    tolerance: float = 1e-10
+    """Largest difference of a weight that is rounding: float64 sums in another order."""
 
 
 FEATURES: dict[str, Feature] = {}
@@ -40,13 +42,26 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(
-    group: str, title: str, *, declares: tuple[str, ...] = (), needs: str = "", **settings: Any
+    group: str,
+    title: str,
+    *,
+    declares: tuple[str, ...] = (),
+    needs: str = "",
+    tolerance: float = 1e-10,
+    **settings: Any,
 ) -> Callable[[type[dure.Task]], type[dure.Task]]:
     """Register a task class as a row, under its own name."""
 
     def register(cls: type[dure.Task]) -> type[dure.Task]:
         FEATURES[cls.__name__] = Feature(
-            name=cls.__name__, group=group, title=title, task=cls, declares=declares, settings=settings, needs=needs
+            name=cls.__name__,
+            group=group,
+            title=title,
+            task=cls,
+            declares=declares,
+            settings=settings,
+            needs=needs,
+            tolerance=tolerance,
         )
         return cls
 

@@ -75,7 +75,7 @@ class ImageTask(ZooTask):
         return functional.cross_entropy(model(images), labels)
 
 
-@feature("Architectures", "torchvision's ResNet-18", declares=("BatchNorm",), needs="torchvision")
+@feature("Architectures", "torchvision's ResNet-18", declares=("BatchNorm",), needs="torchvision", drop_last=True)
 class ResNet18(ImageTask):
     def build_model(self) -> nn.Module:
         from torchvision.models import resnet18
@@ -122,7 +122,11 @@ class TextTask(ZooTask):
         return model(input_ids=tokens, labels=tokens).loss
 
 
-@feature("Architectures", "transformers' GPT-2, with its own loss", needs="transformers")
+IN_SINGLE = 1e-6
+"""Rounding where a library computes its loss in float32."""
+
+
+@feature("Architectures", "transformers' GPT-2, with its own loss", needs="transformers", tolerance=IN_SINGLE)
 class GPT2(TextTask):
     def build_model(self) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -157,7 +161,7 @@ class T5(TextTask):
         return T5ForConditionalGeneration(config).double()
 
 
-@feature("Architectures", "transformers' Llama, with its own loss", needs="transformers")
+@feature("Architectures", "transformers' Llama, with its own loss", needs="transformers", tolerance=IN_SINGLE)
 class Llama(TextTask):
     def build_model(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -44,10 +44,15 @@ class LearnedBuffer(ZooTask):
         return with_layer(Centred())
 
 
-@feature("State", "BatchNorm", declares=("BatchNorm",))
+@feature("State", "BatchNorm", declares=("BatchNorm",), drop_last=True)
 class BatchNorm(ZooTask):
     def build_model(self) -> nn.Module:
         return with_layer(nn.BatchNorm1d(HIDDEN).double())
+
+
+@feature("State", "BatchNorm, and a batch that leaves a device one sample", declares=("BatchNorm",))
+class BatchNormOfOne(BatchNorm):  # type: ignore[valid-type,misc]
+    pass
 
 
 class OwnNorm(nn.Module):

@@ -99,8 +99,8 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
         count = in_parts[name].count if name in in_parts else metric.count
         if name != "loss" and not math.isclose(count, metric.count, rel_tol=1e-5):
             raise TaskInvalid(
-                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and {count:g} over "
-                "the same in two batches: a dure.Sum is a total over items and the number of these items, such as "
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and {count:g} "
+                "over the same in two batches: a dure.Sum is a total over items and the number of these items, such as "
                 "dure.Sum(is_correct.sum(), len(is_correct))"
             )
 

@@ -343,6 +343,7 @@ class Conductor:
             {"task": session.task, "model": session.strategy.model, **used_globals(type(session.task))}
         )
         metrics = measured(few)
+        self.best.value_of(metrics)
         check_counts(metrics, measured(max(1, few // 2)), few)
         changed = list(before.changed())
         before.put_back()
@@ -350,7 +351,6 @@ class Conductor:
             session.notes.append(
                 f"state that the evaluation keeps ({', '.join(changed[:4])}): of the batches that each rank evaluates"
             )
-        self.best.value_of(metrics)
 
     # saying
 

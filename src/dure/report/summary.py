@@ -1,6 +1,6 @@
 """From a run's records to its summary: a function of files, so it can be made again for any run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -54,13 +54,16 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
     )
 
 
-def _not_preserved(events: Iterable[dict[str, Any]]) -> list[str]:
+def _not_preserved(events: Sequence[dict[str, Any]]) -> list[str]:
     """Return the differences that any attempt declared whose steps are still part of the run."""
     found: dict[str, None] = {}
     attempts = [event for event in events if event["event"] == "training"]
     for attempt, following in zip_longest(attempts, attempts[1:]):
         if following is None or following["samples_seen"] > attempt["samples_seen"]:
             found |= dict.fromkeys(attempt.get("not_preserved", []))
+    for event in events:
+        if event["event"] == "not_preserved":
+            found |= dict.fromkeys(event["texts"])
     return list(found)
 
 
@@ -106,7 +109,7 @@ def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str,
             if event["samples_seen"] > samples:
                 continue
             found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] != event["samples_seen"]]
-        if event.get("event") in ("training", "evaluated", "checkpoint", "resumed"):
+        if event.get("event") in ("training", "not_preserved", "evaluated", "checkpoint", "resumed"):
             found.append(event)
     return found
 

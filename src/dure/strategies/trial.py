@@ -47,8 +47,6 @@ class Trial:
         """Names of parameters that were written to."""
         self.state: dict[str, Any] = {}
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
-        self.opaque: list[str] = []
-        """Paths of iterators, which cannot be put back."""
 
     def __enter__(self) -> "Trial":
         """Note everything."""
@@ -65,7 +63,6 @@ class Trial:
         self._gradients = [None if grad is None else grad.clone() for *_, grad in self._parameters]
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model})
-        self.opaque = self._plain.opaque
         self._writes = _Writes({name: data for name, _, data, _, _ in self._parameters})
         if self._watches_writes:
             self._stack.enter_context(self._writes)

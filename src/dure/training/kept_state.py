@@ -41,7 +41,7 @@ class KeptState:
         self._trained = _trained(model)
         self._changed: set[tuple[str, str]] = set()
         self._num_looks = 0
-        self.lost: dict[str, str] = {}
+        self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
 
     def look(self) -> None:

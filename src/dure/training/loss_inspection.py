@@ -20,6 +20,7 @@ from dure import torchcompat
 from dure.measure.sums import Sum
 from dure.strategies.base import LossFunction
 from dure.strategies.loss_traits import LossTraits
+from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial
 
 NUM_SAMPLES = 8
@@ -71,6 +72,8 @@ class LossInspection:
         started = time.monotonic()
         few = min(num_samples, NUM_SAMPLES)
         half = (few + 1) // 2
+        if opaque := ObjectState({**self._objects, "model": self._model}).opaque:
+            return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
         try:
             first = self._tried(range(half), as_in_training=True)
         except Exception:
@@ -79,10 +82,6 @@ class LossInspection:
                 first = self._tried(range(half), as_in_training=True)
             except Exception as error:
                 return LossTraits(reason_unknown=f"the loss failed with {type(error).__name__} when it was tried")
-        if first.trial.opaque:
-            return LossTraits(
-                reason_unknown=f"{first.trial.opaque[0]} is an iterator, whose position cannot be put back"
-            )
         is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
         second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
         buffers = first.buffers(self._model), second.buffers(self._model)

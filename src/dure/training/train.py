@@ -72,6 +72,7 @@ class Conductor:
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
+        self._told_not_kept: set[str] = set()
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """As the loop's; None while there is no loop."""
 
@@ -156,6 +157,7 @@ class Conductor:
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
                 self.memory.take(self._settle)
+                self._say_what_is_not_kept()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
@@ -244,8 +246,20 @@ class Conductor:
         self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
+        self._say_what_is_not_kept()
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
+
+    def _say_what_is_not_kept(self) -> None:
+        """Declare, once each, state that no checkpoint can hold."""
+        new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
+        if not new:
+            return
+        self._told_not_kept |= new.keys()
+        texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
+        self._event("not_preserved", texts=texts)
+        for text in texts:
+            self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
 
     def _say_lost(self, lost: list[LostShare]) -> None:
         """Write down exactly which samples nobody used because their rank died."""

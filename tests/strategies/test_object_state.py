@@ -1,6 +1,11 @@
 """State of plain objects: seen when it changes, and put back."""
 
+import itertools
+import logging
+import os
+import queue
 import random
+import threading
 from collections import defaultdict, deque
 
 import numpy as np
@@ -79,9 +84,10 @@ def test_generator_of_an_object_when_drawn_from_then_is_named_and_draws_the_same
     assert draw(holder.generator) == first
 
 
-def test_iterator_is_opaque():
+@pytest.mark.parametrize("stream", [iter([1, 2]), itertools.count(), (i for i in [1])], ids=repr)
+def test_iterator_is_opaque(stream):
     holder = Holder()
-    holder.stream = iter([1, 2])
+    holder.stream = stream
     assert ObjectState({"task": holder}).opaque == ["task.stream"]
 
 
@@ -127,3 +133,14 @@ class Global:
 
 def test_global_variables_that_a_class_uses_are_found_and_modules_and_functions_left_out():
     assert used_globals(Global) == {"global SEEN": SEEN}
+
+
+def test_locks_files_and_loggers_are_left_alone():
+    holder = Holder()
+    holder.lock, holder.queue, holder.log = threading.Lock(), queue.SimpleQueue(), logging.getLogger("x")
+    with open(os.devnull) as file:
+        holder.file = file
+        state = ObjectState({"task": holder})
+    holder.log.disabled = not holder.log.disabled
+    assert (state.changed(), state.opaque) == ({}, [])
+    holder.log.disabled = not holder.log.disabled

@@ -91,8 +91,8 @@ class ObjectState:
     def _walk(self, path: str, value: Any) -> None:
         if isinstance(value, (*_ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
             return
-        if type(value).__module__.startswith("torch.distributed"):
-            return  # an engine's own, which has put it into a module
+        if _is_foreign(value):
+            return
         self._num_left -= 1
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if isinstance(value, Tensor):
@@ -156,6 +156,18 @@ class ObjectState:
         self._nodes.append(_Node(path, lambda: now().keys() != before.keys(), put_back, came_or_went, is_of_names=True))
         for name, item in before.items():
             self._walk(f"{path}.{name}", item)
+
+
+_KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "__main__")
+"""Packages of Python's own whose objects hold plain state; others' (locks, queues, files, loggers) are not touched."""
+
+
+def _is_foreign(value: object) -> bool:
+    """Whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
+    module = type(value).__module__
+    package = module.partition(".")[0]
+    is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
+    return is_pythons or module.startswith("torch.distributed")
 
 
 _TORCHS_OWN = {

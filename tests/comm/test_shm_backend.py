@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dure import torchcompat
-from dure.comm import shm_backend
+from dure.comm import shm_group as group_module
 from dure.comm.algorithms import shm
 from dure.comm.shm_backend import SharedMemoryGroup
 from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
@@ -141,7 +141,7 @@ def test_all_reduce_of_real_numbers_then_all_ranks_have_the_same_bits():
 
 
 def go_everywhere(group):
-    """Use every call that goes through gloo, of the group itself."""
+    """Use the calls that training rarely makes; messages and sparse tensors go through gloo."""
     ours, rank, world_size = shm_group(), group.rank, group.world_size
     number = torch.tensor([float(rank)])
     received = torch.zeros(1)
@@ -168,7 +168,7 @@ def go_everywhere(group):
     )  # fmt: skip
 
 
-def test_calls_that_memory_does_not_make_then_gloo_makes_them():
+def test_messages_and_rarer_collectives_then_they_bring_what_they_should():
     for rank, answer in enumerate(on_ranks(3, go_everywhere)):
         swapped = [rank + 10.0 * other for other in range(3)]
         assert answer == ((rank - 1) % 3, 3.0, [0, 1, 2], 10.0 * rank, swapped, [0, 1, 2], [1.0, 1.0, 1.0])
@@ -219,7 +219,7 @@ def fall_back(group):
     def refuse(*_, **__):
         raise EnvironmentLacks("rank 1 cannot open the memory of rank 0")
 
-    shm_backend.open_shared_memory = refuse  # in this rank's process only
+    group_module.open_shared_memory = refuse  # in this rank's process only
     ours, rank = shm_group(), group.rank
     assert "cannot open" in ours.why_gloo
     total, own = torch.ones(3), torch.full((2,), float(rank))
@@ -236,6 +236,17 @@ def fall_back(group):
     outputs = [torch.empty(4)]
     ours.allgather_into_tensor_coalesced(outputs, [own]).wait()
     ours.allreduce_coalesced([total]).wait()
+    reduced, scattered, swapped = own.clone(), torch.empty(2), torch.empty(2)
+    dist.reduce(reduced, 0, group=ours)
+    dist.gather(own, listed if rank == 0 else None, 0, group=ours)
+    dist.scatter(scattered, listed if rank == 0 else None, 0, group=ours)
+    dist.all_to_all_single(swapped, own, group=ours)
+    dist.all_to_all(listed, [own, own], group=ours)
+    for refused in (dist.all_reduce, lambda x, group: dist.broadcast(x, 0, group=group)):
+        with pytest.raises(RuntimeError, match="which has gaps in memory"):
+            refused(torch.ones(4)[::2], group=ours)
+    assert torch.equal(scattered, own)
+    assert swapped.tolist() == [0.0, 1.0]
     return total.tolist(), outputs[0].tolist(), part.tolist(), sent.tolist()
 
 
@@ -357,7 +368,7 @@ def test_subgroups_then_each_has_its_own_memory_and_global_names():
 def end_early(group):
     """Destroy a group while a call that nobody can finish is under way."""
     ours = shm_group()
-    shm_backend._GRACE_SECONDS = 0.1
+    group_module._GRACE_SECONDS = 0.1
     work = dist.all_reduce(torch.ones(1), group=ours, async_op=True) if group.rank == 0 else None
     dist.destroy_process_group(ours)
     assert work is None or isinstance(work.exception(), PeerLost)

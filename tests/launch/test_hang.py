@@ -151,7 +151,7 @@ def test_ranks_when_many_wait_then_stand_on_one_line():
 
 
 def test_wait_when_through_shared_memory_then_is_known_by_the_frames_of_its_thread():
-    inside = Frame(file=f"{OWN_ROOT}comm/shm_backend.py", line=5, function="_all_reduce")
+    inside = Frame(file=f"{OWN_ROOT}comm/shm_tensors.py", line=5, function="all_reduce")
     waits = rank(0, others=((Frame(file="x", line=1, function="wait"), inside),))
     culprits, text = blamed(waits, rank(1, line=33))
     assert culprits == (1,)

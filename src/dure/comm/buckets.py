@@ -107,6 +107,16 @@ class FlatGradients:
         return keep
 
 
+def as_gradient_of(parameter: Tensor, flat: Tensor) -> Tensor:
+    """Return a parameter's gradient, given as a vector in the order of its elements, with the parameter's own strides.
+
+    Fused optimisers read both in the order of memory. With other strides (channels_last weights and a contiguous
+    gradient) those of CUDA refuse, and those of the CPU silently step each element by the gradient of another.
+    """
+    gradient = flat.view_as(parameter)
+    return gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
+
+
 def _like(parameter: Tensor, buffer: Tensor, start: int) -> Tensor:
     """Return the parameter's place in the buffer, with its strides where they leave no gaps (channels_last)."""
     flat = buffer[start : start + parameter.numel()]

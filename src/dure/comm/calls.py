@@ -2,7 +2,10 @@
 
 import torch
 
-KINDS = ("barrier", "all_reduce", "broadcast", "all_gather", "reduce_scatter")
+KINDS = (
+    "barrier", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "gather", "scatter", "all_to_all",
+    "sparse all_reduce",
+)  # fmt: skip
 REDUCTIONS = ("sum", "mean", "max", "min", "product", "band", "bor", "bxor")
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -24,12 +27,12 @@ def call_number(
 
     Args:
         kind: One of `KINDS`.
-        num_bytes: What a rank gives.
+        num_bytes: What a rank gives; 0 where ranks may give different amounts.
         op: Of a reduction, one of `REDUCTIONS`.
-        root: Of a broadcast.
+        root: The rank that the others receive from or send to.
         dtype: Where it matters; None where only bytes are moved.
     """
-    detail = root % _DETAILS if kind == "broadcast" else _reductions[op]
+    detail = (root * len(REDUCTIONS) + _reductions[op]) % _DETAILS
     number = _kinds[kind] << _DETAIL_BITS | detail
     number = number << _DTYPE_BITS | (0 if dtype is None else _dtypes[dtype] + 1)
     return number << _NUM_BYTES_BITS | num_bytes % (1 << _NUM_BYTES_BITS)
@@ -42,11 +45,14 @@ def describe(number: int) -> str:
     dtype = number & (1 << _DTYPE_BITS) - 1
     number >>= _DTYPE_BITS
     detail, kind = number % _DETAILS, KINDS[number >> _DETAIL_BITS]
-    if kind == "barrier":
-        return "barrier"
-    if kind == "broadcast":
-        kind = f"broadcast from rank {detail}"
-    elif kind in ("all_reduce", "reduce_scatter"):
-        kind = f"{kind}({REDUCTIONS[detail]})"
+    if kind in ("barrier", "all_to_all"):
+        return kind
+    root, op = divmod(detail, len(REDUCTIONS))
+    if "reduce" in kind:
+        kind = f"{kind}({REDUCTIONS[op]})"
+    if kind.startswith(("reduce(", "gather")):
+        kind = f"{kind} to rank {root}"
+    elif kind in ("broadcast", "scatter"):
+        kind = f"{kind} from rank {root}"
     what = f" {str(DTYPES[dtype - 1]).removeprefix('torch.')}" if dtype else ""
     return f"{kind} of {num_bytes} bytes{what}"

@@ -87,6 +87,9 @@ class SharedMemory:
         """Number of the next barrier, which says to which buffer to write."""
         self.written_bytes = 0
         """What this rank has written for others so far."""
+        self.failure = ""
+        """Reason why no further call can be made; empty while the group works."""
+        self._is_in_call = False
         self._peers = peers
         self._names = names or range(self.world_size)
         self._words = memoryview(memory).cast("Q")
@@ -97,7 +100,6 @@ class SharedMemory:
         self._others = [(peer, peer * _CELL_WORDS) for peer in range(self.world_size) if peer != rank]
         self._views: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
         self._is_closing = threading.Event()
-        self._failure = ""
         self._pid = os.getpid()
 
     def slot(self, rank: int, window: int) -> int:
@@ -135,6 +137,43 @@ class SharedMemory:
             view = self._views[key] = self._bytes[first : first + num_elements * dtype.itemsize].view(dtype)
         return view
 
+    def make(self, call: Callable[[], None]) -> None:
+        """Run a whole call; if it breaks off, refuse every later one.
+
+        A rank that leaves a call halfway (an exception from a signal handler) may already have announced its part to
+        the others. They would read whatever it writes next as this call's values, so it must not write again.
+
+        Args:
+            call: Writes, meets and reads.
+
+        Raises:
+            PeerLost: An earlier call failed, or this one did because of another rank.
+            RanksDisagree: A rank is in another call.
+        """
+        self.refuse_after_failure()
+        if self._is_in_call:
+            # a signal handler makes a call inside another one; or a second exception hit the handling of a first
+            self._give_up("another call was under way in the same thread, or had broken off")
+            self.refuse_after_failure()
+        self._is_in_call = True
+        try:
+            call()
+        except BaseException as error:
+            self._give_up(f"it broke off with {type(error).__name__}{f' ({error})' if str(error) else ''}")
+            raise
+        self._is_in_call = False
+
+    def refuse_after_failure(self) -> None:
+        """Raise if no further call can be made.
+
+        Raises:
+            PeerLost: Names the failure.
+        """
+        if self.failure:
+            raise PeerLost(
+                f"an earlier call of this group failed, so none can follow: {self.failure}; make a new process group"
+            )
+
     def meet(self, call: int = 0) -> None:
         """Wait until all ranks have come here: the barrier.
 
@@ -151,8 +190,7 @@ class SharedMemory:
                 f"the shared memory belongs to process {self._pid}, but a child forked from it used it: "
                 "make a process group in the child"
             )
-        if self._failure:
-            raise PeerLost(f"an earlier call of this group failed, so none can follow: {self._failure}")
+        self.refuse_after_failure()
         words[own + _CALLS + (window & 1)] = call
         futex.fence(self._address)
         words[own] = window
@@ -178,7 +216,7 @@ class SharedMemory:
     def leave(self) -> None:
         """Tell the others that this rank comes to no further barrier. Does nothing in a forked child."""
         if self._pid == os.getpid():
-            self._words[self._own + _STATE] = _FAILED if self._failure else _LEFT
+            self._words[self._own + _STATE] = _FAILED if self.failure else _LEFT
             futex.wake(self._address + self._own * 8)
 
     def interrupt(self) -> None:
@@ -214,8 +252,8 @@ class SharedMemory:
                 raise PeerLost(self._give_up(f"{lost} while {self._name(self.rank)} waited in {describe(call)}"))
 
     def _give_up(self, failure: str) -> str:
-        """Refuse further calls: the numbers of the barriers do not fit any more."""
-        self._failure = failure
+        """Refuse further calls: the numbers of the barriers do not fit any more. The first failure is remembered."""
+        self.failure = self.failure or failure
         self.leave()
         return failure
 

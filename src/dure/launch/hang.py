@@ -16,7 +16,7 @@ from dure.rundir import RunDir
 from dure.telling import tell
 
 _BUSY_FRACTION = 0.5
-_SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_backend.py"
+_SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_tensors.py"
 _WAITING_FOLDERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{OWN_ROOT}comm{os.sep}")
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 _DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
@@ -158,8 +158,8 @@ def _unrecorded_wait(state: RankState) -> str | None:
     """Name the call that a rank waits in where the flight recorder does not know it: by the frames of its threads."""
     for thread in (state.main, *state.others):
         for frame in thread:
-            if frame.file == _SHARED_MEMORY_FILE and frame.function.startswith("_") and len(thread) > 1:
-                return frame.function.removeprefix("_")
+            if frame.file == _SHARED_MEMORY_FILE and len(thread) > 1:
+                return frame.function
     if state.busy_fraction >= _BUSY_FRACTION:
         return None
     if state.main and any(folder in state.main[0].file for folder in _WAITING_FOLDERS):

@@ -36,6 +36,7 @@ class StrategyOptions:
     """The settings that strategies read, under the names they have in `RunSpec`; each takes what concerns it."""
 
     clip_norm: float | None = None
+    on_nonfinite: str = "stop"
     deterministic: bool = False
     sync_batchnorm: bool = False
     compile: bool = False

@@ -18,6 +18,12 @@ from dure.torchcompat import all_gather_single
 BLOCK_ELEMENTS = 1024
 """Elements that share one int8 scale."""
 
+_RESIDUAL = "residual."
+"""Prefix of a residual's name in a checkpoint; the number of its bucket follows."""
+
+UNIT = "unit"
+"""Name of `Compression.unit` in a checkpoint."""
+
 NEEDS_STABLE_SCALE = ("topk", "int8", "powersgd")
 """Those that carry an error over to the next step."""
 
@@ -44,10 +50,25 @@ class Compression(ABC):
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.step = StepSums()
+        self.unit: float | None = None
+        """Divisor of the losses behind the last reduced gradients; None for means, whose divisor is constant."""
 
-    def begin_step(self) -> None:
-        """Forget what the step before came to."""
+    def begin_step(self, unit: float | None = None) -> None:
+        """Forget the measurements of the last step.
+
+        Args:
+            unit: Divisor of this step's losses, a power of two; None for means, and where it is not known yet.
+        """
         self.step = StepSums()
+        if unit is not None and self.unit is not None and unit != self.unit:
+            self._rescale(self.unit / unit)
+
+    def _rescale(self, factor: float) -> None:
+        """Multiply what is carried over to gradients of other losses' divisor."""
+
+    def undo_step(self) -> None:
+        """Forget that the step under way was reduced: it changes no weights, so its errors must not be carried on."""
+        self.step.squared_error = self.step.squared_norm = 0.0
 
     def reduce_mean(self, vector: Tensor, key: int) -> None:
         """Replace a vector by about its mean over all ranks; the same bits on every rank.
@@ -99,27 +120,55 @@ class Cast(Compression):
 
 
 class WithFeedback(Compression):
-    """What this rank did not send is kept, and added to the next step's vector."""
+    """Keeps what this rank did not send, and adds it to the next step's vector."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, *, can_undo: bool = False) -> None:
+        """Begin without residuals.
+
+        Args:
+            process_group: Whose ranks reduce.
+            can_undo: Keep the residuals from before a step until the next one begins, at the cost of their memory.
+        """
         super().__init__(process_group)
         self.residuals: dict[int, Tensor] = {}
+        self._can_undo = can_undo
+        self._before: dict[int, Tensor] = {}
+
+    def begin_step(self, unit: float | None = None) -> None:
+        """Note the residuals to return to if the step is undone; no residual is ever changed in place."""
+        super().begin_step(unit)
+        if self._can_undo:
+            self._before = dict(self.residuals)
+
+    def _rescale(self, factor: float) -> None:
+        self.residuals = {key: residual * factor for key, residual in self.residuals.items()}
+
+    def undo_step(self) -> None:
+        """Return to the residuals from before the step."""
+        super().undo_step()
+        assert self._can_undo, "a step can only be undone if the residuals from before it were kept"
+        self.residuals = dict(self._before)
 
     def _wanted(self, vector: Tensor, key: int) -> Tensor:
         residual = self.residuals.get(key)
-        return vector.clone() if residual is None or residual.shape != vector.shape else vector + residual
+        if residual is None or residual.shape != vector.shape:
+            return vector.clone()
+        return vector + residual.to(vector.device)  # one from a checkpoint is in host memory
 
     def _keep(self, key: int, wanted: Tensor, residual: Tensor) -> None:
         self.note_error(wanted, residual)
         self.residuals[key] = residual
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return the residuals."""
-        return {f"residual.{key}": residual for key, residual in self.residuals.items()}
+        """Return the residuals, and the unit of the losses that they come from."""
+        residuals = {f"{_RESIDUAL}{key}": residual for key, residual in self.residuals.items()}
+        return residuals if self.unit is None else {**residuals, UNIT: torch.tensor(self.unit, dtype=torch.float64)}
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take residuals over."""
-        self.residuals = {int(name.removeprefix("residual.")): tensor.clone() for name, tensor in state.items()}
+        """Take over residuals; what another kind of compression, or another strategy, has left is none."""
+        own = {name: tensor for name, tensor in state.items() if name.startswith(_RESIDUAL)}
+        self.residuals = {int(name.removeprefix(_RESIDUAL)): tensor.clone() for name, tensor in own.items()}
+        self.unit = float(state[UNIT]) if UNIT in state else None
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's tensor, `(P, ...)` by rank."""
@@ -131,8 +180,8 @@ class WithFeedback(Compression):
 class TopK(WithFeedback):
     """The elements of the largest magnitude, with their places (Aji and Heafield 2017)."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, fraction: float) -> None:
-        super().__init__(process_group)
+    def __init__(self, process_group: dist.ProcessGroup | None, fraction: float, *, can_undo: bool = False) -> None:
+        super().__init__(process_group, can_undo=can_undo)
         self._fraction = fraction
 
     def _reduce(self, vector: Tensor, key: int) -> int:
@@ -179,17 +228,22 @@ def _in_blocks(vector: Tensor) -> Tensor:
     return nn.functional.pad(vector, (0, -vector.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
 
 
-def open_compression(name: str, process_group: dist.ProcessGroup | None, *, fraction: float) -> Compression:
+def open_compression(
+    name: str, process_group: dist.ProcessGroup | None, *, fraction: float, can_undo: bool
+) -> Compression:
     """Make the compression of a name ready.
 
     Args:
         name: `fp16`, `bf16`, `topk` or `int8`.
         process_group: Whose ranks reduce.
         fraction: Of the elements that `topk` sends.
+        can_undo: Steps may be skipped, see `Compression.undo_step`.
     """
     if name in ("fp16", "bf16"):
         return Cast(process_group, torch.float16 if name == "fp16" else torch.bfloat16)
-    return TopK(process_group, fraction) if name == "topk" else Int8(process_group)
+    if name == "topk":
+        return TopK(process_group, fraction, can_undo=can_undo)
+    return Int8(process_group, can_undo=can_undo)
 
 
 def check_compression(name: str | None, model: nn.Module, scales_loss: bool) -> None:

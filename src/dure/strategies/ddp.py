@@ -104,7 +104,11 @@ class DDP(Strategy):
         from dure.strategies.compression_hooks import hook_compression  # half a second of imports
 
         return hook_compression(
-            self.engine, options.compression, fraction=options.compression_fraction, rank=options.compression_rank
+            self.engine,
+            options.compression,
+            fraction=options.compression_fraction,
+            rank=options.compression_rank,
+            can_undo=options.on_nonfinite == "skip",
         )
 
     def _rehearse(self) -> None:
@@ -125,7 +129,7 @@ class DDP(Strategy):
         self.terms = []
         self.last_gradient_time = None
         if self.compression is not None:
-            self.compression.begin_step()
+            self.compression.begin_step(self.expectation)
             self._own_facts = torch.zeros_like(self._carrier)
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
@@ -196,13 +200,14 @@ class DDP(Strategy):
 
         Communication: beyond DDP's own, one all_reduce for each gradient of a parameter that was unfrozen on the way.
         """
-        add_up_gradients(self._late, self.group.all_reduce_sum, self.device)
+        add_up_gradients(self._late, self.group)
         for parameter in self._late:
             if parameter.grad is not None:
                 parameter.grad /= self.gradient_divisor
         facts = self._carrier.grad
         assert facts is not None
         if self.compression is not None:
+            self.compression.unit = self.expectation
             self.group.all_reduce_sum(self._own_facts)
             facts = self._own_facts / self.gradient_divisor
         if self.device.type == "cpu":
@@ -226,6 +231,12 @@ class DDP(Strategy):
             )
         self.train_all()
         self._late = [p for p in self.trainable if id(p) not in self._in_buckets]
+
+    def skip_step(self) -> None:
+        """Forget the errors of compression too."""
+        super().skip_step()
+        if self.compression is not None:
+            self.compression.undo_step()
 
     def zero_gradients(self) -> None:
         """Drop the carrier's gradient too."""

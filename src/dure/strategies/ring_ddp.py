@@ -93,7 +93,12 @@ class RingDDP(LocalSums):
         options = self.options
         if options.compression is None or self.group.world_size == 1:
             return None
-        return open_compression(options.compression, self._process_group, fraction=options.compression_fraction)
+        return open_compression(
+            options.compression,
+            self._process_group,
+            fraction=options.compression_fraction,
+            can_undo=options.on_nonfinite == "skip",
+        )
 
     def describe(self) -> list[str]:
         """Say which algorithm adds the gradients up."""
@@ -113,7 +118,7 @@ class RingDDP(LocalSums):
         self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
         self._launched = 0
         if self.reducer.compression is not None:
-            self.reducer.compression.begin_step()
+            self.reducer.compression.begin_step(self.expectation)
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
         while microbatch is not None:
@@ -159,8 +164,10 @@ class RingDDP(LocalSums):
             for bucket in rest:
                 self.reducer.launch(bucket)
             self.reducer.wait()
+        if self.reducer.compression is not None:
+            self.reducer.compression.unit = self.expectation
         self._take_others()
-        add_up_gradients(self._late, self.group.all_reduce_sum, self.device)
+        add_up_gradients(self._late, self.group)
         for parameter in self._late:
             if parameter.grad is not None:
                 parameter.grad /= self.gradient_divisor
@@ -203,6 +210,12 @@ class RingDDP(LocalSums):
         super().zero_gradients()
         for parameter in self._late:
             parameter.grad = None
+
+    def skip_step(self) -> None:
+        """Forget the errors of compression too."""
+        super().skip_step()
+        if self.reducer.compression is not None:
+            self.reducer.compression.undo_step()
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
+from dure.comm.buckets import as_gradient_of
 from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
@@ -208,7 +209,7 @@ class TensorParallel(ShardedStrategy):
             group.all_reduce_sum(message)
             parts = message.split([parameter.numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part.view_as(parameter)
+                parameter.grad = as_gradient_of(parameter, part)
 
     # ranks of a tensor group must draw the same
 

@@ -68,7 +68,7 @@ def slot_bytes_for(world_size: int) -> int:
     return world_size * max(4096, share // 4096 * 4096)
 
 
-def all_reduce(memory: SharedMemory, vector: Tensor, op: str) -> None:
+def all_reduce(memory: SharedMemory, vector: Tensor, op: str, call: int | None = None) -> None:
     """Reduce a contiguous vector over all ranks, in place.
 
     Communication: writes N elements of each rank into the segment; a barrier per round, and one more by shares;
@@ -78,6 +78,7 @@ def all_reduce(memory: SharedMemory, vector: Tensor, op: str) -> None:
         memory: Of all ranks.
         vector: (N,) contiguous, on the CPU, the same N and dtype on every rank.
         op: `sum`, `mean`, `max`, `min`, `product`, `band`, `bor` or `bxor`.
+        call: What it is a part of, if it is no call by itself.
 
     Raises:
         PeerLost: A rank ended, left, or did not come in time.
@@ -86,7 +87,8 @@ def all_reduce(memory: SharedMemory, vector: Tensor, op: str) -> None:
     if memory.world_size == 1:
         return
     num_bytes = vector.numel() * vector.element_size()
-    call = call_number("all_reduce", num_bytes, op=op, dtype=vector.dtype)
+    if call is None:
+        call = call_number("all_reduce", num_bytes, op=op, dtype=vector.dtype)
     reduce = _reduce_whole if num_bytes * (memory.world_size - 2) <= WHOLE_BYTES else _reduce_shares
     reduce(memory, vector, op, call)
 
@@ -260,11 +262,11 @@ class SharedMemoryAllReduce(AllReduce):
             raise ValueError(f"shm reduces CPU tensors only, but the vector is on {vector.device}: take backend")
         # a short one is quicker through the segment, with one barrier instead of two
         is_long = vector.numel() * vector.element_size() > WHOLE_BYTES
-        vectors = self._everyones(vector) if is_long else None
+        memory, own, vectors = self._memory, vector.detach(), self._everyones(vector) if is_long else None
         if vectors is None:
-            all_reduce(self._memory, vector.detach(), op)
+            memory.make(lambda: all_reduce(memory, own, op))
         else:
-            reduce_in_place(self._memory, vectors, op, self._scratch)
+            memory.make(lambda: reduce_in_place(memory, vectors, op, self._scratch))
 
     def zeros(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros in memory that all ranks have mapped, so that nothing need be copied into the segment.

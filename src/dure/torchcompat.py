@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from socket import socket
 from types import ModuleType
@@ -397,6 +398,37 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 Dropout = nn.modules.dropout._DropoutNd
 """The base of every dropout module (private in torch)."""
+
+
+MODULE_CONTENTS = attrgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
+"""The dictionaries of a module that its `state_dict` depends on, beside its class (private in torch)."""
+
+_PLAIN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def has_plain_state(module: nn.Module) -> bool:
+    """Return whether a module's `state_dict` holds its parameters and persistent buffers and nothing else.
+
+    Hooks of torch itself are taken for harmless: those of `fully_shard` bring the parameters into their shards.
+    """
+    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    return (
+        all(getattr(type(module), name) is getattr(nn.Module, name) for name in _PLAIN_STATE)
+        and not any(name in vars(module) for name in _PLAIN_STATE)
+        and all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    )
+
+
+def has_plain_optimizer_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser's `state_dict` holds its `state` and `param_groups` as they are, and nothing else."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    return type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer) and not any(hooks)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the very tensor that holds a DTensor's values on this rank (private in torch); others are their own."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:

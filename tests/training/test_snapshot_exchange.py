@@ -13,7 +13,7 @@ from dure.training.snapshot import Position
 from dure.training.snapshot_exchange import Found, Survey, collect
 from dure.training.snapshot_memory import PIECES, WHOLE, Origin, ShareLayout, SnapshotWriter
 
-STATE = b'{"optimizer": {"state": {}, "groups": [{"lr": 1}]}, "model_extra": {}, "extra": null}'
+STATE = b'{"optimizer": {"state": {}, "groups": [{"lr": 0.5}]}, "model_extra": {}, "extra": 7}'
 
 
 class Said(Solo):
@@ -101,7 +101,7 @@ def test_newcomer_when_it_holds_nothing_then_it_gets_the_state_of_another_host()
     try:
         share = Share(rank=1, parts={"model": {"w": torch.arange(3.0)}, "optimizer": {}}, per_rank={}, state=STATE)
         writer = SnapshotWriter(theirs, origin=Origin(round=2, world_size=3, rank=1))
-        writer.write(ShareLayout(share), b'{"extra": 7, "groups": [{"lr": 0.5}]}', at(4))
+        writer.write(ShareLayout(share), share.tensors(), STATE, at(4))
         group: Group = Sends(
             [(0, []), (1, [entry(4, 1, round_number=2, world_size=3)])], *packed_share(theirs, at(4), 2)
         )

@@ -305,6 +305,18 @@ class Strategy(ABC):
         """Return weights and optimiser state; valid until the next step."""
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
 
+    def own_state(self) -> StrategyState:
+        """Return this rank's part of `state_dict`, without exchanging anything: for a snapshot in memory.
+
+        What other ranks know better is left out. The same groups of all ranks are brought together when it is read.
+        """
+        return self.state_dict()
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser whose `state` this rank keeps; that of `optimizer` unless it is divided."""
+        return self.optimizer
+
     def steady_names(self) -> frozenset[str]:
         """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
 

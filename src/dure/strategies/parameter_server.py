@@ -9,6 +9,7 @@ optimiser over rows, and how a checkpoint comes together.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -245,6 +246,15 @@ class Worker(ParameterServer):
         """Return the weights, which the servers had sent, and the groups; the optimiser's state is the servers'."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
         optimizer["groups"] = self._first_servers_groups(optimizer["groups"])
+        return self._with_weights(optimizer)
+
+    def own_state(self) -> StrategyState:
+        """Return the same without the values of the groups, which are the servers' to know."""
+        optimizer = optimizer_to_names(self.model, self.optimizer)
+        optimizer["groups"] = [{"params": group["params"]} for group in optimizer["groups"]]
+        return self._with_weights(optimizer)
+
+    def _with_weights(self, optimizer: dict[str, Any]) -> StrategyState:
         model = self.model.state_dict() if self.group.rank == 0 else {}
         return StrategyState(model=model, optimizer=optimizer, is_spread=True)
 
@@ -299,8 +309,14 @@ class Server(ParameterServer):
 
     def state_dict(self) -> StrategyState:
         """Return this server's rows of the optimiser's state, as pieces of the whole."""
+        state = self.own_state()
+        return replace(
+            state, optimizer={**state.optimizer, "groups": self._first_servers_groups(state.optimizer["groups"])}
+        )
+
+    def own_state(self) -> StrategyState:
+        """Return the same with this server's own values of the groups."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
-        optimizer["groups"] = self._first_servers_groups(optimizer["groups"])
         optimizer["state"] = {
             name: _as_pieces(self._shard_of[name], state) for name, state in optimizer["state"].items()
         }

@@ -63,6 +63,11 @@ class ZeRO1(DDP):
         optimizer = {**optimizer_to_names(self.model, self.part), "groups": groups}
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
 
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser of this rank's part."""
+        return self.part
+
     def load_state_dict(self, source: StateSource) -> None:
         """Take over the weights, and of the optimiser's state what this rank's part needs."""
         source.load_model(self.model)

@@ -147,7 +147,7 @@ class Checkpoint:
         """Return what the rank kept for itself, or None when the checkpoint is of another number of ranks."""
         if self.manifest.world_size != world_size:
             return None
-        return dict(self._tensors[rank_file_name(self._rank)])
+        return {name: tensor.clone() for name, tensor in self._tensors[rank_file_name(self._rank)].items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return every tensor of the model, whole and under all its names; tied ones are the same tensor."""

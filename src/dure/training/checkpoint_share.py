@@ -81,6 +81,11 @@ class Share:
         written = {name: tensors for name, tensors in files.items() if tensors or self.rank == 0}
         return {**written, rank_file_name(self.rank): dict(self.per_rank)}
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, part by part, and those of this rank alone at the end."""
+        values = [value for tensors in self.parts.values() for value in tensors.values()]
+        return [*(value.tensor if isinstance(value, Piece) else value for value in values), *self.per_rank.values()]
+
     def check_dtypes(self) -> None:
         """Refuse what no file can hold before anything is written.
 
@@ -234,8 +239,10 @@ def merged_state(states: Sequence[bytes]) -> bytes:
         ours["state"] = {**theirs["state"], **ours["state"]}
         if len(ours["groups"]) != len(theirs["groups"]):
             raise TypeError(f"ranks have {len(ours['groups'])} and {len(theirs['groups'])} parameter groups")
-        for group, more in zip(ours["groups"], theirs["groups"], strict=True):
-            group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
+        ours["groups"] = [
+            {**more, **group, "params": list(dict.fromkeys([*group["params"], *more["params"]]))}
+            for group, more in zip(ours["groups"], theirs["groups"], strict=True)
+        ]
     return json.dumps(merged, ensure_ascii=False, allow_nan=False).encode()
 
 

@@ -5,7 +5,6 @@ ranks have alike every host has all; a share that is a piece of the whole is of 
 may be others than those that wrote: a host was lost, came back, or comes for the first time.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,17 +128,6 @@ def collect(group: Group, place: Place, descriptors: Sequence[int], survey: Surv
     return checkpoint
 
 
-def brought_up(saved: SavedShare) -> Share:
-    """Return a share with what changes from step to step put in its place."""
-    state, newer = json.loads(saved.share.state or b"null"), json.loads(saved.state)
-    if state is not None:
-        state["extra"] = newer["extra"]
-        for group, values in zip(state["optimizer"]["groups"], newer["groups"], strict=True):
-            group.update(values)
-        saved.share.state = json.dumps(state).encode()
-    return saved.share
-
-
 def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
     for descriptor in descriptors:
         if any(map(found.is_of, held(descriptor))):
@@ -149,8 +137,8 @@ def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
 def _shares(saved: dict[int, SavedShare], world_size: int) -> list[Share]:
     """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is nobody's."""
     if any(one.is_spread for one in saved.values()):
-        return [brought_up(saved[rank]) for rank in range(world_size)]
-    whole = brought_up(next(one for _, one in sorted(saved.items()) if one.share.state))
+        return [saved[rank].share for rank in range(world_size)]
+    whole = next(one.share for _, one in sorted(saved.items()) if one.share.state)
     shares = []
     for rank in range(world_size):
         own = saved[rank].share if rank in saved else Share(rank=rank, parts={part: {} for part in PARTS}, per_rank={})

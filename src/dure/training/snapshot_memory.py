@@ -85,10 +85,10 @@ rank alone. Bits of one number."""
 
 
 class ShareLayout:
-    """What a rank's share consists of and where each tensor stands: the same from step to step."""
+    """Places of a share's tensors in a snapshot: usually the same from step to step."""
 
     def __init__(self, share: Share, *, is_spread: bool = False) -> None:
-        """Lay out a share; its tensors are copied from wherever they are each time it is written.
+        """Lay out a share.
 
         Args:
             share: What is written.
@@ -97,8 +97,8 @@ class ShareLayout:
         has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread
         self.kind = PIECES * (has_pieces or is_spread) + WHOLE * is_whole
-        self.tensors: list[Tensor] = []
         self.begins: list[int] = []
+        self.kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
         parts[_PER_RANK] = self._place_all(share.per_rank)
@@ -107,9 +107,12 @@ class ShareLayout:
             "is_spread": is_spread,
             "aliases": share.aliases,
             "parts": parts,
-            "state": share.state.decode(),
         }
         self.text = json.dumps(layout, ensure_ascii=False).encode()
+
+    def is_like(self, other: "ShareLayout") -> bool:
+        """Return whether another one has the same names, kinds and places."""
+        return self.text == other.text
 
     def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
         return {name: self._place(value) for name, value in tensors.items()}
@@ -117,8 +120,8 @@ class ShareLayout:
     def _place(self, value: Tensor | Piece) -> dict[str, Any]:
         tensor = value.tensor if isinstance(value, Piece) else value
         begin = _aligned(self.num_bytes)
-        self.tensors.append(tensor.detach())
         self.begins.append(begin)
+        self.kinds.append((tensor.dtype, tensor.shape))
         self.num_bytes = begin + tensor.numel() * tensor.element_size()
         placed: dict[str, Any] = {"dtype": DTYPE_NAMES[tensor.dtype], "sizes": list(tensor.shape), "begin": begin}
         if isinstance(value, Piece):
@@ -161,12 +164,20 @@ class SnapshotWriter:
         self._laid_out: list[ShareLayout | None] = [None] * num_places
         self._targets: list[list[Tensor]] = [[] for _ in range(num_places)]
 
-    def write(self, layout: ShareLayout, state: bytes, position: Position, trusted_samples: int | None = None) -> None:
+    def write(
+        self,
+        layout: ShareLayout,
+        tensors: list[Tensor],
+        state: bytes,
+        position: Position,
+        trusted_samples: int | None = None,
+    ) -> None:
         """Copy a share's tensors as they are now, over the older of the two snapshots.
 
         Args:
             layout: Of the share; passing the same object again is what makes this fast.
-            state: What changes from step to step beside the tensors.
+            tensors: In the order of the layout.
+            state: `Share.state`: everything that is no tensor.
             position: Where in the run this is.
             trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
         """
@@ -177,7 +188,8 @@ class SnapshotWriter:
         if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
             self._lay_out(place, layout, 2 * len(state))
             entry = self._entries[place]
-        torchcompat.copy_all(self._targets[place], layout.tensors)
+        with torch.no_grad():
+            torchcompat.copy_all(self._targets[place], tensors)
         self._memory[entry.state_begin : entry.state_begin + len(state)] = state
         self._entries[place] = entry._replace(
             is_whole=0,
@@ -224,8 +236,8 @@ class SnapshotWriter:
         self._put(place)
         self._memory[begin : begin + len(layout.text)] = layout.text
         self._targets[place] = [
-            _view(self._memory, entry.data_begin + at, tensor.dtype, tensor.shape)
-            for at, tensor in zip(layout.begins, layout.tensors, strict=True)
+            _view(self._memory, entry.data_begin + at, dtype, shape)
+            for at, (dtype, shape) in zip(layout.begins, layout.kinds, strict=True)
         ]
 
     def _map(self) -> None:
@@ -244,9 +256,7 @@ class SavedShare:
     """A rank's share of a snapshot, read back."""
 
     share: Share
-    """Its tensors of the model are views of the memory, valid until the next snapshot; the others are copies."""
-    state: bytes
-    """What the writer passed as `state`."""
+    """Its tensors are views of the memory, valid until the next snapshot."""
     is_spread: bool = False
 
 
@@ -304,7 +314,7 @@ def packed_share(descriptor: int, position: Position, round_number: int) -> tupl
 
 
 def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
-    """Read what `packed_share` gave; tensors of the model are views of `data`."""
+    """Read what `packed_share` gave; the tensors are views of `data`."""
     layout_bytes, state_begin, state_bytes, data_begin = numbers
     entry = _Entry(
         is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes, data_begin=data_begin
@@ -322,16 +332,14 @@ def _found(descriptor: int, position: Position, round_number: int | None) -> tup
 def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
     layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
 
-    def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:
+    def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
         tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
-        tensor = tensor.clone() if is_copied else tensor
         if "offsets" not in placed:
             return tensor
         return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
 
     read = {
-        part: {name: tensor_of(placed, is_copied=part != "model") for name, placed in tensors.items()}
-        for part, tensors in layout["parts"].items()
+        part: {name: tensor_of(placed) for name, placed in tensors.items()} for part, tensors in layout["parts"].items()
     }
     per_rank = {name: tensor for name, tensor in read[_PER_RANK].items() if isinstance(tensor, Tensor)}
     share = Share(
@@ -339,10 +347,9 @@ def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
         parts={part: read[part] for part in PARTS},
         per_rank=per_rank,
         aliases=layout["aliases"],
-        state=layout["state"].encode(),
+        state=bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes]),
     )
-    state = bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes])
-    return SavedShare(share=share, state=state, is_spread=layout["is_spread"])
+    return SavedShare(share=share, is_spread=layout["is_spread"])
 
 
 def _entry(memory: mmap.mmap, place: int) -> _Entry:

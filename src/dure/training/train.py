@@ -334,7 +334,7 @@ class Conductor:
         if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
             return
         few = min(2, session.eval_samples)
-        with kept_global_randomness():
+        with kept_global_randomness(*session.strategy.devices):
             metrics = evaluate(
                 session.task,
                 session.strategy,

@@ -4,7 +4,8 @@ Torch numbers parameters in the order in which the optimiser got them. Names sur
 and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,18 +73,22 @@ def optimizer_from_names(
     groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, whole)
     numbers = {name: number for number, name in names.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[Any, Any] = dict(data.get("shared_state", {}))
+    copies = _Copies()
+    others = {key: value for key, value in template["state"].items() if key not in names}
+    state: dict[Any, Any] = copies.of(dict(data.get("shared_state", {})), others)
     for key, value in data["state"].items():
         name = canonical.get(key)
         if name not in numbers and whole is not None:
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
-        state[numbers[name]] = _placed_like(parameters[name], value)
-    optimizer.load_state_dict({**data.get("other", {}), "state": state, "param_groups": groups})
+        state[numbers[name]] = copies.of_parameter(parameters[name], value)
+    other = copies.of(dict(data.get("other", {})), template)
+    groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
+    optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
     for number, value in state.items():
         if number in names:
-            _restore_dtypes(optimizer.state[parameters[names[number]]], value)
+            _restore_exactly(optimizer.state[parameters[names[number]]], value)
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -131,34 +136,59 @@ def _matching_groups(
     return matched
 
 
-def _placed_like(parameter: Tensor, value: Any) -> Any:
-    """Copy state, with the strides of its parameter where the shape is the same.
+class _Copies:
+    """Copies of saved state, in which tensors that were one stay one."""
 
-    A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has none.
-    """
-    if isinstance(value, Tensor):
-        if value.shape != parameter.shape:
-            return value.clone()
-        like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        fill(like, [whole(value)])
-        return like
-    if isinstance(value, Mapping):
-        return {
-            key: item.clone() if key == STEP_KEY and isinstance(item, Tensor) else _placed_like(parameter, item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)(_placed_like(parameter, item) for item in value)
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Tensor]] = {}
+        """Copies by the ids of their sources, which are kept alive."""
+
+    def of_parameter(self, parameter: Tensor, value: Any, key: Any = None) -> Any:
+        """Copy a parameter's state to its device, with its strides where the shape is the same.
+
+        A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
+        none.
+        """
+        if isinstance(value, Tensor):
+            return self._once(value, lambda: value.clone() if key == STEP_KEY else _placed_like(parameter, value))
+        return _mapped(value, lambda item, key: self.of_parameter(parameter, item, key))
+
+    def of(self, value: Any, now: Any = None) -> Any:
+        """Copy what belongs to no parameter, tensors to the devices of those that are there `now` in their places."""
+        if isinstance(value, Tensor):
+            device = now.device if isinstance(now, Tensor) else value.device
+            return self._once(value, lambda: value.to(device, copy=True))
+        found = now if isinstance(now, Mapping) else {}
+        return _mapped(value, lambda item, key: self.of(item, found.get(key)))
+
+    def _once(self, value: Tensor, copy: Callable[[], Tensor]) -> Tensor:
+        if id(value) not in self._made:
+            self._made[id(value)] = value, copy()
+        return self._made[id(value)][1]
+
+
+def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    fill(like, [whole(value)])
+    return like
+
+
+def _mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a dictionary, list or tuple of the same type with every item changed; anything else as it is."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, change(item, key)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(change(item, None) for item in value)
     return value
 
 
-def _restore_dtypes(loaded: Any, saved: Any) -> None:
-    """Undo torch's cast of loaded state to its parameter's dtype, which would round float32 state of bfloat16."""
-    if not isinstance(loaded, dict) or not isinstance(saved, Mapping):
-        return
-    for key, value in saved.items():
-        now = loaded.get(key)
-        if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype and key != STEP_KEY:
-            loaded[key] = value.to(device=now.device)
-        elif isinstance(value, Mapping):
-            _restore_dtypes(now, value)
+def _restore_exactly(loaded: Any, saved: Any) -> None:
+    """Undo what torch did to loaded state.
+
+    It casts tensors to their parameter's dtype, which would round float32 state of bfloat16, turns ordered dictionaries
+    into plain ones, and strings into the words for a generator. Only the step count is where it wants it.
+    """
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})

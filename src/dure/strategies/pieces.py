@@ -40,6 +40,15 @@ def as_piece(value: Any) -> "Tensor | Piece":
     return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
 
 
+def memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
+    """Return where a tensor lies and how it is seen, the same for two that are one; None for one without memory."""
+    tensor = value.tensor if isinstance(value, Piece) else value
+    if tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+        return None
+    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 def whole(tensor: Tensor) -> Piece:
     """Return a tensor as its own only piece."""
     return Piece(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))

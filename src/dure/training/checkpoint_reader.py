@@ -1,5 +1,6 @@
 """Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
 
+import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ class Checkpoint:
             if not weights_only:
                 entries = self.manifest.optimizer
                 decode(self._state["optimizer"], lambda name: self._pieces(name, entries[name])[0].tensor)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointDamaged(f"{STATE_NAME} is not what dure writes: {error!r}") from error
 
     @property
@@ -141,7 +142,9 @@ class Checkpoint:
     def optimizer(self) -> dict[str, Any]:
         """The optimiser's state by parameter names, its tensors whole and on the CPU."""
         entries = self.manifest.optimizer
-        return dict(decode(self._state["optimizer"], lambda name: assemble(self._pieces(name, entries[name]))))
+        # a tensor that stands in several places is one
+        tensor = functools.cache(lambda name: assemble(self._pieces(name, entries[name])))
+        return dict(decode(self._state["optimizer"], tensor))
 
     def per_rank(self, world_size: int) -> dict[str, Tensor] | None:
         """Return what the rank kept for itself, or None when the checkpoint is of another number of ranks."""

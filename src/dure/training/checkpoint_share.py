@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.strategies.pieces import Piece, as_piece, whole
+from dure.strategies.pieces import Piece, as_piece, memory_of, whole
 from dure.training.durable_files import Buffer, write_new_file
+from dure.training.kept_tensors import check_apart, check_kind
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
-from dure.training.safetensors_file import DTYPE_NAMES, check_dtype, file_buffers, lay_out
+from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
 from dure.training.snapshot import Snapshot
-from dure.training.state_tree import encode
+from dure.training.state_tree import NamedTensors, encode
 
 PARTS = ("model", "optimizer")
 STATE_NAME = "state.json"
@@ -85,16 +85,6 @@ class Share:
         """Return all tensors, part by part, and those of this rank alone at the end."""
         values = [value for tensors in self.parts.values() for value in tensors.values()]
         return [*(value.tensor if isinstance(value, Piece) else value for value in values), *self.per_rank.values()]
-
-    def check_dtypes(self) -> None:
-        """Refuse what no file can hold before anything is written.
-
-        Raises:
-            TypeError: A tensor has a dtype that safetensors does not know.
-        """
-        for tensors in self.files().values():
-            for name, value in tensors.items():
-                check_dtype(name, value.tensor if isinstance(value, Piece) else value)
 
     def most_bytes(self) -> int:
         """Return what this rank's files take at most; training waits, so they are not laid out for it."""
@@ -198,13 +188,13 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
     try:
         model, aliases, model_extra = _model_parts(snapshot.model)
         is_writer = rank == 0 or is_whole or snapshot.is_spread
-        optimizer: dict[str, Any] = {}
+        optimizer = NamedTensors()
         state = {
             "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
             "model_extra": model_extra,
             "extra": encode(snapshot.extra, "extra"),
         }
-        parts = {"model": model, "optimizer": {name: as_piece(value) for name, value in optimizer.items()}}
+        parts = {"model": model, "optimizer": dict(optimizer)}
         if snapshot.is_spread:
             parts = {
                 part: {name: _as_its_own_piece(v) for name, v in tensors.items()} for part, tensors in parts.items()
@@ -213,11 +203,13 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
         share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases, steady=snapshot.steady)
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
-        share.check_dtypes()
+        for name, value in [*model.items(), *parts["optimizer"].items(), *share.per_rank.items()]:
+            check_kind(name, value)
+        check_apart(parts["optimizer"], model)
     except TypeError as error:
         raise TaskInvalid(
             f"this run cannot be checkpointed: {error}; nothing is pickled, so a model's and an optimiser's state may"
-            " hold tensors, numbers, strings, lists, tuples and dictionaries"
+            " hold tensors, numbers, strings, lists, tuples and dictionaries, and nothing of a class derived from these"
         ) from error
     return share
 
@@ -260,17 +252,9 @@ def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | Piece], d
             extra[name] = encode(value, f"the model's {name}")
             continue
         piece = as_piece(value)
-        first = first_names.setdefault(_memory_of(piece) or name, name)
+        first = first_names.setdefault(memory_of(piece) or name, name)
         if first == name:
             tensors[name] = piece
         else:
             aliases[name] = first
     return tensors, aliases, extra
-
-
-def _memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
-    tensor = value.tensor if isinstance(value, Piece) else value
-    if tensor.numel() == 0 or tensor.layout != torch.strided:
-        return None
-    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)

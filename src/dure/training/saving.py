@@ -124,14 +124,19 @@ class Saver:
         """Get the memory for copies early, beside the next steps: new pages cost more than the copying itself.
 
         To be called once, after a first step, when the optimiser has its state.
+
+        Raises:
+            TaskInvalid: No checkpoint could hold the state: better now than at the end of the run.
         """
         session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
+        if not session.strategy.is_in_step:
+            return
+        share = share_of(captured(session, self.progression), session.group.rank)
         epoch_samples = session.order.epoch_samples
         until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint_every_samples or epoch_samples)
         is_soon = spec.checkpoint_every_minutes is not None or until_next < session.total_samples - seen
-        if self.copies is None or not is_soon or not session.strategy.is_in_step:
+        if self.copies is None or not is_soon:
             return
-        share = share_of(captured(session, self.progression), session.group.rank)
         on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size
         if on_this_host <= MOST_OF_MEMORY * psutil.virtual_memory().available:
             self.copies.prepare(share)

@@ -16,6 +16,7 @@ from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.pieces import Needs, Piece, rectangles
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
@@ -105,12 +106,18 @@ class StateSource(Protocol):
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
     def load_optimizer(
-        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        whole: Sequence[Collection[str]] | None = None,
+        cuts: Mapping[str, Piece] | None = None,
+        has_state: bool = True,
     ) -> None: ...
 
     @property
-    def optimizer(self) -> Mapping[str, Any]:
-        """The saved `StrategyState.optimizer`, its tensors whole and on the CPU."""
+    def own(self) -> Mapping[str, Any]:
+        """The saved `StrategyState.optimizer["own"]`, its tensors whole and on the CPU; nothing if there was none."""
 
     @property
     def position(self) -> "SavedPosition":
@@ -331,6 +338,13 @@ class Strategy(ABC):
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return which part of a checkpoint `load_state_dict` takes up on this rank: nothing else is read."""
+        return Needs(
+            model=rectangles(self.model.state_dict().items()),
+            optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
+        )
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return what this rank alone must keep to go on as if never interrupted, beside weights and optimiser."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.pieces import fill, whole
+from dure.strategies.pieces import Piece, SavedTensor, piece_of
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""
@@ -53,15 +53,22 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def optimizer_from_names(
-    model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], *, whole: Sequence[Collection[str]] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Mapping[str, Any],
+    *,
+    whole: Sequence[Collection[str]] | None = None,
+    cuts: Mapping[str, Piece] | None = None,
 ) -> None:
     """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
 
     Args:
         model: The model itself, not wrapped.
         optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
-        data: The saved state; its tensors may be on any device and are copied.
+        data: The saved state; its tensors, `SavedTensor`s among them, may be on any device. They are copied, and let go
+            one by one.
         whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is left out.
+        cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
 
     Raises:
         CheckpointMismatch: The groups are not the saved ones.
@@ -82,7 +89,8 @@ def optimizer_from_names(
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
-        state[numbers[name]] = copies.of_parameter(parameters[name], value)
+        place = piece_of(parameters[name]) if cuts is None else cuts[name]
+        state[numbers[name]] = copies.of_parameter(parameters[name], place, value)
     other = copies.of(dict(data.get("other", {})), template)
     groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
     optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
@@ -143,35 +151,48 @@ class _Copies:
         self._made: dict[int, tuple[Any, Tensor]] = {}
         """Copies by the ids of their sources, which are kept alive."""
 
-    def of_parameter(self, parameter: Tensor, value: Any, key: Any = None) -> Any:
+    def of_parameter(self, parameter: Tensor, place: Piece, value: Any, key: Any = None) -> Any:
         """Copy a parameter's state to its device, with its strides where the shape is the same.
 
         A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
         none.
+
+        Args:
+            parameter: Whose state it is.
+            place: Which piece of the saved parameter it is.
+            value: The state, or a part of it.
+            key: Under which it stands there.
         """
-        if isinstance(value, Tensor):
-            return self._once(value, lambda: value.clone() if key == STEP_KEY else _placed_like(parameter, value))
-        return _mapped(value, lambda item, key: self.of_parameter(parameter, item, key))
+        if not isinstance(value, Tensor | SavedTensor):
+            return _mapped(value, lambda item, key: self.of_parameter(parameter, place, item, key))
+        if tuple(value.shape) == place.shape and key != STEP_KEY:
+            return self._once(value, lambda saved: _placed_like(parameter, place, saved))
+        device = torch.device("cpu") if key == STEP_KEY else parameter.device
+        return self._once(value, lambda saved: saved.whole().to(device, copy=True))
 
     def of(self, value: Any, now: Any = None) -> Any:
         """Copy what belongs to no parameter, tensors to the devices of those that are there `now` in their places."""
-        if isinstance(value, Tensor):
-            device = now.device if isinstance(now, Tensor) else value.device
-            return self._once(value, lambda: value.to(device, copy=True))
+        if isinstance(value, Tensor | SavedTensor):
+            device = now.device if isinstance(now, Tensor) else torch.device("cpu")
+            return self._once(value, lambda saved: saved.whole().to(device, copy=True))
         found = now if isinstance(now, Mapping) else {}
         return _mapped(value, lambda item, key: self.of(item, found.get(key)))
 
-    def _once(self, value: Tensor, copy: Callable[[], Tensor]) -> Tensor:
+    def _once(self, value: Tensor | SavedTensor, copy: Callable[[SavedTensor], Tensor]) -> Tensor:
         if id(value) not in self._made:
-            self._made[id(value)] = value, copy()
+            saved = value if isinstance(value, SavedTensor) else _as_saved(value)
+            self._made[id(value)] = value, copy(saved)
+            saved.release()
         return self._made[id(value)][1]
 
 
-def _placed_like(parameter: Tensor, value: Tensor) -> Tensor:
-    if value.shape != parameter.shape:
-        return value.to(parameter.device, copy=True)
-    like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-    fill(like, [whole(value)])
+def _as_saved(value: Tensor) -> SavedTensor:
+    return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), pieces=[piece_of(value)])
+
+
+def _placed_like(parameter: Tensor, place: Piece, saved: SavedTensor) -> Tensor:
+    like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    saved.fill(piece_of(like).tensor, place.rectangle)
     return like
 
 

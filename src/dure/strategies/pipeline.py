@@ -24,6 +24,7 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_cut import decide
 from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
@@ -357,6 +358,10 @@ class Pipeline(ReducedFacts):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
 
     def close(self) -> None:
         """Let go of the schedules, which hold process groups."""

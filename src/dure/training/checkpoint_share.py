@@ -11,6 +11,7 @@ from torch import Tensor
 from dure.errors import TaskInvalid
 from dure.strategies.pieces import Piece, as_piece, memory_of, whole
 from dure.training.durable_files import Buffer, write_new_file
+from dure.training.finite_check import FiniteCheck
 from dure.training.kept_tensors import check_apart, check_kind
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
 from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
@@ -50,6 +51,9 @@ class Share:
     state: bytes = b""
     """The JSON of everything that is no tensor; rank 0 writes it."""
     steady: frozenset[str] = frozenset()
+    """As a `Snapshot` has it."""
+
+    finite: frozenset[str] = frozenset()
     """As a `Snapshot` has it."""
 
     def pieces(self) -> PieceTable:
@@ -99,17 +103,24 @@ class Share:
     def write(self, directory: Path, between: Callable[[], None]) -> dict[str, FileEntry]:
         """Write this rank's files, each forced to the disk, and return their sizes and hashes.
 
+        Parameters are looked at while they are hashed: from weights that are not finite no run can go on.
+
         Args:
             directory: Where to.
             between: Called after every few megabytes; what it raises ends the writing.
 
         Raises:
             DiskFull: There is no room.
+            WeightsNotFinite: A parameter is not finite; named.
         """
         written = {}
+        model = part_file_name("model", self.rank)
         for name, mixed in self.files().items():
             tensors, offsets = _split(mixed)
-            buffers = _in_turns(file_buffers(tensors, lay_out(tensors, offsets)), between)
+            layout = lay_out(tensors, offsets)
+            check = FiniteCheck({n: tensors[n].dtype for n in self.finite & tensors.keys()} if name == model else {})
+            names = [None, *(tensor for tensor in layout.order if tensors[tensor].numel())]
+            buffers = _in_turns(zip(names, file_buffers(tensors, layout), strict=True), check, between)
             size, digest = write_new_file(directory / name, buffers)
             written[name] = FileEntry(num_bytes=size, sha256=digest)
         if self.rank == 0:
@@ -147,12 +158,16 @@ def _split(mixed: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Tensor], dict
     return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, Piece)}
 
 
-def _in_turns(buffers: Iterable[Buffer], between: Callable[[], None]) -> Iterator[Buffer]:
+def _in_turns(
+    buffers: Iterable[tuple[str | None, Buffer]], check: FiniteCheck, between: Callable[[], None]
+) -> Iterator[Buffer]:
     """Cut buffers, so that what was hashed is still near when it is written, and a thread can be stopped."""
-    for buffer in buffers:
+    for name, buffer in buffers:
         view = memoryview(buffer)
         for begin in range(0, len(view), TURN_BYTES):
-            yield view[begin : begin + TURN_BYTES]
+            turn = view[begin : begin + TURN_BYTES]
+            check(name, turn)
+            yield turn
             between()
 
 
@@ -201,7 +216,14 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
             }
         elif not is_writer:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
-        share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases, steady=snapshot.steady)
+        share = Share(
+            rank=rank,
+            parts=parts,
+            per_rank=dict(snapshot.per_rank),
+            aliases=aliases,
+            steady=snapshot.steady,
+            finite=snapshot.finite,
+        )
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
         for name, value in [*model.items(), *parts["optimizer"].items(), *share.per_rank.items()]:
             check_kind(name, value)

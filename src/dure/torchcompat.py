@@ -12,6 +12,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -437,10 +438,27 @@ def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
     """Copy tensors into others of the same shapes, in as few calls as devices and dtypes allow (private in torch)."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def pin_host_memory(address: int, num_bytes: int) -> bool:
+    """Lock pages of the host, so that CUDA copies into them while the host goes on; return whether it could be done.
+
+    `pin_memory` allocates memory of its own; this is for memory that is there already.
+    """
+    is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+    if not is_pinned:
+        with suppress(RuntimeError):  # the refusal is kept until the next kernel, which would raise it
+            torch.zeros((), device="cuda")
+    return is_pinned
+
+
+def unpin_host_memory(address: int) -> None:
+    """Undo `pin_host_memory`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def default_generator(device: torch.device) -> Generator:

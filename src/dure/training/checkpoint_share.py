@@ -79,6 +79,15 @@ class Share:
                 if name not in pieces[part]:
                     del tensors[name]
 
+    def steadiness(self) -> list[bool]:
+        """Return of each of `tensors` whether it changes in the optimiser's step only."""
+        steady = [
+            name in self.steady if part == "model" else bool(self.steady)
+            for part, tensors in self.parts.items()
+            for name in tensors
+        ]
+        return [*steady, *(False for _ in self.per_rank)]
+
     def files(self) -> dict[str, dict[str, Tensor | Piece]]:
         """Return the tensors of each safetensors file."""
         files = {part_file_name(part, self.rank): tensors for part, tensors in self.parts.items()}

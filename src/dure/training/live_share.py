@@ -29,6 +29,8 @@ class LiveShare:
     """Names and places of the tensors; the same object as long as they stay."""
     tensors: list[Tensor]
     """The tensors as they are now, in the order of the layout."""
+    steady: list[bool]
+    """Which of them change in the optimiser's step only."""
     state: bytes
     """`Share.state`: everything that is no tensor, as it is now."""
 
@@ -65,7 +67,7 @@ class LiveShare:
         share.per_rank = {**own, **own_buffers(session)}
         layout = ShareLayout(share, is_spread=snapshot.is_spread)
         self.layout = before if before is not None and layout.is_like(before) else layout
-        self.tensors, self.state = share.tensors(), share.state
+        self.tensors, self.steady, self.state = share.tensors(), share.steadiness(), share.state
         self._own_kinds = _kinds(own)
         self._own_begin = len(self.tensors) - len(share.per_rank)
         self._watch = StateWatch(strategy.model, strategy.stepped, strategy.optimizer.param_groups)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import psutil
+from torch import Tensor
 
+from dure.measure.checksum import checksum
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of
+from dure.training.device_copies import can_copy_beside
 from dure.training.live_share import LiveShare, restore_own_buffers
 from dure.training.session import Session
 from dure.training.session_state import Progression, restore
@@ -71,7 +74,10 @@ class MemorySaver:
         self._warn = warn
         self.session = session
         self.progression = progression
-        self.every = every or 1
+        self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
+        """Steps between two, at least, if nothing else is asked for. What is copied beside a step is whole in the next
+        one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
+        self.every = every or self._least
         self._is_given = every is not None
         self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
         self._place = session.place
@@ -84,7 +90,13 @@ class MemorySaver:
         self._steps = 0
         self._next_agreement = _FIRST_AGREEMENT
         self._seconds: list[float] = []
-        self._begun = 0.0
+        """That snapshots took since ranks agreed last, …"""
+        self._step_seconds: list[float] = []
+        """… and steps."""
+        self._is_beside: bool | None = None
+        """Whether tensors on devices are copied beside the next forward and backward; None before the first."""
+        self._watched: tuple[list[Tensor], int] | None = None
+        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
 
     def is_due(self) -> bool:
         """Whether this boundary is one for a snapshot; to be asked once at each.
@@ -122,14 +134,16 @@ class MemorySaver:
         return False
 
     def _agree(self) -> None:
-        step_seconds = (time.perf_counter() - self._begun - sum(self._seconds)) / max(self._steps - 1, 1)
-        mine = [median(self._seconds), step_seconds] if self._seconds else [0.0, 1.0]
-        said = self.session.group.all_gather_json(mine)
-        cost, step = max(one[0] for one in said), max(min(one[1] for one in said), 1e-6)
-        self.every = steps_between(cost, step)
+        cost = median(self._seconds) if self._seconds else 0.0
+        step = median(self._step_seconds) if self._step_seconds else 1.0
+        if self.every == 1:
+            step = max(step - cost, step / 10)  # it is a part of each
+        said = self.session.group.all_gather_json([cost, step])
+        self.every = max(self._least, steps_between(max(one[0] for one in said), min(one[1] for one in said)))
         self._next_agreement *= 4
         self._seconds.clear()
-        self._begun, self._steps = time.perf_counter(), 0
+        self._step_seconds.clear()
+        self._steps = 0
 
     def take(self, settle: Callable[[], None]) -> None:
         """Take a snapshot of this position.
@@ -139,7 +153,6 @@ class MemorySaver:
         """
         settle()
         begun = time.perf_counter()
-        self._begun = self._begun or begun
         now, session = self.progression, self.session
         if self._writer is None:
             rank = session.group.rank
@@ -151,8 +164,45 @@ class MemorySaver:
             samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
         )
         trusted = None if self._trusted_samples is None else self._trusted_samples()
-        self._writer.write(self._share.layout, self._share.tensors, self._share.state, position, trusted)
+        share = self._share
+        if self._is_beside is None:
+            self._watch(share)
+        steady = None
+        if self.every > 1:
+            steady = share.steady if self._is_beside else [False] * len(share.tensors)
+        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady)
         self._seconds.append(time.perf_counter() - begun)
+
+    def _watch(self, share: LiveShare) -> None:
+        """Note what is said to change in the optimiser's step only, where copies beside training depend on that."""
+        self._is_beside = False
+        steady = zip(share.tensors, share.steady, strict=True)
+        watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]
+        self._watched = (watched, checksum(watched)) if watched else None
+
+    def before_change(self) -> float:
+        """Be done with copying what the optimiser's step is about to change; return the seconds that took.
+
+        To be called between each step's forward and backward and its optimiser. In the first after a snapshot what is
+        said to change in the optimiser's step only is looked at: a task may change weights by itself, in its loss.
+        """
+        if self._watched is None and (self._writer is None or self._writer.is_complete):
+            return 0.0
+        begun = time.perf_counter()
+        if self._watched is not None:
+            watched, before = self._watched
+            self._is_beside, self._watched = checksum(watched) == before, None
+        if self._writer is not None and not self._writer.complete():
+            self._is_beside = False  # that one is lost, and the others wait
+        waited = time.perf_counter() - begun
+        if self._seconds:
+            self._seconds[-1] += waited
+        return waited
+
+    def note(self, step_seconds: float) -> None:
+        """Take in how long a step has lasted."""
+        if self._descriptors and not self._is_given:
+            self._step_seconds.append(step_seconds)
 
     # taking one up
 

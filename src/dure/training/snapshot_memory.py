@@ -22,6 +22,7 @@ from torch import Tensor
 from dure import torchcompat
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_share import PARTS, Share
+from dure.training.device_copies import DeviceCopies, can_copy_beside
 from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.snapshot import Position
 
@@ -150,9 +151,14 @@ class SnapshotWriter:
         """
         self._descriptor = descriptor
         self._origin = origin or Origin()
+        self._copies = DeviceCopies()
+        self._copied: int | None = None
+        """The place whose tensors are being copied from accelerators."""
+        self._is_pinned: bool | None = None
+        """Whether the memory is pinned; None if that was not tried."""
         if os.fstat(descriptor).st_size < _HEADER_BYTES:
             os.ftruncate(descriptor, _HEADER_BYTES)
-        self._map()
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._entries = [_entry(self._memory, place) for place in range(num_places)]
         self._whole: dict[int, int] = {}
         """Samples seen by the whole snapshots, by their places."""
@@ -171,6 +177,7 @@ class SnapshotWriter:
         state: bytes,
         position: Position,
         trusted_samples: int | None = None,
+        steady: Sequence[bool] | None = None,
     ) -> None:
         """Copy a share's tensors as they are now, over the older of the two snapshots.
 
@@ -180,7 +187,10 @@ class SnapshotWriter:
             state: `Share.state`: everything that is no tensor.
             position: Where in the run this is.
             trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
+            steady: Which of the tensors change only after `complete`, so that they are copied meanwhile if they are on
+                an accelerator. None: all is copied when this returns.
         """
+        self.complete()
         place = self._place(trusted_samples)
         entry = self._entries[place]
         self._whole.pop(place, None)
@@ -188,8 +198,7 @@ class SnapshotWriter:
         if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
             self._lay_out(place, layout, 2 * len(state))
             entry = self._entries[place]
-        with torch.no_grad():
-            torchcompat.copy_all(self._targets[place], tensors)
+        self._copy(place, tensors, steady)
         self._memory[entry.state_begin : entry.state_begin + len(state)] = state
         self._entries[place] = entry._replace(
             is_whole=0,
@@ -203,8 +212,40 @@ class SnapshotWriter:
             kind=layout.kind,
         )
         self._put(place)
-        self._mark(place, is_whole=1)
-        self._whole[place] = position.samples_seen
+        self._copied = place
+        if steady is None or self._copies.is_complete:
+            self.complete()
+
+    def complete(self) -> bool:
+        """Let the snapshot be whole that is being written; return whether its tensors stayed as they were.
+
+        If they did not, it is none.
+        """
+        place, self._copied = self._copied, None
+        if place is None:
+            return True
+        is_same = self._copies.complete()
+        if is_same:
+            self._mark(place, is_whole=1)
+            self._whole[place] = self._entries[place].samples_seen
+        return is_same
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tensors may change."""
+        return self._copied is None
+
+    def _copy(self, place: int, tensors: list[Tensor], steady: Sequence[bool] | None) -> None:
+        targets = self._targets[place]
+        away = [number for number, tensor in enumerate(tensors) if can_copy_beside(tensor)]
+        if away:
+            self._pin()
+            flags = [False if steady is None else steady[number] for number in away]
+            self._copies.begin([targets[number] for number in away], [tensors[number] for number in away], flags)
+            here = sorted({*range(len(tensors))} - {*away})
+            targets, tensors = [targets[number] for number in here], [tensors[number] for number in here]
+        with torch.no_grad():
+            torchcompat.copy_all(targets, tensors)
 
     def _place(self, trusted_samples: int | None) -> int:
         """Choose what to write over: what is not whole, or the oldest that need not stay."""
@@ -223,7 +264,7 @@ class SnapshotWriter:
             # a new place at the end: the other one must stay as it is
             begin, room = _aligned(os.fstat(self._descriptor).st_size), needed
             os.ftruncate(self._descriptor, begin + room)
-            self._map()
+            self._map_again()
         entry = _Entry(
             is_whole=0,
             begin=begin,
@@ -235,14 +276,31 @@ class SnapshotWriter:
         self._entries[place], self._laid_out[place] = entry, layout
         self._put(place)
         self._memory[begin : begin + len(layout.text)] = layout.text
-        self._targets[place] = [
-            _view(self._memory, entry.data_begin + at, dtype, shape)
+        self._targets[place] = self._views(place)
+
+    def _views(self, place: int) -> list[Tensor]:
+        layout, begin = self._laid_out[place], self._entries[place].data_begin
+        if layout is None:
+            return []
+        return [
+            _view(self._memory, begin + at, dtype, shape)
             for at, (dtype, shape) in zip(layout.begins, layout.kinds, strict=True)
         ]
 
-    def _map(self) -> None:
-        # an older map stays where views of it do
+    def _map_again(self) -> None:
+        if self._is_pinned:
+            torchcompat.unpin_host_memory(self._address())
+        self._is_pinned = None
         self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+        self._targets = [self._views(place) for place in range(len(self._targets))]
+
+    def _pin(self) -> None:
+        """Lock the memory, once: copies into other memory would hold the host up."""
+        if self._is_pinned is None:
+            self._is_pinned = torchcompat.pin_host_memory(self._address(), len(self._memory))
+
+    def _address(self) -> int:
+        return _view(self._memory, 0, torch.uint8, [1]).data_ptr()
 
     def _put(self, place: int) -> None:
         self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = _ENTRY.pack(*self._entries[place])

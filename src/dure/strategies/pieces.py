@@ -64,6 +64,10 @@ class Piece:
         """The part of the whole tensor that this is."""
         return Rectangle(self.offsets, tuple(self.tensor.shape))
 
+    def cut(self, part: Rectangle) -> "Piece":
+        """Return a copy of a part of the whole tensor that lies in this piece."""
+        return Piece(tensor=self.tensor[part.within(self.rectangle)].clone(), offsets=part.offsets, shape=self.shape)
+
 
 def as_piece(value: Any) -> "Tensor | Piece":
     """Return a `DTensor` as the piece of it that this rank has; anything else as it is.

@@ -112,6 +112,23 @@ class Checkpoint:
             raise _named(error, path.name) from error
         return cls(path.name, manifest, state, held, own)
 
+    def take_in(self, share: Share, needs: Needs) -> None:
+        """Put what is needed of a share in the place of tensors without memory, as copies.
+
+        Args:
+            share: One of those that the checkpoint was made of.
+            needs: What the rank takes up.
+        """
+        wanted = wanted_parts(self.manifest, self._state, needs)
+        for part, tensors in share.parts.items():
+            for name, value in tensors.items():
+                piece, pieces = piece_of(value), self._held[part].get(name, [])
+                missing = [n for n, one in enumerate(pieces) if one.tensor.is_meta and one.rectangle == piece.rectangle]
+                for number in missing:
+                    needed = wanted[part].get(name)
+                    common = None if needed is None else piece.rectangle.overlap(needed)
+                    pieces[number : number + 1] = [] if common is None else [piece.cut(common)]
+
     @property
     def position(self) -> Position:
         """Where in the run it stands."""

@@ -246,7 +246,8 @@ class MemorySaver:
         if self._survey is None:
             checkpoint = self._read(found.position)
         else:
-            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found)
+            needs = self.session.strategy.needs()
+            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found, needs)
             self.must_take = not self._survey.is_everybodys(found)
         restore(self.session, self.progression, checkpoint)
         restore_own_buffers(self.session, checkpoint.per_rank(self.session.group.world_size) or {})

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -355,29 +356,34 @@ def forget_after(descriptor: int, samples_seen: int) -> None:
 def read_share(descriptor: int, position: Position, round_number: int | None = None) -> SavedShare:
     """Read a rank's share of a snapshot that `positions` or `held` has named."""
     memory, entry = _found(descriptor, position, round_number)
-    return _parsed(memory, entry)
+    return _parsed(memory, entry, memory)
 
 
-def packed_share(descriptor: int, position: Position, round_number: int) -> tuple[list[int], bytes]:
-    """Return a rank's share as bytes, for another host, and the numbers by which it is read there."""
+class Packed(NamedTuple):
+    """A rank's share as bytes, for another host."""
+
+    numbers: list[int]
+    """By which it is read there."""
+    head: bytes
+    """All but the tensors."""
+    data: bytes
+
+
+def packed_share(descriptor: int, position: Position, round_number: int) -> Packed:
+    """Return a rank's share of a snapshot that `held` has named, for another host."""
     memory, entry = _found(descriptor, position, round_number)
     with memory:
-        data = memory[entry.begin : entry.begin + entry.num_bytes]
-    return [
-        entry.layout_bytes,
-        entry.state_begin - entry.begin,
-        entry.state_bytes,
-        entry.data_begin - entry.begin,
-    ], data
+        head, data = (
+            memory[begin:end] for begin, end in pairwise((entry.begin, entry.data_begin, entry.begin + entry.num_bytes))
+        )
+    return Packed([entry.layout_bytes, entry.state_begin - entry.begin, entry.state_bytes], head, data)
 
 
-def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
-    """Read what `packed_share` gave; the tensors are views of `data`."""
-    layout_bytes, state_begin, state_bytes, data_begin = numbers
-    entry = _Entry(
-        is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes, data_begin=data_begin
-    )
-    return _parsed(data, entry)
+def unpacked_share(numbers: Sequence[int], head: bytes, data: bytearray | None) -> SavedShare:
+    """Read what `packed_share` gave; the tensors are views of `data`, or of no memory as long as that is not there."""
+    layout_bytes, state_begin, state_bytes = numbers
+    entry = _Entry(is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes)
+    return _parsed(head, entry, data)
 
 
 def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, _Entry]:
@@ -387,11 +393,15 @@ def _found(descriptor: int, position: Position, round_number: int | None) -> tup
     return memory, entry
 
 
-def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
+def _parsed(memory: "mmap.mmap | bytes", entry: _Entry, data: "mmap.mmap | bytearray | None") -> SavedShare:
     layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
 
     def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
-        tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
+        dtype, sizes = DTYPES[placed["dtype"]], placed["sizes"]
+        if data is None:
+            tensor = torch.empty(sizes, dtype=dtype, device="meta")
+        else:
+            tensor = _view(data, entry.data_begin + placed["begin"], dtype, sizes)
         if "offsets" not in placed:
             return tensor
         return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))

@@ -21,6 +21,7 @@ from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.pieces import Needs, Piece, rectangles
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
@@ -114,12 +115,18 @@ class StateSource(Protocol):
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
     def load_optimizer(
-        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        whole: Sequence[Collection[str]] | None = None,
+        cuts: Mapping[str, Piece] | None = None,
+        has_state: bool = True,
     ) -> None: ...
 
     @property
-    def optimizer(self) -> Mapping[str, Any]:
-        """The saved `StrategyState.optimizer`, its tensors whole and on the CPU."""
+    def own(self) -> Mapping[str, Any]:
+        """The saved `StrategyState.optimizer["own"]`, its tensors whole and on the CPU; nothing if there was none."""
 
     @property
     def position(self) -> "SavedPosition":
@@ -323,6 +330,18 @@ class Strategy(ABC):
         """Return weights and optimiser state; valid until the next step."""
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
 
+    def own_state(self) -> StrategyState:
+        """Return this rank's part of `state_dict`, without exchanging anything: for a snapshot in memory.
+
+        What other ranks know better is left out. The same groups of all ranks are brought together when it is read.
+        """
+        return self.state_dict()
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser whose `state` this rank keeps; that of `optimizer` unless it is divided."""
+        return self.optimizer
+
     def steady_names(self) -> frozenset[str]:
         """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
 
@@ -337,6 +356,13 @@ class Strategy(ABC):
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return which part of a checkpoint `load_state_dict` takes up on this rank: nothing else is read."""
+        return Needs(
+            model=rectangles(self.model.state_dict().items()),
+            optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
+        )
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return what this rank alone must keep to go on as if never interrupted, beside weights and optimiser."""

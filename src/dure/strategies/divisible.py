@@ -50,7 +50,7 @@ def _try(optimizer: Optimizer, find_reason: "Callable[[_Trial], str | None]") ->
     trial = _Trial(optimizer)
     before = dict(vars(optimizer))
     try:
-        with kept_global_randomness(), torch.enable_grad():
+        with kept_global_randomness(*trial.devices), torch.enable_grad():
             return find_reason(trial)
     finally:
         vars(optimizer).clear()
@@ -65,6 +65,7 @@ class _Trial:
         self._groups = list(optimizer.param_groups)
         chosen = [[p for p in group["params"] if p.requires_grad][:_PER_GROUP] for group in self._groups]
         self._parameters = [parameter for group in chosen for parameter in group]
+        self.devices = [parameter.device for parameter in self._parameters]
         self._group_of = [index for index, group in enumerate(chosen) for _ in group]
         self._states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
         generator = torch.Generator().manual_seed(0)

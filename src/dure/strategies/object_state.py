@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -329,15 +329,6 @@ def _with_arrays(state: Any) -> Any:
     if state.keys() == {"array", "dtype"}:
         return np.array(state["array"], dtype=state["dtype"])
     return {key: _with_arrays(value) for key, value in state.items()}
-
-
-def global_states() -> list[Any]:
-    """Return the states of the global generators of Python, NumPy and torch, to be compared."""
-    _, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
-    states = [random.getstate(), keys.tobytes(), *rest, torch.default_generator.get_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
-    return states
 
 
 def used_globals(cls: type) -> dict[str, object]:

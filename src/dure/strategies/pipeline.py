@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
+from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
@@ -24,8 +25,9 @@ from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
 from dure.strategies.parameter_watch import Freezing
+from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_cut import decide
-from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
+from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.pipeline_sweep import Sweeps
@@ -243,11 +245,11 @@ class Pipeline(ReducedFacts):
 
         here = GeneratorStates.now(self.device)
         assert call.states is not None
-        call.states.put_back(self.device)
+        call.states.put_back()
         try:
             term = self.loss_term(StandIn(self.model, answer), call.microbatch, self._global_samples)
         finally:
-            here.put_back(self.device)
+            here.put_back()
         self._found[index] = term
         return self.precision.scale(term.root).double()
 
@@ -367,6 +369,10 @@ class Pipeline(ReducedFacts):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
 
     def close(self) -> None:
         """Let go of the schedules, which hold process groups."""

@@ -26,6 +26,7 @@ from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
 from dure.strategies.parameter_watch import Freezing
+from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
@@ -350,6 +351,10 @@ class RpcModel(ReducedFacts):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
 
     def close(self) -> None:
         """Let go of what is referred to elsewhere, and end the agent together with the others."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dure.data.randomness import kept_global_randomness, seed_for_sample
-from dure.strategies.object_state import ObjectState, global_states
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.object_state import ObjectState
 
 
 class Trial:
@@ -52,10 +52,11 @@ class Trial:
         """Note everything."""
         model = self._model
         self._stack = ExitStack()
-        self._stack.enter_context(kept_global_randomness())
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._stack.enter_context(kept_global_randomness(self._device))
         if self._seed is not None:
-            seed_for_sample(self._seed, 0, 0)
-        self._generators = global_states()
+            seed_draws(self._device, self._seed, 0)
+        self._generators = GeneratorStates.now(self._device)
         self._modules = [(module, _registered(module)) for module in model.modules()]
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
@@ -75,7 +76,9 @@ class Trial:
     ) -> None:
         """Say what changed, and put it back."""
         with torch.no_grad():
-            self.has_drawn = global_states() != self._generators or bool(self._plain.drawn())
+            self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(
+                self._plain.drawn()
+            )
             self.state = self._plain.changed()
             self.parameters = [
                 name

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.errors import DataInvalid, TaskInvalid
 from dure.measure.records import Metric
 from dure.measure.sums import Sum
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
-from dure.strategies.object_state import global_states
-from dure.strategies.pipeline_draws import kept_draws, seed_draws
 from dure.strategies.replicas import DeviceThreads
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.task import Task
@@ -65,8 +64,7 @@ def evaluate(
     modes = [(module, module.training) for model in models for module in model.modules()]
     devices = strategy.devices[: len(models)]
     with ExitStack() as stack:
-        for device in dict.fromkeys(devices):
-            stack.enter_context(kept_draws(device))
+        stack.enter_context(kept_global_randomness(*devices))
         for module, mode in modes:
             stack.callback(setattr, module, "training", mode)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
@@ -123,9 +121,9 @@ class _SeededCalls:
             seed_draws(device, self._seed, number)
             if not self._is_first:
                 return call()
-            before = global_states()
+            before = GeneratorStates.now(device)
             result = call()
-            drew.append(global_states() != before)
+            drew.append(not GeneratorStates.now(device).is_same_as(before))
             return result
 
         threads = self._together or self._one_by_one

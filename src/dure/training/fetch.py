@@ -13,12 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dure.data import TensorData
-from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_batch, seed_for_sample
+from dure.data.randomness import GeneratorStates, at_epoch, kept_global_randomness, seed_for_batch, seed_for_sample
 from dure.errors import DataInvalid
 from dure.lifeline import die_with_parent
 from dure.stopping import STOP_SIGNALS
 from dure.strategies.batches import map_tensors, to_device
-from dure.strategies.object_state import global_states
 from dure.training.task import Task
 
 NO_BATCH = object()
@@ -124,10 +123,9 @@ class SampleFetch(Dataset[Any]):
                 return self.collate(samples)
         with kept_global_randomness(), _naming("collating", indices):
             seed_for_batch(self.seed, epoch, indices)
-            is_probed = self._is_probed()
-            before = global_states() if is_probed else []
+            before = GeneratorStates.now() if self._is_probed() else None
             batch = self.collate(samples)
-            if is_probed and global_states() != before:
+            if before is not None and not GeneratorStates.now().is_same_as(before):
                 self.has_collate_drawn = True
             return batch
 

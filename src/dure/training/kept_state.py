@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dure.errors import CheckpointMismatch
 from dure.strategies.object_state import ObjectState, used_globals
 from dure.training.kept_objects import CannotKeep, kept, restored
-from dure.training.state_tree import decode, encode
+from dure.training.state_tree import NamedTensors, decode, encode
 from dure.training.task import Task
 
 PREFIX = "kept."
@@ -76,12 +76,12 @@ class KeptState:
                 state[path] = self._kept(owner, name, path)
             except CannotKeep as error:
                 self.lost[path] = str(error)
-        found: dict[str, Tensor] = {}
+        found = NamedTensors()
         text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
         # of a length that seldom changes, so that snapshots need not be laid out anew for every digit
         room = 1 << (len(text) - 1).bit_length()
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
-        return {_TREE: tree, **{f"{PREFIX}{name}": tensor for name, tensor in found.items()}}
+        return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
 
     def _kept(self, owner: str, name: str, path: str) -> Any:
         values = self._globals if owner == "globals" else vars(self._owners[owner])

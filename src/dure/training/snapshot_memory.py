@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from dure import torchcompat
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_share import PARTS, Share
+from dure.training.device_copies import DeviceCopies, can_copy_beside
 from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.snapshot import Position
 
@@ -85,10 +87,10 @@ rank alone. Bits of one number."""
 
 
 class ShareLayout:
-    """What a rank's share consists of and where each tensor stands: the same from step to step."""
+    """Places of a share's tensors in a snapshot: usually the same from step to step."""
 
     def __init__(self, share: Share, *, is_spread: bool = False) -> None:
-        """Lay out a share; its tensors are copied from wherever they are each time it is written.
+        """Lay out a share.
 
         Args:
             share: What is written.
@@ -97,8 +99,8 @@ class ShareLayout:
         has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread
         self.kind = PIECES * (has_pieces or is_spread) + WHOLE * is_whole
-        self.tensors: list[Tensor] = []
         self.begins: list[int] = []
+        self.kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
         parts[_PER_RANK] = self._place_all(share.per_rank)
@@ -107,9 +109,12 @@ class ShareLayout:
             "is_spread": is_spread,
             "aliases": share.aliases,
             "parts": parts,
-            "state": share.state.decode(),
         }
         self.text = json.dumps(layout, ensure_ascii=False).encode()
+
+    def is_like(self, other: "ShareLayout") -> bool:
+        """Return whether another one has the same names, kinds and places."""
+        return self.text == other.text
 
     def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
         return {name: self._place(value) for name, value in tensors.items()}
@@ -117,8 +122,8 @@ class ShareLayout:
     def _place(self, value: Tensor | Piece) -> dict[str, Any]:
         tensor = value.tensor if isinstance(value, Piece) else value
         begin = _aligned(self.num_bytes)
-        self.tensors.append(tensor.detach())
         self.begins.append(begin)
+        self.kinds.append((tensor.dtype, tensor.shape))
         self.num_bytes = begin + tensor.numel() * tensor.element_size()
         placed: dict[str, Any] = {"dtype": DTYPE_NAMES[tensor.dtype], "sizes": list(tensor.shape), "begin": begin}
         if isinstance(value, Piece):
@@ -147,9 +152,14 @@ class SnapshotWriter:
         """
         self._descriptor = descriptor
         self._origin = origin or Origin()
+        self._copies = DeviceCopies()
+        self._copied: int | None = None
+        """The place whose tensors are being copied from accelerators."""
+        self._is_pinned: bool | None = None
+        """Whether the memory is pinned; None if that was not tried."""
         if os.fstat(descriptor).st_size < _HEADER_BYTES:
             os.ftruncate(descriptor, _HEADER_BYTES)
-        self._map()
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._entries = [_entry(self._memory, place) for place in range(num_places)]
         self._whole: dict[int, int] = {}
         """Samples seen by the whole snapshots, by their places."""
@@ -161,15 +171,27 @@ class SnapshotWriter:
         self._laid_out: list[ShareLayout | None] = [None] * num_places
         self._targets: list[list[Tensor]] = [[] for _ in range(num_places)]
 
-    def write(self, layout: ShareLayout, state: bytes, position: Position, trusted_samples: int | None = None) -> None:
+    def write(
+        self,
+        layout: ShareLayout,
+        tensors: list[Tensor],
+        state: bytes,
+        position: Position,
+        trusted_samples: int | None = None,
+        steady: Sequence[bool] | None = None,
+    ) -> None:
         """Copy a share's tensors as they are now, over the older of the two snapshots.
 
         Args:
             layout: Of the share; passing the same object again is what makes this fast.
-            state: What changes from step to step beside the tensors.
+            tensors: In the order of the layout.
+            state: `Share.state`: everything that is no tensor.
             position: Where in the run this is.
             trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
+            steady: Which of the tensors change only after `complete`, so that they are copied meanwhile if they are on
+                an accelerator. None: all is copied when this returns.
         """
+        self.complete()
         place = self._place(trusted_samples)
         entry = self._entries[place]
         self._whole.pop(place, None)
@@ -177,7 +199,7 @@ class SnapshotWriter:
         if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
             self._lay_out(place, layout, 2 * len(state))
             entry = self._entries[place]
-        torchcompat.copy_all(self._targets[place], layout.tensors)
+        self._copy(place, tensors, steady)
         self._memory[entry.state_begin : entry.state_begin + len(state)] = state
         self._entries[place] = entry._replace(
             is_whole=0,
@@ -191,8 +213,40 @@ class SnapshotWriter:
             kind=layout.kind,
         )
         self._put(place)
-        self._mark(place, is_whole=1)
-        self._whole[place] = position.samples_seen
+        self._copied = place
+        if steady is None or self._copies.is_complete:
+            self.complete()
+
+    def complete(self) -> bool:
+        """Let the snapshot be whole that is being written; return whether its tensors stayed as they were.
+
+        If they did not, it is none.
+        """
+        place, self._copied = self._copied, None
+        if place is None:
+            return True
+        is_same = self._copies.complete()
+        if is_same:
+            self._mark(place, is_whole=1)
+            self._whole[place] = self._entries[place].samples_seen
+        return is_same
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tensors may change."""
+        return self._copied is None
+
+    def _copy(self, place: int, tensors: list[Tensor], steady: Sequence[bool] | None) -> None:
+        targets = self._targets[place]
+        away = [number for number, tensor in enumerate(tensors) if can_copy_beside(tensor)]
+        if away:
+            self._pin()
+            flags = [False if steady is None else steady[number] for number in away]
+            self._copies.begin([targets[number] for number in away], [tensors[number] for number in away], flags)
+            here = sorted({*range(len(tensors))} - {*away})
+            targets, tensors = [targets[number] for number in here], [tensors[number] for number in here]
+        with torch.no_grad():
+            torchcompat.copy_all(targets, tensors)
 
     def _place(self, trusted_samples: int | None) -> int:
         """Choose what to write over: what is not whole, or the oldest that need not stay."""
@@ -211,7 +265,7 @@ class SnapshotWriter:
             # a new place at the end: the other one must stay as it is
             begin, room = _aligned(os.fstat(self._descriptor).st_size), needed
             os.ftruncate(self._descriptor, begin + room)
-            self._map()
+            self._map_again()
         entry = _Entry(
             is_whole=0,
             begin=begin,
@@ -223,14 +277,31 @@ class SnapshotWriter:
         self._entries[place], self._laid_out[place] = entry, layout
         self._put(place)
         self._memory[begin : begin + len(layout.text)] = layout.text
-        self._targets[place] = [
-            _view(self._memory, entry.data_begin + at, tensor.dtype, tensor.shape)
-            for at, tensor in zip(layout.begins, layout.tensors, strict=True)
+        self._targets[place] = self._views(place)
+
+    def _views(self, place: int) -> list[Tensor]:
+        layout, begin = self._laid_out[place], self._entries[place].data_begin
+        if layout is None:
+            return []
+        return [
+            _view(self._memory, begin + at, dtype, shape)
+            for at, (dtype, shape) in zip(layout.begins, layout.kinds, strict=True)
         ]
 
-    def _map(self) -> None:
-        # an older map stays where views of it do
+    def _map_again(self) -> None:
+        if self._is_pinned:
+            torchcompat.unpin_host_memory(self._address())
+        self._is_pinned = None
         self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
+        self._targets = [self._views(place) for place in range(len(self._targets))]
+
+    def _pin(self) -> None:
+        """Lock the memory, once: copies into other memory would hold the host up."""
+        if self._is_pinned is None:
+            self._is_pinned = torchcompat.pin_host_memory(self._address(), len(self._memory))
+
+    def _address(self) -> int:
+        return _view(self._memory, 0, torch.uint8, [1]).data_ptr()
 
     def _put(self, place: int) -> None:
         self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = _ENTRY.pack(*self._entries[place])
@@ -244,9 +315,7 @@ class SavedShare:
     """A rank's share of a snapshot, read back."""
 
     share: Share
-    """Its tensors of the model are views of the memory, valid until the next snapshot; the others are copies."""
-    state: bytes
-    """What the writer passed as `state`."""
+    """Its tensors are views of the memory, valid until the next snapshot."""
     is_spread: bool = False
 
 
@@ -287,29 +356,34 @@ def forget_after(descriptor: int, samples_seen: int) -> None:
 def read_share(descriptor: int, position: Position, round_number: int | None = None) -> SavedShare:
     """Read a rank's share of a snapshot that `positions` or `held` has named."""
     memory, entry = _found(descriptor, position, round_number)
-    return _parsed(memory, entry)
+    return _parsed(memory, entry, memory)
 
 
-def packed_share(descriptor: int, position: Position, round_number: int) -> tuple[list[int], bytes]:
-    """Return a rank's share as bytes, for another host, and the numbers by which it is read there."""
+class Packed(NamedTuple):
+    """A rank's share as bytes, for another host."""
+
+    numbers: list[int]
+    """By which it is read there."""
+    head: bytes
+    """All but the tensors."""
+    data: bytes
+
+
+def packed_share(descriptor: int, position: Position, round_number: int) -> Packed:
+    """Return a rank's share of a snapshot that `held` has named, for another host."""
     memory, entry = _found(descriptor, position, round_number)
     with memory:
-        data = memory[entry.begin : entry.begin + entry.num_bytes]
-    return [
-        entry.layout_bytes,
-        entry.state_begin - entry.begin,
-        entry.state_bytes,
-        entry.data_begin - entry.begin,
-    ], data
+        head, data = (
+            memory[begin:end] for begin, end in pairwise((entry.begin, entry.data_begin, entry.begin + entry.num_bytes))
+        )
+    return Packed([entry.layout_bytes, entry.state_begin - entry.begin, entry.state_bytes], head, data)
 
 
-def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
-    """Read what `packed_share` gave; tensors of the model are views of `data`."""
-    layout_bytes, state_begin, state_bytes, data_begin = numbers
-    entry = _Entry(
-        is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes, data_begin=data_begin
-    )
-    return _parsed(data, entry)
+def unpacked_share(numbers: Sequence[int], head: bytes, data: bytearray | None) -> SavedShare:
+    """Read what `packed_share` gave; the tensors are views of `data`, or of no memory as long as that is not there."""
+    layout_bytes, state_begin, state_bytes = numbers
+    entry = _Entry(is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes)
+    return _parsed(head, entry, data)
 
 
 def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, _Entry]:
@@ -319,19 +393,21 @@ def _found(descriptor: int, position: Position, round_number: int | None) -> tup
     return memory, entry
 
 
-def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
+def _parsed(memory: "mmap.mmap | bytes", entry: _Entry, data: "mmap.mmap | bytearray | None") -> SavedShare:
     layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
 
-    def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:
-        tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
-        tensor = tensor.clone() if is_copied else tensor
+    def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
+        dtype, sizes = DTYPES[placed["dtype"]], placed["sizes"]
+        if data is None:
+            tensor = torch.empty(sizes, dtype=dtype, device="meta")
+        else:
+            tensor = _view(data, entry.data_begin + placed["begin"], dtype, sizes)
         if "offsets" not in placed:
             return tensor
         return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
 
     read = {
-        part: {name: tensor_of(placed, is_copied=part != "model") for name, placed in tensors.items()}
-        for part, tensors in layout["parts"].items()
+        part: {name: tensor_of(placed) for name, placed in tensors.items()} for part, tensors in layout["parts"].items()
     }
     per_rank = {name: tensor for name, tensor in read[_PER_RANK].items() if isinstance(tensor, Tensor)}
     share = Share(
@@ -339,10 +415,9 @@ def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
         parts={part: read[part] for part in PARTS},
         per_rank=per_rank,
         aliases=layout["aliases"],
-        state=layout["state"].encode(),
+        state=bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes]),
     )
-    state = bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes])
-    return SavedShare(share=share, state=state, is_spread=layout["is_spread"])
+    return SavedShare(share=share, is_spread=layout["is_spread"])
 
 
 def _entry(memory: mmap.mmap, place: int) -> _Entry:

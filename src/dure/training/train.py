@@ -125,7 +125,7 @@ class Conductor:
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
                 begin_step=self.begin_step,
-                before_change=self.saver.before_change,
+                before_change=lambda: self.saver.before_change() + self.memory.before_change(),
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
@@ -208,6 +208,7 @@ class Conductor:
             self.position.loss_sum += record.loss_sum
             self.position.loss_count += record.loss_count
             self.progress.step(record)
+            self.memory.note(record.wall_seconds)
             if outcome.skipped is not None:
                 self._say_skipped(record.step, outcome.skipped)
             if self.scalars is not None:

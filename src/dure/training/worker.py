@@ -28,6 +28,7 @@ from dure.stopping import stop_exit_code
 from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
 from dure.strategies.loss_traits import LossTraits
+from dure.strategies.pieces import Needs, rectangles
 from dure.telling import tell
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
@@ -163,8 +164,10 @@ class Worker:
         if name is None:
             further = f"train it further with `dure train --resume {self.run.path}`"
             raise Misuse(f"{self.run.path} has no usable checkpoint: {further}")
-        checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True)
-        checkpoint.load_model(session.strategy.model)
+        model = session.strategy.model
+        needs = Needs(model=rectangles(model.state_dict().items()), optimizer={})
+        checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True, needs=needs)
+        checkpoint.load_model(model)
         metrics = evaluate(
             session.task,
             session.strategy,

@@ -475,6 +475,17 @@ def default_generator(device: torch.device) -> Generator:
     return cast(Generator, module.default_generators[index])
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether functions wait for a tensor's gradient (private in torch)."""
+    hooks: Any = tensor
+    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def is_transforming() -> bool:
+    """Whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # -- backward ----------------------------------------------------------------------------------------------------
 
 _ones: dict[torch.dtype, Tensor] = {}

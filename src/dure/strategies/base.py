@@ -458,10 +458,12 @@ class Strategy(ABC):
 
     # what the strategies share
 
-    def loss_term(self, model: nn.Module, microbatch: Microbatch, global_samples: int) -> LossTerm:
-        """Compute one microbatch's loss, weighted for this step."""
+    def loss_term(
+        self, model: nn.Module, microbatch: Microbatch, global_samples: int, loss: LossFunction | None = None
+    ) -> LossTerm:
+        """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
         with self._watching(), self.precision.autocast():
-            result = self.loss(model, microbatch.batch)
+            result = (loss or self.loss)(model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)

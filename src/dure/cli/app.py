@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import NamedTuple
 
@@ -171,10 +171,17 @@ def _run(tokens: list[str]) -> None:
         module = importlib.import_module(f"dure.cli.{VERBS[name].module}")
         tokens, command = module.read(tokens)
     app = build_app(command, name)
-    try:
-        app(tokens, exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        raise Misuse(_parse_fault(error, app)) from None
+    with _speaking_flags() if name in VERBS else nullcontext():
+        try:
+            app(tokens, exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            raise Misuse(_parse_fault(error, app)) from None
+
+
+def _speaking_flags() -> AbstractContextManager[None]:
+    from dure.spec.arguments import speaking_flags  # half of the time of `dure --help`, which has no fault
+
+    return speaking_flags()
 
 
 def _parse_fault(error: CycloptsError, app: App) -> str:

@@ -1,6 +1,7 @@
 """What the user wants of a run: the settings (`fields`), and how they come together (`resolution`)."""
 
 from dure.spec.fields import (
+    EVALUATION_FIELDS,
     EXECUTION_FIELDS,
     GROUPS,
     IDENTITY_FIELDS,
@@ -19,6 +20,7 @@ from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSp
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "EVALUATION_FIELDS",
     "EXECUTION_FIELDS",
     "GROUPS",
     "IDENTITY_FIELDS",

@@ -1,6 +1,7 @@
 """Whose code a file is: the user's, or what the user's code stands on."""
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -14,14 +15,26 @@ OWN_ROOT = f"{Path(__file__).resolve().parent}{os.sep}"
 _STANDARD_LIBRARY = tuple(
     {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
 )
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
+"""Names that interpreters give to what is typed into them."""
 _ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
 
 
 def is_foreign(file: str) -> bool:
     """Whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
+    if file.startswith(_TYPED):
+        return True
     if file.startswith((OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
         return False
     return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
+
+
+def shown_name(file: str) -> str:
+    """Return a file's name for people: a notebook's cell has a number."""
+    with suppress(KeyError, AttributeError):  # there is none, or one older than version 8
+        label = sys.modules["IPython"].get_ipython().compile.format_code_name(file)
+        return file if label is None else " ".join(label)
+    return file
 
 
 def users_first(files: list[str]) -> list[int]:
@@ -68,5 +81,12 @@ def traceback_in_user_code(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         frames = []
     kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)] if kept else []
+    shown = [
+        frame if (name := shown_name(frame.filename)) == frame.filename else _renamed(frame, name) for frame in kept
+    ]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)] if shown else []
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _renamed(frame: traceback.FrameSummary, name: str) -> traceback.FrameSummary:
+    return traceback.FrameSummary(name, frame.lineno, frame.name, line=frame.line)

@@ -13,7 +13,7 @@ from dure.launch.child import Output
 from dure.launch.fork_safety import reason_fork_would_fail
 from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
-from dure.launch.rank_logs import RankLogs, Voice
+from dure.launch.rank_logs import RankLogs, Relay, Voice
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
@@ -28,7 +28,7 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
-from dure.telling import has_live_line, tell
+from dure.telling import has_live_line, is_notebook, own_descriptor, tell
 from dure.training.digests import class_digest
 from dure.training.given_task import given_task, task_class
 
@@ -79,12 +79,18 @@ def start_workers(
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
+    relay = Relay(sys.stderr) if own_descriptor(sys.stderr) is None else None
+    console = 2 if relay is None else relay.writing
+
     def voice_of(rank: int) -> Voice:
         log = run.log_path(rank)
+        if rank:
+            return Voice(log=log)
         # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
-        return Voice(log=log) if rank else Voice(log=log, consoles=(2, 2), has_live_line=has_live_line(sys.stderr))
+        is_live, is_erasable = has_live_line(sys.stderr), not is_notebook(sys.stderr)
+        return Voice(log=log, consoles=(console, console), has_live_line=is_live, can_erase=is_erasable)
 
-    with closing(RankLogs(voice_of, ranks)) as logs:
+    with closing(RankLogs(voice_of, ranks, relay)) as logs:
 
         def output_of(rank: int) -> Output:
             return Output(descriptors=logs.descriptors_of(rank), has_live_line=voice_of(rank).has_live_line)

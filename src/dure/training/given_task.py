@@ -129,10 +129,11 @@ def _describe(task: "Task | type[Task]") -> GivenTask:
     attributes: dict[str, str | None] = {}
     if isinstance(task, Task):
         check_names(cls, {name: value for name, value in vars(task).items() if name not in task_options(cls)})
-        options, others = options_of(task)
+        options, unwritten = options_of(task)
+        attributes = _beyond(task, options)
+        others = [name for name in unwritten if name in attributes]
         if others:
             reasons.append(f"JSON cannot hold the task's option{'s' * (len(others) > 1)} {', '.join(others)}")
-        attributes = _beyond(task, options)
         more = [name for name in attributes if name not in others]
         if more:
             reasons.append(f"the task's options do not make its attribute{'s' * (len(more) > 1)} {', '.join(more)}")
@@ -177,8 +178,10 @@ def _beyond(task: Task, options: Mapping[str, Any]) -> dict[str, str | None]:
     Attributes that two such tasks do not agree on (a time, an id) are left out: no record could hold them.
     """
     cls, mine = type(task), _attributes(task)
-    if not cls._has_own_init and not hasattr(cls, "__post_init__") and set(mine) == set(task_options(cls)):
-        return {name: digest(value) for name, value in mine.items() if name not in options}
+    known = task_options(cls)
+    if not cls._has_own_init and not hasattr(cls, "__post_init__") and set(mine) == set(known):
+        others = [name for name in mine if name not in options and not is_same(mine[name], known[name].default)]
+        return {name: digest(mine[name]) for name in others}
     first = _made_again(cls, options)
     if first is None:
         return {name: digest(value) for name, value in mine.items() if name not in options}

@@ -188,16 +188,14 @@ def _nearest(name: str) -> str | None:
 
 
 def _is_used(cls: type[Task], name: str) -> bool:
-    """Return whether code of the task's, or a function of its module, names it; itself it may, as by `super()`."""
-    return any(name in _names_in(function.__code__) for function in _code_around(cls) if function.__name__ != name)
-
-
-def _code_around(cls: type[Task]) -> Iterator[types.FunctionType]:
-    for base in cls.__mro__:
-        if base not in (Task, object):
-            yield from _functions(vars(base))
-            module = sys.modules.get(base.__module__)
-            yield from _functions(vars(module) if issubclass(base, Task) and module is not None else {})
+    """Return whether the task's code names it (itself it may, as by `super()`), or a function of its module."""
+    bases = [base for base in cls.__mro__ if base not in (Task, object)]
+    own = [function for base in bases for function in _functions(vars(base)) if function.__name__ != name]
+    modules = {base.__module__ for base in bases if issubclass(base, Task)} & {*sys.modules}
+    around = [function for module in modules for function in _functions(vars(sys.modules[module]))]
+    return any(name in _words_in(function.__code__) for function in own) or any(
+        name in _names_in(function.__code__) for function in around
+    )
 
 
 def _functions(names: Mapping[str, Any]) -> Iterator[types.FunctionType]:
@@ -211,11 +209,13 @@ def _functions(names: Mapping[str, Any]) -> Iterator[types.FunctionType]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names and the words that code and the functions inside it mention."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in(constant)
-        elif isinstance(constant, str):
-            names.add(constant)
-    return names
+    """Return the names that code and the functions inside it mention."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _words_in(code: types.CodeType) -> set[str]:
+    """Return the names that code mentions, and its strings: `getattr(self, "metric")`."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    words = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return words.union(code.co_names, *map(_words_in, inner))

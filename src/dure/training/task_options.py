@@ -28,18 +28,18 @@ class TaskOption:
     name: str
     kind: Any
     """Declared type; `Any` without one, or a `str` with the annotation that could not be resolved."""
-    default: Any = MISSING
+    default: Any = inspect.Parameter.empty
     default_factory: Callable[[], Any] | None = None
 
     @property
     def is_required(self) -> bool:
-        return self.default is MISSING and self.default_factory is None
+        return self.default is inspect.Parameter.empty and self.default_factory is None
 
     def shown_default(self) -> Any:
         """Return the default for `--help`, None if there is none."""
         if self.default_factory is not None:
             return self.default_factory()
-        return None if self.default is MISSING else self.default
+        return None if self.is_required else self.default
 
 
 def task_options(cls: type[Task]) -> dict[str, TaskOption]:
@@ -64,7 +64,7 @@ def _is_written(cls: type) -> bool:
 
 
 def _option(cls: type[Task], parameter: inspect.Parameter, hints: Mapping[str, Any]) -> TaskOption:
-    name, default = parameter.name, MISSING if parameter.default is parameter.empty else parameter.default
+    name, default = parameter.name, parameter.default
     kind = hints.get(name, Any if parameter.annotation is parameter.empty else parameter.annotation)
     if kind is Any:
         kind = _KIND_OF_DEFAULT.get(type(default), Any)

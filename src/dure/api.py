@@ -14,7 +14,7 @@ from dure.measure.records import RunSummary
 from dure.rank import Launched, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, RunDir, saying
-from dure.spec import EVALUATION_FIELDS, ResolvedSpec, RunSpec, flag_name, resolve, unknown_name
+from dure.spec import EVALUATION_FIELDS, ResolvedSpec, RunSpec, flag_name, resolve, unknown_setting
 from dure.spec.arguments import errors_in_arguments
 from dure.start_checks import check_before_start
 from dure.stopping import end_if_unanswered, stop_exit_code
@@ -147,7 +147,7 @@ def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
     faults = [
         f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
         if name in RunSpec.model_fields
-        else unknown_name("setting", name, EVALUATION_FIELDS)
+        else unknown_setting("setting", name, EVALUATION_FIELDS, flag_name)
         for name in settings
         if name not in EVALUATION_FIELDS
     ]

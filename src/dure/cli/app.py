@@ -186,13 +186,16 @@ def _speaking_flags() -> AbstractContextManager[None]:
 
 def _parse_fault(error: CycloptsError, app: App) -> str:
     """Say what is wrong with the command line; unknown names come with the known ones."""
-    from dure.spec import RunSpec, requirement, unknown_name  # half of the time of `dure --help`, which has no fault
+    # half of the time of `dure --help`, which has no fault
+    from dure.spec import RunSpec, flag_name, requirement, unknown_name, unknown_setting
 
     if isinstance(error, UnknownOptionError):
         said = (error.token.keyword or error.token.value).split("=")[0]
         known = sorted({name for argument in error.argument_collection for name in argument.names})
         flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
-        return unknown_name("flag", said, [*flags, "--help"])
+        settings = [flag.removeprefix("--").replace("-", "_") for flag in [*flags, "--help"]]
+        help_ = f"`dure {' '.join(error.command_chain or ())} --help` lists all"
+        return unknown_setting("flag", said, settings, flag_name, help_)
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         said = error.unused_tokens[0]
         known = ["--help", "--version"] if said.startswith("-") else [*VERBS]

@@ -15,7 +15,7 @@ from dure.spec.fields import (
     requirement,
     same_task,
 )
-from dure.spec.names import unknown_name
+from dure.spec.names import unknown_name, unknown_setting
 from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, read_toml, resolve
 
 __all__ = [
@@ -38,4 +38,5 @@ __all__ = [
     "resolve",
     "same_task",
     "unknown_name",
+    "unknown_setting",
 ]

@@ -71,16 +71,11 @@ def users_frame(frames: Sequence[Frame]) -> Frame | None:
 def traceback_in_user_code(error: BaseException) -> str:
     """Format a traceback without dure's, torch's and the import system's own frames in front.
 
-    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, all is shown.
+    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, theirs are shown.
     """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((OWN_ROOT, "<frozen")) and "site-packages" not in frame.filename
-    ]
-    if isinstance(error, SyntaxError):
-        frames = []
-    kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
+    frames = [] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in frames if not frame.filename.startswith((OWN_ROOT, "<frozen", "<string>"))]
+    kept = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     shown = [
         frame if (name := shown_name(frame.filename)) == frame.filename else _renamed(frame, name) for frame in kept
     ]

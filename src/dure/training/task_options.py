@@ -104,8 +104,18 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
         raise TaskInvalid("; ".join(faults))
     try:
         return cls(**values)
-    except Exception as error:
-        raise TaskInvalid(f"{cls.__name__} cannot be made:\n{traceback_in_user_code(error)}") from error
+    except (Exception, SystemExit) as error:
+        told = traceback_in_user_code(error)
+    # not inside the handler: the message has the user's lines, and Python would show them and ours once more
+    raise TaskInvalid(f"{cls.__name__} cannot be made{_POSITIONAL if _takes_positions(cls) else ''}:\n{told}")
+
+
+_POSITIONAL = " (dure passes options by keyword: let its __init__ take them so)"
+
+
+def _takes_positions(cls: type[Task]) -> bool:
+    kinds = {parameter.kind for parameter in inspect.signature(cls).parameters.values()}
+    return inspect.Parameter.POSITIONAL_ONLY in kinds
 
 
 def _converted(option: TaskOption, value: Any) -> Any:

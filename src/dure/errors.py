@@ -35,6 +35,10 @@ class DureError(Exception):
 
     exit_code: int = FAILED
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and notebooks show: the message has the user's own lines, ours say nothing to them."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Misuse(DureError):
     """Something that the user can mend."""

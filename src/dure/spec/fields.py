@@ -273,6 +273,13 @@ EXECUTION_FIELDS = tuple(
 """What every resume may choose anew."""
 
 
+EVALUATION_FIELDS = (
+    *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
+    *("num_workers", "eval_batch_size", "quiet"),
+)
+"""What an evaluation may choose anew; everything else is the run's own."""
+
+
 class StrategyTraits(Protocol):
     """What a spec must know of a strategy; the rows of the table of strategies have it."""
 

@@ -7,13 +7,13 @@ is left out: their versions are recorded.
 import ast
 import functools
 import hashlib
-import inspect
 import sys
 import sysconfig
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+
+from dure.training.digests import class_digest
 
 _MOST_DEFINITIONS = 2000
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -32,7 +32,7 @@ def code_digests(cls: type) -> dict[str, str]:
         if base.__module__ in ("builtins", "abc") or (module is not None and _is_library(module)):
             continue
         if module is None or not reader.reach(module, base.__name__):
-            reader.found |= _bytecode_digests(base)
+            reader.found[base.__name__] = class_digest(base)  # its source cannot be read again: a notebook's
     return dict(sorted(reader.found.items()))
 
 
@@ -173,19 +173,6 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _bytecode_digests(cls: type) -> dict[str, str]:
-    """Return digests of the methods of a class whose source nobody can read again, such as a notebook's."""
-    functions = {name: value for name, value in vars(cls).items() if isinstance(value, types.FunctionType)}
-    return {f"{cls.__name__}.{name}": _digest(_described(value.__code__)) for name, value in functions.items()}
-
-
-def _described(code: types.CodeType) -> str:
-    constants = [_described(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
-    # the first constant of a function is its docstring
-    is_documented = bool(code.co_consts) and isinstance(code.co_consts[0], str) and code.co_flags & inspect.CO_NEWLOCALS
-    return repr([code.co_code.hex(), code.co_names, constants[1:] if is_documented else constants])
 
 
 def _digest(text: str) -> str:

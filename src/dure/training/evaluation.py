@@ -1,6 +1,7 @@
 """Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -17,7 +18,9 @@ from dure.measure.sums import Sum
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
 from dure.strategies.replicas import DeviceThreads
+from dure.telling import tell
 from dure.training.fetch import FetchRequest, Loader
+from dure.training.metric_checks import check_count, check_sum, doubt
 from dure.training.task import Task
 
 _MOST_SAMPLES_PER_BATCH = 256
@@ -78,8 +81,28 @@ def evaluate(
             calls = [(i, _evaluation_call(task, strategy, model, device, *b)) for model, device, (i, b) in places]
             sums.extend(calls_on_devices.run(calls))
     counted = sums[: _num_own(strategy, len(counts))]
-    plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in counted]
-    return _combined([batch for rank in strategy.group.all_gather_json(plain) for batch in rank])
+    plain = [
+        {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
+        for batch in counted
+    ]
+    everyones = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
+    metrics = _combined(everyones)
+    if strategy.group.rank == 0:
+        _say_doubts(task, everyones, num_samples)
+    return metrics
+
+
+_doubted = weakref.WeakKeyDictionary[Task, set[str]]()
+
+
+def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
+    """Tell people, once per metric, of a value that it can hardly have."""
+    said = _doubted.setdefault(task, set())
+    for name in sorted({name for batch in batches for name in batch} - said):
+        words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
+        if words is not None:
+            said.add(name)
+            tell(words)
 
 
 def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
@@ -167,6 +190,8 @@ def _evaluation_call(
             measured = task.metrics(model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
+        for name, value in measured.items():
+            check_sum(name, value)
         if "loss" in measured:
             raise TaskInvalid("the task's metrics returned one named loss, as the task's own loss is: rename it")
         return {"loss": loss, **measured}
@@ -193,6 +218,10 @@ def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Me
             raise DataInvalid(f"the evaluation metric {name} has a count of 0 over all samples: nothing to divide by")
         metrics[name] = Metric(value=total / count, count=int(count) if count.is_integer() else count)
     return metrics
+
+
+def _numbers(name: str, measured: Sum) -> tuple[float, float]:
+    return _number(measured.total), check_count(name, _number(measured.count))
 
 
 def _number(value: "Tensor | float") -> float:

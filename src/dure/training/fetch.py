@@ -212,6 +212,9 @@ class Loader:
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=self._device.type == "cuda",
+            # whatever the program or Python 3.14 prefers: data need not be picklable, a fork server is not the rank's
+            # child, and a fresh interpreter could not import the task's file by the name that it has here
+            multiprocessing_context="fork",
             # by default it draws its workers' seeds from the generator that dropout draws from
             generator=torch.Generator().manual_seed(self._fetch.seed),
         )

@@ -1,14 +1,12 @@
 """From a spec to everything a rank needs to train or evaluate, in the order in which it must happen."""
 
 import dataclasses
-import hashlib
 import inspect
 import math
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +26,11 @@ from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import used_globals
 from dure.strategies.precision import Precision
 from dure.torchcompat import import_late_parts, settle_engine
+from dure.training.digests import code_digest
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
+from dure.training.given_task import make_task
 from dure.training.kept_state import KeptState
-from dure.training.load_task import build_task, load_task_class
 from dure.training.loss_inspection import NUM_SAMPLES, LossInspection
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
@@ -136,7 +135,8 @@ def open_session(
         DataInvalid: Data that is empty or of a kind that a run cannot be defined on.
         RanksDisagree: Ranks that did not build the same.
     """
-    task = build_task(load_task_class(spec.task), spec.task_options)
+    seed_everything(spec.seed)
+    task = make_task(spec.task, spec.task_options)
     if place.rank.local_rank == 0:
         task.prepare_data()
     group.barrier()
@@ -301,7 +301,7 @@ def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder
     return {
         "Python version": platform.python_version(),
         "torch version": torch.__version__,
-        "task code": _code_digest(task),
+        "task code": code_digest(type(task)),
         "seed": spec.seed,
         "global_batch_size": spec.global_batch_size,
         "training samples": order.num_samples,
@@ -335,11 +335,6 @@ def check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
                 f"rank 0 and rank {rank} do not run the same: {field} is {value} on rank 0 and {theirs[field]} on rank "
                 f"{rank}; start all ranks with the same code, data and settings"
             )
-
-
-def _code_digest(task: Task) -> str:
-    file = inspect.getsourcefile(type(task))
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else "unknown"
 
 
 def check_sync_batchnorm(session: Session, samples_seen: int) -> None:

@@ -33,9 +33,14 @@ class Task(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Settings that this task prefers, such as `{"epochs": 10}`: below TOML, environment and flags."""
 
+    _has_own_init: ClassVar[bool] = False
+    """Class attribute: true if `__init__` was written by hand, here or in a base, and not made from the fields."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(kw_only=True, eq=False)(cls)
+        # a generated `__init__` would hide the one that a base task wrote, and leave its attributes out
+        cls._has_own_init = "__init__" in vars(cls) or cls._has_own_init
+        dataclasses.dataclass(kw_only=True, eq=False, init=not cls._has_own_init)(cls)
 
     @abstractmethod
     def build_model(self) -> "nn.Module":

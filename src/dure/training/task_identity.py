@@ -3,18 +3,14 @@
 A run that goes on with other code or other data is another run. Checkpoints carry the identity, and a resume compares.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from dure.errors import TaskInvalid
 from dure.training.code_digest import code_digests
+from dure.training.digests import digest
 from dure.training.task import Task
 
 _SHOWN = 6
@@ -87,42 +83,10 @@ def _sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, 
     started = time.monotonic()
     for index in dict.fromkeys((0, num_samples // 2, num_samples - 1)):
         try:
-            digest = _digest_of(fetch(index))
-            is_same = time.monotonic() - started < _MOST_SECONDS and digest == _digest_of(fetch(index))
+            seen = digest(fetch(index))
+            is_same = time.monotonic() - started < _MOST_SECONDS and seen == digest(fetch(index))
         except Exception:
             return found  # training will meet it
-        if is_same:
-            found[str(index)] = digest
+        if is_same and seen is not None:
+            found[str(index)] = seen
     return found
-
-
-def _digest_of(sample: Any) -> str:
-    hasher = hashlib.sha256()
-    _feed(hasher.update, sample)
-    return hasher.hexdigest()[:16]
-
-
-def _feed(add: Callable[[bytes], object], value: Any) -> None:
-    """Hash a sample of any kind by its type and its content."""
-    add(type(value).__name__.encode())
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        add(f"{value.dtype}{tuple(value.shape)}".encode())
-        is_plain = value.layout == torch.strided
-        add(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if is_plain else repr(value).encode())
-    elif isinstance(value, np.ndarray):
-        add(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            add(repr(key).encode())
-            _feed(add, item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _feed(add, item)
-    elif is_dataclass(value):
-        for one in fields(value):
-            _feed(add, getattr(value, one.name))
-    elif callable(getattr(value, "tobytes", None)):  # an image
-        add(value.tobytes())
-    elif isinstance(value, str | bytes | int | float | complex | bool | None):
-        add(repr(value).encode())

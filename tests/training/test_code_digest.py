@@ -10,13 +10,13 @@ from dure.training.code_digest import code_digests
 
 TASK = """
     '''A module.'''
-    import torch
+
     import dure
     import digest_other as other
     from digest_other import scaled
 
     RATE = 0.1
-    torch.set_default_dtype(torch.float32)
+    dict(a=1)
 
     def helper(x):
         '''Help.'''
@@ -115,10 +115,8 @@ def test_digest_when_something_else_changed_then_is_the_same(old, new, digests_o
 
 
 def test_digest_when_a_statement_that_defines_nothing_changed_then_differs(digests_of):
-    before, after = digests_of(), digests_of(TASK.replace("torch.float32)", "torch.float64)"))
-    assert before.keys() ^ after.keys() == {
-        f"digest_task.py:`torch.set_default_dtype(torch.{dtype})`" for dtype in ("float32", "float64")
-    }
+    before, after = digests_of(), digests_of(TASK.replace("dict(a=1)", "dict(a=2)"))
+    assert before.keys() ^ after.keys() == {f"digest_task.py:`dict(a={number})`" for number in (1, 2)}
 
 
 def test_digest_of_a_class_without_a_file_is_of_its_code():

@@ -122,7 +122,7 @@ def test_digest_when_a_statement_that_defines_nothing_changed_then_differs(diges
 def test_digest_of_a_class_without_a_file_is_of_its_code():
     def classes(body):
         names: dict = {"__name__": "__nowhere__"}
-        exec(f"class Cell:\n    def loss(self):\n        {body}", names)
+        exec(compile(f"class Cell:\n    def loss(self):\n        {body}", "cell 1", "exec"), names)
         names["Cell"].__module__ = "__nowhere__"
         return code_digests(names["Cell"])
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.training import device_copies, host_copies, memory_saver, snapshot_memory
+from dure.training import device_copies, host_copies, memory_saver, snapshot_writer
 from dure.training.device_copies import DeviceCopies
 from dure.training.memory_saver import MemorySaver
 from dure.training.session_state import Progression
-from dure.training.snapshot_memory import ShareLayout, SnapshotWriter, positions, read_share
+from dure.training.snapshot_memory import ShareLayout, positions, read_share
+from dure.training.snapshot_writer import SnapshotWriter
 from tests.training.test_snapshot_memory import at, share_of
 from tests.training.test_snapshot_state import Net, momentum, session_of
 
@@ -99,9 +100,9 @@ def test_copies_when_a_steady_tensor_changes_meanwhile_say_so_once(streams):
 def away(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> list[tuple[str, int]]:
     """Take floating tensors for ones on an accelerator; return which memory is pinned."""
     pinned: list[tuple[str, int]] = []
-    for module in (snapshot_memory, memory_saver):
+    for module in (snapshot_writer, memory_saver):
         monkeypatch.setattr(module, "can_copy_beside", lambda tensor: tensor.is_floating_point())
-    compat = snapshot_memory.torchcompat
+    compat = snapshot_writer.torchcompat
     monkeypatch.setattr(compat, "pin_host_memory", lambda address, size: pinned.append(("pin", size)) or True)
     monkeypatch.setattr(compat, "unpin_host_memory", lambda address: pinned.append(("unpin", 0)))
     return pinned

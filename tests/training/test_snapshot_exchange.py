@@ -18,9 +18,9 @@ from dure.training.snapshot_memory import (
     Origin,
     Packed,
     ShareLayout,
-    SnapshotWriter,
     packed_share,
 )
+from dure.training.snapshot_writer import SnapshotWriter
 
 STATE = b'{"optimizer": {"state": {}, "groups": [{"lr": 0.5}]}, "model_extra": {}, "extra": 7}'
 

@@ -13,12 +13,12 @@ from dure.training.snapshot import Position
 from dure.training.snapshot_memory import (
     MOST_PLACES,
     ShareLayout,
-    SnapshotWriter,
     forget_after,
     newest_common,
     positions,
     read_share,
 )
+from dure.training.snapshot_writer import SnapshotWriter
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ CHANGES = {
     "a doubled loss": ("return (model(x)", "return 2 * (model(x)", r"the code of task\.py:Task\.loss changed"),
     "longer data": (
         "return 20",
-        "return 25",
+        "return 20 + 5",
         r"the code of .*Data.__len__ and the training data \(20 samples then, 25",
     ),
     "other samples": (

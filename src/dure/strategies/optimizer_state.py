@@ -34,8 +34,14 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
         some optimisers keep beside these. Tensors are the live ones, not copies.
 
     Raises:
-        TaskInvalid: The optimiser holds a parameter that is not one of the model's.
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's, or state of a tensor in no group.
     """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stray := [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]:
+        raise TaskInvalid(
+            f"the optimiser keeps state of a tensor of shape {tuple(stray[0].shape)} that is in none of its parameter "
+            "groups, so no checkpoint could name it: key such state by a string, or delete it with the parameter"
+        )
     saved = optimizer.state_dict()
     names = _names_by_number(model, optimizer, saved)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]

@@ -5,7 +5,10 @@ Tensors are those that are there now. What stays the same from step to step is t
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,9 @@ from dure.training.state_watch import StateWatch
 
 _BUFFER = "buffer."
 """Prefix of the names of buffers that each rank keeps for itself (BatchNorm's statistics between two broadcasts)."""
+_KIND = attrgetter("shape", "dtype")
+_FIXED = (int, float, bool, str, type(None))
+"""Types of which the same object is the same value."""
 _as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -28,7 +34,9 @@ class LiveShare:
     layout: ShareLayout
     """Names and places of the tensors; the same object as long as they stay."""
     tensors: list[Tensor]
-    """The tensors as they are now, in the order of the layout."""
+    """The tensors in the order of the layout; the same object as long as they stay in their memory."""
+    own: list[Tensor]
+    """The last ones, others each time: of this rank's generators, and what its strategy keeps for it."""
     steady: list[bool]
     """Which of them change in the optimiser's step only."""
     state: bytes
@@ -56,32 +64,33 @@ class LiveShare:
         if plain is None:
             self._build(own, self.layout)
         else:
-            self.state = plain
-            self.tensors[self._own_begin : self._own_begin + len(own)] = own.values()
+            self.state, self.own = plain, [*own.values()]
 
     def _build(self, own: dict[str, Tensor], before: ShareLayout | None) -> None:
         session, strategy = self._session, self._session.strategy
         state = strategy.own_state()
         snapshot = snapshot_of(session, self._progression, state, own)
         share = share_of(snapshot, session.group.rank, is_whole=self._is_whole)
-        share.per_rank = {**own, **own_buffers(session)}
+        share.per_rank = {**own_buffers(session), **own}
         layout = ShareLayout(share, is_spread=snapshot.is_spread)
         self.layout = before if before is not None and layout.is_like(before) else layout
-        self.tensors, self.steady, self.state = share.tensors(), share.steadiness(), share.state
+        tensors = share.tensors()
+        self.tensors, self.own = tensors[: len(tensors) - len(own)], tensors[len(tensors) - len(own) :]
+        self.steady, self.state = share.steadiness(), share.state
         self._own_kinds = _kinds(own)
-        self._own_begin = len(self.tensors) - len(share.per_rank)
         self._watch = StateWatch(strategy.model, strategy.stepped, strategy.optimizer.param_groups)
         self._keep_constant(share)
 
     def _keep_constant(self, share: Share) -> None:
         """Encode once what stays the same as long as the watch sees no change."""
-        self._groups: list[tuple[str, list[str]]] | None = None
+        self._groups: list[tuple[str, _PlainText]] | None = None
+        self._extra, self._far = _PlainText(), _PlainText()
         if not self._watch.is_plain or not share.state:
             return
         tree = json.loads(share.state)
         optimizer, groups = tree["optimizer"], tree["optimizer"].pop("groups")
         if all("params" in group for group in groups):
-            self._groups = [(_as_json(group.pop("params")), list(group)) for group in groups]
+            self._groups = [(_as_json(group.pop("params")), _PlainText(group)) for group in groups]
             self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', _as_json(tree["model_extra"])
 
     def _plain_now(self) -> bytes | None:
@@ -90,18 +99,51 @@ class LiveShare:
             return b""
         if self._groups is None:
             return None
-        groups = []
+        live = self._session.strategy.optimizer.param_groups
         try:
-            for (params, keys), group in zip(self._groups, self._session.strategy.optimizer.param_groups, strict=True):
-                values = [f", {_as_json(key)}: {_as_json(encode(group[key], key))}" for key in keys]
-                groups.append(f'{{"params": {params}{"".join(values)}}}')
+            groups = [
+                f'{{"params": {params}{text.of(group)}}}'
+                for (params, text), group in zip(self._groups, live, strict=True)
+            ]
         except TypeError:  # a tensor has its name in the whole
             return None
         optimizer, model_extra = self._constant
-        extra = _as_json(encode(plain_state(self._session, self._progression), "extra"))
+        plain = plain_state(self._session, self._progression)
+        progression = self._far.of(plain.pop("progression"))[2:]
+        extra = f'{{"progression": {{{progression}}}{self._extra.of(plain)}}}'
         return (
             f'{optimizer}, "groups": [{", ".join(groups)}]}}, "model_extra": {model_extra}, "extra": {extra}}}'.encode()
         )
+
+
+class _PlainText:
+    """The JSON of a dictionary, of which only values that are other objects are encoded again."""
+
+    def __init__(self, keys: Iterable[str] | None = None) -> None:
+        """Name the keys that are encoded; None: all."""
+        self._keys = None if keys is None else [*keys]
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def of(self, values: Mapping[str, Any]) -> str:
+        """Return the members of the object, each with a comma in front.
+
+        Raises:
+            TypeError: A value is none that can be kept, or a tensor.
+        """
+        known = self._known
+        for key in values if self._keys is None else self._keys:
+            value = values[key]
+            before = known.get(key)
+            if before is None or value is not before[0] or type(value) not in _FIXED:
+                known[key] = value, f", {_as_json(key)}: {_text(value, key)}"
+        return "".join([text for _, text in known.values()])
+
+
+def _text(value: Any, key: str) -> str:
+    kind = type(value)
+    if kind is int or (kind is float and isfinite(value)):
+        return repr(value)
+    return _as_json(encode(value, key))
 
 
 def own_buffers(session: Session) -> dict[str, Tensor]:
@@ -121,5 +163,5 @@ def restore_own_buffers(session: Session, saved: Mapping[str, Tensor]) -> None:
                 buffer.copy_(value)
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+def _kinds(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[Any]]:
+    return [*tensors], [*map(_KIND, tensors.values())]

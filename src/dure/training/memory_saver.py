@@ -24,11 +24,11 @@ from dure.training.snapshot_memory import (
     MOST_PLACES,
     NUM_PLACES,
     Origin,
-    SnapshotWriter,
     forget_after,
     newest_common,
     read_share,
 )
+from dure.training.snapshot_writer import SnapshotWriter
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
@@ -169,14 +169,14 @@ class MemorySaver:
             self._watch(share)
         steady = None
         if self.every > 1:
-            steady = share.steady if self._is_beside else [False] * len(share.tensors)
-        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady)
+            steady = share.steady if self._is_beside else [False] * len(share.steady)
+        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady, share.own)
         self._seconds.append(time.perf_counter() - begun)
 
     def _watch(self, share: LiveShare) -> None:
         """Note what is said to change in the optimiser's step only, where copies beside training depend on that."""
         self._is_beside = False
-        steady = zip(share.tensors, share.steady, strict=True)
+        steady = zip(share.tensors, share.steady, strict=False)
         watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]
         self._watched = (watched, checksum(watched)) if watched else None
 

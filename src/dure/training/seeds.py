@@ -84,16 +84,19 @@ def _generators(devices: tuple[torch.device, ...]) -> dict[str, torch.Generator]
 
 
 class _Kept:
-    """A tensor of some numbers, made anew when they are others."""
+    """A tensor of some numbers, made anew when they are others.
+
+    They are compared by a hash of 64 bits, which the numbers before need not be read for.
+    """
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
-        self._numbers: Any = None
+        self._hash: int | None = None
         self._tensor = torch.empty(0)
 
     def __call__(self, numbers: Any) -> Tensor:
-        if numbers != self._numbers:
-            self._numbers, self._tensor = numbers, torch.from_numpy(self._make(numbers))
+        if (found := hash(numbers)) != self._hash:
+            self._hash, self._tensor = found, torch.from_numpy(self._make(numbers))
         return self._tensor
 
 

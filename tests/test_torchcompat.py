@@ -92,6 +92,18 @@ def test_found_overflows_when_changed_then_the_step_is_skipped() -> None:
     assert parameter.tolist() == [1.0, 1.0]
 
 
+def test_abort_then_no_process_group_is_left() -> None:
+    code = (
+        "import torch.distributed as dist\n"
+        "from dure import torchcompat\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.new_group()\n"
+        "torchcompat.abort_process_groups()\n"
+        "print(dist.is_initialized())\n"
+    )
+    assert run_python(code) == "False\n"
+
+
 def test_group_timeout_when_it_was_set_then_that_is_it(solo_group: None) -> None:
     assert torchcompat.group_timeout_seconds() == TIMEOUT.total_seconds()
     assert torchcompat.group_timeout_seconds(dist.new_group(timeout=timedelta(seconds=3))) == 3.0

@@ -4,7 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from dure.spec import unknown_name
 from dure.stopping import stop_exit_code
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv")
-ALL_ALGORITHMS = tuple(ALGORITHMS)
+_USUAL_ALGORITHMS = ("backend", "ring", "shm")
+_ON_CPU_ONLY = ("shm",)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
 MOST_RANKS, MOST_ELEMENTS = 16, 64
 """What a person can still follow, of `explain`."""
@@ -32,7 +33,8 @@ class BenchSettings:
 
     nproc: int = 2
     collectives: Sequence[str] = ("all_reduce",)
-    algorithms: Sequence[str] = ("backend", "ring", "shm")
+    algorithms: Sequence[str] | None = None
+    """Of all_reduce; None for backend, ring and, on the CPU, shm."""
     min_bytes: int = 8
     max_bytes: int = 256 * 2**20
     factor: float = 4.0
@@ -57,6 +59,14 @@ class BenchResult:
         return {"rows": self.rows, "costs": [asdict(cost) for cost in self.costs]}
 
 
+class MeasurementFailed(WorkerFailed):
+    """Ranks that failed while they measured; `rows` holds the measurements done before."""
+
+    def __init__(self, verdict: str, exit_code: int, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        super().__init__(verdict, exit_code)
+
+
 def check(settings: BenchSettings) -> None:
     """Refuse what cannot be measured.
 
@@ -66,7 +76,7 @@ def check(settings: BenchSettings) -> None:
     faults = []
     for name, words, known in (
         ("collective", settings.collectives, COLLECTIVES),
-        ("algorithm", settings.algorithms, ALGORITHMS),
+        ("algorithm", settings.algorithms or (), ALGORITHMS),
         ("dtype", [settings.dtype], DTYPES),
         ("op", [settings.op], REDUCE_OPS),
     ):
@@ -92,21 +102,44 @@ def bench(settings: BenchSettings, *, record: Path | None = None) -> BenchResult
 
     Raises:
         SpecInvalid: What cannot be measured.
-        WorkerFailed: A rank failed.
+        MeasurementFailed: A rank failed; what was measured is not recorded.
         Interrupted: A signal stopped it; what was measured is not recorded.
     """
     check(settings)
     kind = resolve_device(settings.device)
     check_devices(kind, settings.nproc, shared=False)
+    settings = replace(settings, algorithms=_algorithms_on(kind, settings.algorithms))
     with tempfile.TemporaryDirectory(prefix="dure-bench-") as folder:
         file = Path(folder, "rows.jsonl")
         file.touch()
-        _run(settings, kind, Path(folder), file)
-        rows = [_with_bandwidths(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        try:
+            _run(settings, kind, Path(folder), file)
+        except WorkerFailed as failure:
+            raise MeasurementFailed(str(failure), failure.exit_code, _read_rows(file)) from None
+        rows = _read_rows(file)
     costs = link_costs(rows, settings, kind)
     if record is not None:
         write_costs(record, costs)
     return BenchResult(rows=rows, costs=costs)
+
+
+def algorithms_of(kind: str) -> tuple[str, ...]:
+    """Return every all-reduce algorithm that runs on a kind of device."""
+    return tuple(name for name in ALGORITHMS if kind == "cpu" or name not in _ON_CPU_ONLY)
+
+
+def _algorithms_on(kind: str, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    known = algorithms_of(kind)
+    if wanted is None:
+        return tuple(name for name in _USUAL_ALGORITHMS if name in known)
+    faults = [
+        f"algorithm {name} reduces CPU tensors only, but the device is {kind}: leave it out, or use --device cpu"
+        for name in wanted
+        if name not in known
+    ]
+    if faults:
+        raise SpecInvalid(faults)
+    return tuple(wanted)
 
 
 def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
@@ -119,7 +152,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
         "timeout_seconds": settings.timeout_seconds,
         "plan": {
             "collectives": list(settings.collectives),
-            "algorithms": list(settings.algorithms),
+            "algorithms": list(settings.algorithms or ()),
             "sizes": list(sizes_between(settings.min_bytes, settings.max_bytes, settings.factor)),
             "dtype": settings.dtype,
             "op": settings.op,
@@ -143,6 +176,10 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
     if stopped_by is not None:
         raise Interrupted("the measurement was stopped; nothing was recorded", stop_exit_code(stopped_by))
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    return [_with_bandwidths(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:

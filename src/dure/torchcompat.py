@@ -73,6 +73,15 @@ def group_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
     return backend.options._timeout.total_seconds()
 
 
+def abort_process_groups() -> None:
+    """Destroy every process group without waiting for other ranks (private in torch; for NCCL).
+
+    `destroy_process_group` ends NCCL's communicators in order, which waits for calls under way, and ranks that wait
+    for this one in a collective never come.
+    """
+    dist.distributed_c10d._abort_process_group()
+
+
 AllgatherOptions = dist.distributed_c10d.AllgatherOptions
 """The one kind of options of a collective without a public name."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dure import bench as library
 from dure.bench import BenchSettings, bench, explain, link_costs
 from dure.cli import main
 from dure.comm.bench import BUS_FACTORS, sizes_between
@@ -45,6 +46,22 @@ def test_bench_when_dtype_and_op_are_others_then_nothing_is_wrong(dtype: str, op
         dtype=dtype, op=op,
     )  # fmt: skip
     assert {row["num_wrong"] for row in bench(settings).rows} == {0}
+
+
+def test_algorithms_when_the_device_is_an_accelerator_then_shared_memory_is_left_out_or_refused() -> None:
+    assert library._algorithms_on("cpu", None) == ("backend", "ring", "shm")
+    assert library._algorithms_on("cuda", None) == ("backend", "ring")
+    assert "shm" not in library.algorithms_of("cuda")
+    with pytest.raises(SpecInvalid, match="algorithm shm reduces CPU tensors only, but the device is cuda: leave it"):
+        library._algorithms_on("cuda", ("ring", "shm"))
+
+
+def test_bench_when_a_rank_fails_then_the_rows_before_are_shown(capfd: Any) -> None:
+    line = "bench --collectives all_reduce,reduce_scatter --op max --algorithms ring --max-bytes 8 --no-record"
+    assert main(line.split()) == 2
+    out, err = capfd.readouterr()
+    assert out.splitlines()[1].split()[:3] == ["all_reduce", "ring", "8"]
+    assert "op is max but reduce_scatter is measured with sum" in err
 
 
 def test_bench_when_shown_then_has_the_columns_of_nccl_tests(capfd: Any, tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 import os
 import time
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from dure import torchcompat
+from dure.comm import groups
 from dure.comm.groups import Solo
 from dure.errors import PeerLost, SpecInvalid
 from dure.failure import is_peer_lost
@@ -38,6 +42,44 @@ def test_solo_answers_as_a_group_of_one_would():
     assert number.item() == 2.0
     assert group.all_gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
     group.close()
+
+
+def broadcast_odd_tensors(group):
+    """Broadcast a column, and a tensor of the host over a backend that takes tensors of its device only."""
+    column = torch.full((3, 2), float(group.rank))
+    group.broadcast([column[:, 1]], source_rank=1)
+    given = []
+    # a device of another name: tensors are copied on their way to it, as to a GPU
+    elsewhere = groups.ProcessGroup(torch.device("cpu", 0))
+    elsewhere._is_nccl, elsewhere._message_device = True, torch.device("cpu", 0)
+    send = dist.broadcast
+
+    def noted(tensor, **options):
+        given.append(tensor.data_ptr())
+        send(tensor, **options)
+
+    dist.broadcast = noted  # in this rank's process only
+    number = torch.tensor([group.rank])
+    elsewhere.broadcast([number], source_rank=1)
+    return column.tolist(), number.item(), given != [number.data_ptr()]
+
+
+def test_broadcast_of_odd_tensors_then_they_go_through_memory_that_the_backend_takes():
+    for rank, (column, number, is_moved) in enumerate(on_ranks(2, broadcast_odd_tensors)):
+        assert column == [[rank, 1.0]] * 3
+        assert number == 1
+        assert is_moved
+
+
+@pytest.mark.parametrize(("is_nccl", "left"), [(True, ["abort"]), (False, ["destroy"])])
+def test_abandon_then_nccl_is_aborted_for_its_orderly_end_waits_for_other_ranks(is_nccl, left, monkeypatch):
+    ends = []
+    monkeypatch.setattr(torchcompat, "abort_process_groups", lambda: ends.append("abort"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: ends.append("destroy"))
+    group = object.__new__(groups.ProcessGroup)
+    group._is_nccl, group.process_group = is_nccl, None
+    group.abandon()
+    assert ends == left
 
 
 def leave_early(group):

@@ -171,3 +171,37 @@ def test_wire_when_the_peer_has_gone_then_its_loss_is_told(capfd):
     assert gone is None
     assert is_peer_lost(lost), lost
     assert "lose_a_peer" in capfd.readouterr().err
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device. Its values are in the memory of the host, so they can be looked at."""
+
+    device = torch.device("cuda")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def carry_from_devices(group):
+    """Send and receive tensors of a device over gloo, and note what gloo was given."""
+    wire, given = Wire(), []
+
+    def noted(call):
+        def noting(tensor, **options):
+            given.append(type(tensor))
+            return call(tensor, **options)
+
+        return noting
+
+    dist.isend, dist.irecv = noted(dist.isend), noted(dist.irecv)  # in this rank's process only
+    mine = torch.full((3,), wire.rank + 1.0).as_subclass(OnDevice)
+    landing = torch.zeros(3).as_subclass(OnDevice)
+    transfer = wire.start([(mine, 1 - wire.rank)], [(landing, 1 - wire.rank)])
+    transfer.wait()
+    transfer.wait()
+    return landing.tolist(), given == [torch.Tensor] * 2
+
+
+def test_tensors_of_a_device_when_the_backend_is_gloo_then_they_go_through_host_memory():
+    # gloo takes an address of a device for one of the host: it reads what is there, or the process ends
+    assert on_ranks(2, carry_from_devices) == [([2.0] * 3, True), ([1.0] * 3, True)]

@@ -1,16 +1,20 @@
 """Own reducer: gradients as views, buckets in reverse order, what is sent and when, parameters that nobody used."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.precision import Precision
+from dure.strategies.ring_ddp import BucketReducer
 from dure.strategies.step_facts import Requests
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
@@ -196,3 +200,45 @@ def test_sparse_gradients_are_refused_by_the_name_of_their_module():
     assert faults == [
         "0 gives sparse gradients (sparse=True), which have no place in a flat buffer: use ddp or naive_ddp"
     ]
+
+
+# --- on an accelerator
+
+
+class Noting(BackendAllReduce):
+    """Notes when reductions begin and when they are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def start(self, vector, op="sum"):
+        finish = super().start(vector, op)
+        self.notes.append(f"begin {vector.numel()}")
+        return lambda: (self.notes.append(f"wait {vector.numel()}"), finish())
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 2.0}, {"allreduce_always_fp32": True}])
+def test_buckets_without_a_thread_then_begin_where_they_are_launched_and_end_when_waited_for(options):
+    def work(group):
+        flat = FlatGradients(
+            [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (3, 5, 2)], bucket_elements=4,
+            tail_elements=1,
+        )  # fmt: skip
+        for buffer in flat.buffers:
+            buffer.fill_(group.rank + 1.0)
+        algorithm = Noting()
+        reducer = BucketReducer(algorithm, StrategyOptions(**options), 2, None, has_thread=False)
+        for bucket in flat.buckets:
+            reducer.launch(bucket)
+        threads = [thread.name for thread in threading.enumerate()]
+        begun = list(algorithm.notes)
+        reducer.wait()
+        reducer.close()
+        return begun, algorithm.notes[len(begun) :], [b.unique().tolist() for b in flat.buffers], threads
+
+    for begun, waited, values, threads in on_ranks(2, work):
+        assert begun == ["begin 7", "begin 3", "begin 1"]
+        assert waited == ["wait 7", "wait 3", "wait 1"]
+        assert values == [[1.5], [1.5]]
+        assert "dure-reducer" not in threads

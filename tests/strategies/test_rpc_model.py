@@ -182,3 +182,22 @@ def test_what_cannot_be_is_refused_before_any_process_starts(task, settings, mat
     with pytest.raises(SpecInvalid, match=match):
         dure.train(task, runs_dir=tmp_path, strategy="rpc_model", **settings)
     assert list(tmp_path.iterdir()) == []
+
+
+class Told(RpcModel):
+    """A rank that computes no loss, and hears from rank 0 that it expected 64 items."""
+
+    drives = False
+
+    def __init__(self, device):
+        self.device, self.expectation = device, None
+
+    def reduced_facts(self, beside):
+        beside.add_(64.0)
+
+
+def test_expected_count_when_told_on_a_device_then_reaches_the_host():
+    # a device of another name than the host's: moving a tensor there makes a copy, as on a GPU
+    strategy = Told(torch.device("cpu", 0))
+    strategy.sync_gradients()
+    assert strategy.expectation == 64.0

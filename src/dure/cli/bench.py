@@ -10,6 +10,7 @@ from rich.text import Text
 
 from dure.cli.output import JsonFlag, print_json, show
 from dure.errors import Misuse
+from dure.machine import resolve_device
 from dure.measure.machine_record import LinkCost, default_path
 
 if TYPE_CHECKING:
@@ -30,8 +31,12 @@ def bench(
         str, Parameter(help="all_reduce, all_gather, reduce_scatter, broadcast, send_recv, or all of them: `all`")
     ] = "all_reduce",
     algorithms: Annotated[
-        str, Parameter(help="of all_reduce, separated by commas: backend, ring, shm, naive, star, ...; or `all`")
-    ] = "backend,ring,shm",
+        str | None,
+        Parameter(
+            help="of all_reduce, separated by commas: backend, ring, shm, naive, star, ...; or `all`",
+            show_default=lambda _: "backend, ring and, on the CPU, shm",
+        ),
+    ] = None,
     min_bytes: Annotated[str, Parameter(help="smallest message, as 8, 4K or 1M")] = "8",
     max_bytes: Annotated[str, Parameter(help="largest message")] = "256M",
     factor: Annotated[float, Parameter(help="each size is so many times the one before")] = 4.0,
@@ -76,7 +81,7 @@ def bench(
     settings = library.BenchSettings(
         nproc=nproc,
         collectives=_listed(collectives, library.COLLECTIVES),
-        algorithms=_listed(algorithms, library.ALL_ALGORITHMS),
+        algorithms=None if algorithms is None else _listed(algorithms, library.algorithms_of(resolve_device(device))),
         min_bytes=_size("--min-bytes", min_bytes),
         max_bytes=_size("--max-bytes", max_bytes),
         factor=factor,
@@ -87,7 +92,12 @@ def bench(
         backend=backend,
     )
     path = None if no_record else record or default_path()
-    result = library.bench(settings, record=path)
+    try:
+        result = library.bench(settings, record=path)
+    except library.MeasurementFailed as failure:
+        if failure.rows:
+            show(_table(failure.rows))
+        raise
     if plot is not None:
         from dure.report.bench_plot import draw
 

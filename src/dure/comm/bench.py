@@ -17,6 +17,7 @@ from torch import Tensor
 from dure.comm.algorithms import open_all_reduce
 from dure.comm.choice import choose_algorithm, host_numbers
 from dure.comm.groups import ProcessGroup
+from dure.comm.wire import Wire
 from dure.errors import SpecInvalid
 from dure.torchcompat import all_gather_single, reduce_scatter_single
 
@@ -197,13 +198,13 @@ def _case(
     sender, receiver = (rank - 1) % world_size, (rank + 1) % world_size
     expected = of_rank * (sender + 1)
 
-    def exchange() -> None:
-        sending, receiving = dist.isend(mine, receiver), dist.irecv(incoming, sender)
-        for request in (sending, receiving):
-            assert request is not None
-            request.wait()
-
-    return _Case(exchange, incoming.zero_, lambda: _num_wrong(incoming, expected), count)
+    wire = Wire(group.process_group)
+    return _Case(
+        lambda: wire.exchange(mine, receiver, incoming, sender),
+        incoming.zero_,
+        lambda: _num_wrong(incoming, expected),
+        count,
+    )
 
 
 def _wait(work: object) -> None:

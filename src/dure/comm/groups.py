@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,18 @@ class Group(ABC):
         Communication: one broadcast, blocking.
         """
 
+    def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+        """Make a torch group of some of the ranks with the backend and the timeout of the run.
+
+        Every rank calls it, with the same ranks. Ranks outside get an object that is no group; a rank alone gets None.
+
+        Args:
+            ranks: None for all.
+
+        Communication: the rendezvous of the group, blocking.
+        """
+        return None
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -97,18 +109,36 @@ class Solo(Group):
 class ProcessGroup(Group):
     """A torch process group, with messages and reductions on the backend's own device."""
 
-    def __init__(self, device: torch.device, process_group: dist.ProcessGroup | None = None) -> None:
-        """Take the default group, or another one, that is there already."""
+    def __init__(
+        self,
+        device: torch.device,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        is_one_host: bool = False,
+    ) -> None:
+        """Take the default group, or another one, that is there already.
+
+        Args:
+            device: This rank's.
+            process_group: None for the default group.
+            timeout_seconds: Timeout of the collectives of its subgroups; None for torch's own.
+            is_one_host: Whether all ranks are on one host, where sockets of subgroups stay on the loopback interface.
+        """
         self.process_group = process_group
         """None for the default group."""
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        self._is_one_host = is_one_host
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        backend = dist.get_backend(process_group)
+        self.backend: str = dist.get_backend(process_group)
+        """As torch names it."""
         why_gloo = getattr(process_group or dist.group.WORLD, "why_gloo", "")
         shared = f"sockets (gloo), not shared memory: {why_gloo}" if why_gloo else ""
-        self.transport = shared or _TRANSPORTS.get(backend.rpartition(":")[2], backend)
+        self.transport = shared or _TRANSPORTS.get(self.backend.rpartition(":")[2], self.backend)
         # NCCL moves CUDA tensors only; gloo prefers host memory for small messages.
-        self._message_device = device if dist.get_backend(process_group) == "nccl" else torch.device("cpu")
+        self._is_nccl = self.backend == "nccl"
+        self._message_device = device if self._is_nccl else torch.device("cpu")
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Add up over all ranks, in place."""
@@ -120,7 +150,12 @@ class ProcessGroup(Group):
     def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
         """Overwrite with the tensors of one rank."""
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), group=self.process_group, group_src=source_rank)
+            own = tensor.detach()
+            # NCCL takes no tensor of the host; gloo takes the bytes of one with gaps as they lie
+            moved = (own.to(self._message_device) if self._is_nccl else own).contiguous()
+            dist.broadcast(moved, group=self.process_group, group_src=source_rank)
+            if moved is not own and self.rank != source_rank:
+                own.copy_(moved)
 
     def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
         """Overwrite bytes with those of one rank."""
@@ -155,6 +190,11 @@ class ProcessGroup(Group):
         self.all_reduce_sum(arrived)
         arrived.item()  # NCCL only queues what it is asked for: reading is what waits
 
+    def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """Make a group of some ranks."""
+        with _gloo_on_loopback() if self._is_one_host else nullcontext():
+            return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=self._timeout))
+
     def close(self) -> None:
         """Wait for all, then destroy."""
         self.barrier()
@@ -162,7 +202,10 @@ class ProcessGroup(Group):
 
     def abandon(self) -> None:
         """Destroy at once: an interpreter that ends with a living group may abort."""
-        dist.destroy_process_group(self.process_group)
+        if self._is_nccl and self.process_group is None:
+            torchcompat.abort_process_groups()
+        else:
+            dist.destroy_process_group(self.process_group)
 
 
 def open_group(
@@ -197,7 +240,7 @@ def open_group(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    return ProcessGroup(device)
+    return ProcessGroup(device, timeout_seconds=timeout_seconds, is_one_host=rank.is_one_host)
 
 
 @contextmanager

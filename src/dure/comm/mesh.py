@@ -1,12 +1,14 @@
 """Ranks laid out in several axes, and the group of each line along an axis."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dure.comm.groups import Group, ProcessGroup, Solo
+from dure.errors import SpecInvalid
 
 
 class Mesh:
@@ -16,21 +18,51 @@ class Mesh:
     belongs there (Narayanan et al. 2021, section 3.2).
     """
 
-    def __init__(self, axes: Mapping[str, int], group: Group, device: torch.device) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], group: Group, device: torch.device, *, divides_tensors: bool = False
+    ) -> None:
         """Make the groups of all axes; every rank of `group` calls it, in the same order with other groups.
 
         Args:
             axes: Size of each axis, outermost first; their product is the number of ranks.
             group: All ranks.
             device: This rank's.
+            divides_tensors: The ranks are to gather and scatter parts of tensors on their devices.
+
+        Raises:
+            SpecInvalid: The backend does not do that.
         """
+        if divides_tensors and isinstance(group, ProcessGroup):
+            _check_backend(device, group)
         self.axes = dict(axes)
         self._everyone = group
         self._device = device
         self.device_mesh: DeviceMesh | None = None
         if isinstance(group, ProcessGroup):
-            self.device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            # groups of our own: left to itself DeviceMesh makes them with torch's default timeout, and where there is
+            # CUDA it makes another one of all ranks if theirs is gloo
+            grid = torch.arange(group.world_size).view(tuple(axes.values()))
+            lines = [self._line_groups(axis, group) for axis in axes]
+            self.device_mesh = DeviceMesh.from_group(
+                lines if len(lines) > 1 else lines[0],
+                device.type,
+                grid if len(lines) > 1 else None,
+                mesh_dim_names=tuple(axes),
+            )
         self._groups: dict[str, Group] = {}
+
+    def _line_groups(self, axis: str, group: ProcessGroup) -> dist.ProcessGroup:
+        """Make the groups of all lines along an axis, in the same order on every rank, and return this rank's."""
+        if self.size(axis) == group.world_size:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        own: dist.ProcessGroup | None = None
+        for line in sorted({tuple(self._line_of(axis, rank)) for rank in range(group.world_size)}):
+            made = group.subgroup(list(line))
+            if group.rank in line:
+                own = made
+        assert own is not None, "every rank is on one line along every axis"
+        return own
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
@@ -38,22 +70,20 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """Return where along an axis this rank stands, from 0."""
-        stride = 1
-        for name, size in reversed(self.axes.items()):
-            if name == axis:
-                return self._everyone.rank // stride % size
-            stride *= size
-        raise KeyError(axis)
+        return self._everyone.rank // self._stride(axis) % self.axes[axis]
 
     def ranks(self, axis: str) -> list[int]:
         """Return the global ranks of this rank's line along an axis, by coordinate."""
-        stride = 1
-        for name, size in reversed(self.axes.items()):
-            if name == axis:
-                first = self._everyone.rank - self.coordinate(axis) * stride
-                return [first + position * stride for position in range(size)]
-            stride *= size
-        raise KeyError(axis)
+        return self._line_of(axis, self._everyone.rank)
+
+    def _line_of(self, axis: str, rank: int) -> list[int]:
+        stride, size = self._stride(axis), self.axes[axis]
+        first = rank - rank // stride % size * stride
+        return [first + position * stride for position in range(size)]
+
+    def _stride(self, axis: str) -> int:
+        names = list(self.axes)
+        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """Return torch's group of this rank's line along an axis."""
@@ -66,3 +96,14 @@ class Mesh:
             alone = self.size(axis) == 1
             self._groups[axis] = Solo() if alone else ProcessGroup(self._device, self.process_group(axis))
         return self._groups[axis]
+
+
+def _check_backend(device: torch.device, group: ProcessGroup) -> None:
+    if group.world_size > 1 and device.type != "cpu" and "nccl" not in group.backend:
+        raise SpecInvalid(
+            [
+                f"the ranks gather and scatter parts of tensors on {device.type} devices, but they talk over "
+                f"{group.backend}, which does not: give every rank a GPU of its own (no --share-devices, --backend "
+                "nccl), or use --device cpu, or --strategy ddp"
+            ]
+        )

@@ -193,11 +193,32 @@ class _Works(Transfer):
             work.wait()
 
 
+class _ThroughHost(Transfer):
+    """Messages that were received in host memory on their way to a device."""
+
+    def __init__(self, transfer: Transfer, arrivals: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._transfer = transfer
+        self._arrivals = arrivals
+
+    def wait(self) -> None:
+        """Wait for all of them, and copy each to its place."""
+        self._transfer.wait()
+        arrivals, self._arrivals = self._arrivals, ()
+        for place, arrived in arrivals:
+            place.copy_(arrived)
+
+
+def sends_from_devices(process_group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a group's `send` and `recv` take tensors of an accelerator."""
+    return "nccl" in dist.get_backend_config(process_group)
+
+
 class Wire(CountedWire):
-    """The ranks of one torch process group, over c10d `send` and `recv`. Tensors are on the backend's own device.
+    """The ranks of one torch process group, over c10d `send` and `recv`.
 
     Peers are ranks inside the group. Nothing else may send or receive in that group at the same time: whoever
-    communicates from a thread of its own needs a group of its own.
+    communicates from a thread of its own needs a group of its own. Tensors of a device go through host memory where
+    the backend is not NCCL: gloo would take their addresses for addresses of the host.
     """
 
     def __init__(
@@ -222,10 +243,16 @@ class Wire(CountedWire):
             raise ValueError("this process is not in the process group: make the wire on its members only")
         super().__init__(rank, dist.get_world_size(process_group), hosts, log)
         self._group = process_group
+        self._reaches_devices = sends_from_devices(process_group)
 
     def _carry(self, outgoing: Sequence[Peered], incoming: Sequence[Peered]) -> Transfer:
         tensor, _ = (outgoing or incoming)[0]
         if tensor.device.type != "cpu":
+            if not self._reaches_devices:
+                landings = [(torch.empty(place.shape, dtype=place.dtype), peer) for place, peer in incoming]
+                under_way = self._carry([(sent.cpu(), peer) for sent, peer in outgoing], landings)
+                arrivals = [(place, host) for (place, _), (host, _) in zip(incoming, landings, strict=True)]
+                return _ThroughHost(under_way, arrivals)
             # NCCL runs messages in the order of their launch: two ranks that both receive first would wait forever
             return _Works(dist.batch_isend_irecv([*self._operations(outgoing, incoming)]))
         # what comes in first: gloo sends nothing before the other side has said where it goes

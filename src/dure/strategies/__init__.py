@@ -315,6 +315,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             settings=("cuts",),
             right_when="sections are on several processes and rank 0 alone may have the data; else pipeline is faster",
             one_process=False,
+            exchanges_on_host=True,
             checks_model=True,
         ),
         StrategyInfo(

@@ -34,12 +34,13 @@ class StepSums:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.saved_bytes = 0
-        self.squared_error = 0.0
-        self.squared_norm = 0.0
+        self.squared_error: Tensor | float = 0.0
+        self.squared_norm: Tensor | float = 0.0
 
     def measured(self) -> dict[str, float]:
-        """Return saved bytes and the relative error, as a step's record has them."""
-        error = math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
+        """Return saved bytes and the relative error, as a step's record has them; waits for an accelerator."""
+        squared_norm = float(self.squared_norm)
+        error = math.sqrt(float(self.squared_error) / squared_norm) if squared_norm else 0.0
         return {"saved_bytes": float(self.saved_bytes), "compression_error": error}
 
 
@@ -87,8 +88,9 @@ class Compression(ABC):
 
     def note_error(self, wanted: Tensor, error: Tensor) -> None:
         """Count what was to be sent, and what of it was not."""
-        self.step.squared_norm += float(wanted.square().sum())
-        self.step.squared_error += float(error.square().sum())
+        # tensors: to read them here would let an accelerator run dry in the middle of backward
+        self.step.squared_norm = self.step.squared_norm + wanted.square().sum()
+        self.step.squared_error = self.step.squared_error + error.square().sum()
 
     @abstractmethod
     def _reduce(self, vector: Tensor, key: int) -> int:

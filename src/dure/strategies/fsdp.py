@@ -93,7 +93,7 @@ class FSDP(ShardedStrategy):
         if self.options.sync_batchnorm:
             model = convert_sync_batchnorm(model, self.device)
         axes = parse_mesh(self.options.mesh, self.info.mesh_axes, self.group.world_size)
-        self.mesh = Mesh(axes, self.group, self.device)
+        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("shard")
         self.evaluates_together = True
         self.units = find_units(model, self.options.fsdp_units)

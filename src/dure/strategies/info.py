@@ -32,6 +32,8 @@ class StrategyInfo:
     """The axes that `--mesh` may name, outermost first; without it the last one has all ranks."""
     extra_processes: str = ""
     """The setting that counts processes beside the `nproc` devices (parameter servers); by default as many."""
+    exchanges_on_host: bool = False
+    """Whether ranks with accelerators exchange tensors in host memory, which NCCL does not move."""
     outlives_ranks_without: str = ""
     """The setting without which a run goes on when a rank with a device is killed."""
     checks_model: bool = False

@@ -8,7 +8,6 @@ of the step, and without it the step would not be the step.
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure import torchcompat
@@ -36,7 +35,7 @@ class SyncWorker(Worker):
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._passed_on = Requests()
         if len(self.server_ranks) > 1:
-            dist.new_group(list(self.server_ranks))  # every rank takes part in making it
+            self.everyone.subgroup(list(self.server_ranks))  # every rank takes part in making it
 
     def sync_gradients(self) -> StepFacts:
         """Push the gradients and return the facts over all workers.
@@ -95,7 +94,7 @@ class SyncServer(Server):
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._servers: Group | None = None
         if len(self.server_ranks) > 1:
-            self._servers = ProcessGroup(self.device, dist.new_group(list(self.server_ranks)))
+            self._servers = ProcessGroup(self.device, self.everyone.subgroup(list(self.server_ranks)))
 
     def sync_gradients(self) -> StepFacts:
         """Wait for every worker's push, and tell the facts.

@@ -1,7 +1,8 @@
 """Data parallelism with a reducer of our own: one flat gradient buffer, buckets, any all-reduce algorithm.
 
 What torch's DDP does (Li et al. 2020), in the open and over `dure.comm`: gradients are views into one flat buffer;
-buckets of it are filled in reverse order by backward, and reduced by another thread while backward still runs. Apex's
+buckets of it are filled in reverse order by backward, and reduced while backward still runs: on the CPU by another
+thread, on an accelerator by its own asynchronous calls. Apex's
 options have their own names here: `message_size`, `delay_allreduce`, `allreduce_always_fp32`, `gradient_average`,
 `gradient_predivide_factor`. Its plain twin is `naive_ddp`.
 """
@@ -11,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.comm.algorithms import AllReduce, ReduceOp
@@ -63,7 +63,7 @@ class RingDDP(LocalSums):
         # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
         # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
-        self._process_group = dist.new_group() if world_size > 1 else None
+        self._process_group = self.group.subgroup() if world_size > 1 else None
         check_compression(options.compression, self.model, self.precision.scaler is not None)
         algorithm = open_chosen(options.comm, self.device.type, self.group, self._process_group)
         self.gradients = FlatGradients(
@@ -76,7 +76,10 @@ class RingDDP(LocalSums):
         """Parameters that were unfrozen on the way."""
         self._facts = self.gradients.tail[:NUM_FACTS]
         self._used = self.gradients.tail[NUM_FACTS:]
-        self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression())
+        # on an accelerator the host only queues calls. A thread of its own would queue them among those of autograd's
+        # thread (synchronised BatchNorm) in an order that differs from rank to rank, and the ranks would wait for ever
+        has_thread = self.device.type == "cpu"
+        self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression(), has_thread=has_thread)
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._reached: list[nn.Parameter] = []
         """Parameters that backward has given a gradient in this step."""
@@ -235,10 +238,12 @@ class RingDDP(LocalSums):
         compressed = 0 if compression is None else compression.step.sent_bytes
         return compressed + sum(self.reducer.sent_bytes_for(bucket) for bucket in self.gradients.buckets)
 
-    def measured(self) -> dict[str, float] | None:
-        """Return what compression saved, and its error."""
+    def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
+        """Return what compression saved, and its error; on an accelerator what reads it later."""
         compression = self.reducer.compression
-        return None if compression is None else compression.step.measured()
+        if compression is None:
+            return None
+        return compression.step.measured() if self.device.type == "cpu" else compression.step.measured
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return the errors that compression carries over."""
@@ -258,8 +263,23 @@ class BucketReducer:
     """Adds buckets up over all ranks, in the order in which they are launched."""
 
     def __init__(
-        self, algorithm: AllReduce, options: StrategyOptions, world_size: int, compression: Compression | None
+        self,
+        algorithm: AllReduce,
+        options: StrategyOptions,
+        world_size: int,
+        compression: Compression | None,
+        *,
+        has_thread: bool = True,
     ) -> None:
+        """Prepare.
+
+        Args:
+            algorithm: Adds up.
+            options: How gradients are divided and widened.
+            world_size: Number of ranks.
+            compression: Reduces in the place of the algorithm, if there is one.
+            has_thread: Reduce launched buckets in another thread; otherwise the algorithm's own asynchrony has to do.
+        """
         self.algorithm = algorithm
         self.compression = compression
         self._is_widened = options.allreduce_always_fp32
@@ -271,10 +291,16 @@ class BucketReducer:
         self._launched: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._num_under_way = 0
+        self._has_thread = has_thread
+        self._finishes: list[Callable[[], None]] = []
+        """Ends of the reductions that were begun in the thread of their caller."""
         self._thread: threading.Thread | None = None
 
     def launch(self, bucket: Bucket) -> None:
-        """Let the bucket be reduced by another thread; nobody may touch it until `wait`."""
+        """Let the bucket be reduced while the caller goes on; nobody may touch it until `wait`."""
+        if not self._has_thread:
+            self._finishes.append(self._begin(bucket))
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="dure-reducer", daemon=True)
             self._thread.start()
@@ -287,6 +313,9 @@ class BucketReducer:
         Raises:
             RuntimeError: A peer went away.
         """
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()
         errors = [self._done.get() for _ in range(self._num_under_way)]
         self._num_under_way = 0
         for error in errors:
@@ -304,19 +333,26 @@ class BucketReducer:
 
     def reduce(self, bucket: Bucket) -> None:
         """Reduce a bucket now, in this thread."""
+        self._begin(bucket)()
+
+    def _begin(self, bucket: Bucket) -> Callable[[], None]:
+        """Begin to reduce a bucket, and return what ends it."""
         if self.compression is not None:
             self.compression.reduce_mean(bucket.gradients, bucket.index)
-            if bucket.tail.numel():
-                self.algorithm.all_reduce(bucket.tail, "mean")
-            return
+            return self.algorithm.start(bucket.tail, "mean") if bucket.tail.numel() else lambda: None
         vector = self._as_sent(bucket.vector)
         if self._predivide != 1.0:
             vector.div_(self._predivide)
-        self.algorithm.all_reduce(vector, self._op)
-        if self._op == "sum" and self._postdivide != 1.0:
-            vector.div_(self._postdivide)
-        if vector is not bucket.vector:
-            bucket.vector.copy_(vector)
+        wait = self.algorithm.start(vector, self._op)
+
+        def finish() -> None:
+            wait()
+            if self._op == "sum" and self._postdivide != 1.0:
+                vector.div_(self._postdivide)
+            if vector is not bucket.vector:
+                bucket.vector.copy_(vector)
+
+        return finish
 
     def _as_sent(self, vector: Tensor) -> Tensor:
         is_half = vector.dtype in (torch.float16, torch.bfloat16)

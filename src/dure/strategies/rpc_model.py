@@ -263,8 +263,9 @@ class RpcModel(ReducedFacts):
 
         Communication: one blocking all_reduce of 5 float64.
         """
-        expected = torch.tensor([(self.expectation or 0.0) if self.drives else 0.0], dtype=self.facts_dtype)
-        facts = self.reduced_facts(expected.to(self.device))
+        own = (self.expectation or 0.0) if self.drives else 0.0
+        expected = torch.tensor([own], dtype=self.facts_dtype, device=self.device)
+        facts = self.reduced_facts(expected)
         self.expectation = expected.item() or None
         return facts
 

@@ -90,7 +90,7 @@ class TensorParallel(ShardedStrategy):
         Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
         """
         axes = parse_mesh(self.options.mesh, AXES, self.group.world_size)
-        self.mesh = Mesh(axes, self.group, self.device)
+        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("tensor")
         self.data_rank = self.random_stream = self.mesh.coordinate("data")
         self.data_world_size = self.mesh.size("data")

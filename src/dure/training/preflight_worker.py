@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dure.comm.groups import open_group
+from dure.comm.wire import sends_from_devices
 from dure.failure import describe_failure
 from dure.place import Place
 from dure.torchcompat import import_late_parts
@@ -110,11 +111,12 @@ def try_all(progress: Progress, rank: int, world_size: int, device: torch.device
             said = (_pattern(source, source) if rank == source else torch.zeros(_ELEMENTS_SENT)).to(device)
             dist.broadcast(said, source)
             progress.compare(name, said.cpu(), _pattern(source, source))
+    sends_from = device if sends_from_devices() else torch.device("cpu")
     for partner in partners(rank, world_size):
         first, second = sorted((rank, partner))
         name = f"send and receive between rank {first} and rank {second}"
         with progress.step(name):
-            sent, got = _pattern(rank, partner).to(device), torch.zeros(_ELEMENTS_SENT, device=device)
+            sent, got = _pattern(rank, partner).to(sends_from), torch.zeros(_ELEMENTS_SENT, device=sends_from)
             if rank == first:
                 dist.send(sent, partner)
                 dist.recv(got, partner)

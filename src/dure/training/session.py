@@ -93,13 +93,13 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
 
 def _backend(spec: RunSpec, place: Place) -> str:
     """Return torch's word for how ranks talk: through shared memory wherever they have it in common."""
-    rank, kind = place.rank, resolve_device(spec.device)
+    rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy or "single"]
     chosen: str = spec.backend
     if chosen == "auto":
         is_one_host = rank.local_world_size == rank.world_size > 1
         shared = "dure_shm" if kind == "cpu" and is_one_host and sys.platform == "linux" else "gloo"
-        is_everyone_on_cuda = kind == "cuda" and not STRATEGIES[spec.strategy or "single"].extra_processes
-        chosen = "nccl" if is_everyone_on_cuda and not spec.share_devices else shared
+        is_all_on_cuda = kind == "cuda" and not (info.extra_processes or info.exchanges_on_host)
+        chosen = "nccl" if is_all_on_cuda and not spec.share_devices else shared
     return "cpu:dure_shm" if chosen == "dure_shm" else chosen
 
 

@@ -8,7 +8,7 @@ rank computed, or all add in the same order.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -176,6 +176,14 @@ class AllReduce(ABC):
             RuntimeError: A peer went away, or said nothing within the group's timeout.
         """
 
+    def start(self, vector: "Tensor", op: ReduceOp = "sum") -> Callable[[], None]:
+        """Begin to reduce a vector, and return what waits for the result; on an accelerator the current stream does.
+
+        Until then nobody may touch the vector. Most algorithms have reduced it when this returns.
+        """
+        self.all_reduce(vector, op)
+        return _nothing
+
     @abstractmethod
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
         """Return the bytes that this rank sends in one `all_reduce` of so many elements, by the formula."""
@@ -193,6 +201,10 @@ class AllReduce(ABC):
 
     def close(self) -> None:
         """Let go of what it holds; the group stays."""
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
 def find_algorithm(name: str) -> AlgorithmInfo:

@@ -1,6 +1,6 @@
 """torch's own all-reduce of the group's backend, behind the same face as the algorithms of this folder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,10 +38,26 @@ class BackendAllReduce(AllReduce):
         A mean is a sum and a division here too: gloo has no mean, and one division is what the others do.
         """
         check_reducible(vector, op)
-        vector = vector.detach()
-        dist.all_reduce(vector, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self._group)
-        finish_mean(vector, op, self.world_size)
+        self._begin(vector.detach(), op, is_waited_for=True)
+        finish_mean(vector.detach(), op, self.world_size)
+
+    def start(self, vector: Tensor, op: ReduceOp = "sum") -> Callable[[], None]:
+        """Begin to reduce a vector; an accelerator does it beside what its current stream is given meanwhile."""
+        check_reducible(vector, op)
+        work = self._begin(vector.detach(), op, is_waited_for=False)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            finish_mean(vector.detach(), op, self.world_size)
+
+        return finish
+
+    def _begin(self, vector: Tensor, op: ReduceOp, *, is_waited_for: bool) -> dist.Work | None:
+        reduction = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+        work: dist.Work | None = dist.all_reduce(vector, reduction, group=self._group, async_op=not is_waited_for)
         self._sent_bytes += self.sent_bytes_for(vector.numel(), vector.element_size())
+        return work
 
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
         """Return the least that an all-reduce can send from this rank."""

@@ -28,7 +28,7 @@ from dure.supervised import (
     start_workers,
 )
 from dure.task_settings import check_same_task, settle
-from dure.training.given_task import giving
+from dure.training.given_task import given_task, giving
 from dure.training.task import Task
 from dure.under_launcher import train_under_launcher, with_world_size, without_extra_processes
 
@@ -59,16 +59,20 @@ def train(
         WorkerFailed: Training failed; the message names the first cause.
         Interrupted: A signal stopped it; it can be resumed.
     """
-    if is_worker():
-        raise Misuse(
-            "dure.train is called while a worker process reads the task's file: put that call under "
-            "`if __name__ == '__main__':`, so that only the script itself makes it"
-        )
+    _refuse_in_worker("dure.train")
     launched = read_launcher()
     if launched is not None:
         settings = with_world_size(settings, launched)
     with giving(task):
         return _train(task, resume, config, settings, launched)
+
+
+def _refuse_in_worker(call: str) -> None:
+    if is_worker():
+        raise Misuse(
+            f"{call} is called while a worker process reads the task's file: put that call under "
+            "`if __name__ == '__main__':`, so that only the script itself makes it"
+        )
 
 
 def _train(
@@ -126,6 +130,7 @@ def evaluate(
         WorkerFailed: A rank failed.
         Interrupted: A signal stopped it.
     """
+    _refuse_in_worker("dure.evaluate")
     opened = RunDir.open(Path(run))
     if not opened.has_checkpoints():
         raise RunInvalid(f"{run} has no checkpoint yet: train it further with `dure train --resume {run}`")
@@ -156,11 +161,12 @@ def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    nproc = int(settings.get("nproc") or opened.read_spec().nproc)
-    settings = {**settings, "nproc": nproc, "strategy": "ddp" if nproc > 1 else "single"}
-    spec = resolve(
-        flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=opened.read_spec()
-    ).spec
+    base, given = opened.read_spec(), given_task()
+    nproc = settings.get("nproc") or base.nproc
+    settings = {**settings, "nproc": nproc, "strategy": "single" if str(nproc).strip() == "1" else "ddp"}
+    if given is not None:
+        settings["task"] = given.reference
+    spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
     check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
     with saying(opened.path, "written"):  # what comes to it goes through a file there

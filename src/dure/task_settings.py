@@ -8,7 +8,7 @@ from typing import Any
 
 from dure.errors import RunInvalid, SpecInvalid
 from dure.rundir import RunDir
-from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
+from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve, same_task
 from dure.strategies import STRATEGIES
 from dure.training.best import Best
 from dure.training.given_task import GivenTask, given_task, task_class
@@ -78,7 +78,7 @@ def check_same_task(given: GivenTask, run: RunDir) -> None:
         SpecInvalid: Names what differs.
     """
     spec, faults = run.read_spec(), []
-    if given.reference != spec.task:
+    if not same_task(given.reference, spec.task):
         faults.append(f"the task that is passed is {given.reference} but the run was begun with {spec.task}: pass that")
     options = dict(spec.task_options) if given.task is None else dict(given.options)
     faults += [

@@ -33,7 +33,7 @@ def method(self, *arguments):
 
 
 def refusal(**names):
-    with pytest.raises(TaskInvalid, match="which dure does not call") as caught:
+    with pytest.raises(TaskInvalid, match="which dure never uses") as caught:
         check_task_class(type("Mine", (Small,), names))
     return str(caught.value)
 
@@ -57,19 +57,19 @@ def refusal(**names):
 def test_method_when_it_is_near_a_hook_or_called_so_elsewhere_then_is_refused_with_what_was_meant(name, meant):
     said = refusal(**{name: method})
     assert said == (
-        f"Mine has {name}, which dure does not call: it calls {meant}; rename it, or, if it is a helper of your own, "
+        f"Mine has {name}, which dure never uses: it uses {meant}; rename it, or, if it is a helper of your own, "
         f"begin its name with an underscore: _{name}"
     )
 
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, property, functools.cached_property])
 def test_method_when_it_is_of_another_kind_then_is_refused_too(kind):
-    assert "Mine has val_data, which dure does not call" in refusal(val_data=kind(method))
+    assert "Mine has val_data, which dure never uses" in refusal(val_data=kind(method))
 
 
 def test_hooks_when_another_framework_calls_them_then_are_refused_all_at_once():
     said = refusal(on_train_epoch_end=method, metric=method, default={"epochs": 3})
-    for words in ("on_train_epoch_end, which dure does not call: it has no such hook", "metric,", "it calls defaults"):
+    for words in ("on_train_epoch_end, which dure never uses: it has no such hook", "metric,", "it uses defaults"):
         assert words in said
 
 
@@ -147,7 +147,7 @@ def test_names_when_the_task_uses_them_itself_or_has_the_hook_then_are_taken():
 def test_name_when_it_is_set_on_the_object_then_is_looked_at_too():
     task = Small()
     setattr(task, "metric", lambda model, batch: {})  # noqa: B010
-    with pytest.raises(TaskInvalid, match="Small has metric, which dure does not call"), giving(task):
+    with pytest.raises(TaskInvalid, match="Small has metric, which dure never uses"), giving(task):
         pass
 
 

@@ -6,6 +6,8 @@ whether it suffices.
 """
 
 import copy
+import functools
+import inspect
 import os
 import sys
 import types
@@ -64,6 +66,8 @@ class GivenTask:
             before: `record()` of then.
             options: Options of the resumed run, of which the task is made if only its class was passed.
         """
+        if before is None and self.task is None:
+            return []
         then = {} if before is None else before["attributes"]
         now = self.attributes if self.task is not None else _beyond(build_task(self.cls, options), options)
         return [
@@ -128,7 +132,8 @@ def _describe(task: "Task | type[Task]") -> GivenTask:
     options: dict[str, Any] = {}
     attributes: dict[str, str | None] = {}
     if isinstance(task, Task):
-        check_names(cls, {name: value for name, value in vars(task).items() if name not in task_options(cls)})
+        known = task_options(cls)
+        check_names(cls, {name: value for name, value in vars(task).items() if name not in known})
         options, unwritten = options_of(task)
         attributes = _beyond(task, options)
         others = [name for name in unwritten if name in attributes]
@@ -199,9 +204,10 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    if digest(one) is None and digest(other) is None:
+    found, wanted = digest(one), digest(other)
+    if found is None and wanted is None:
         return type(one) is type(other)  # a lock or a connection that every such task makes for itself
-    return is_same(one, other)
+    return found == wanted or is_same(one, other)
 
 
 def _made_again(cls: type[Task], options: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -214,9 +220,14 @@ def _made_again(cls: type[Task], options: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _attributes(task: Task) -> dict[str, Any]:
-    """Return an object's own attributes, those in slots too."""
+    """Return an object's own attributes, those in slots too; values that a cached property keeps are none."""
     slots = [name for base in type(task).__mro__ for name in _slots_of(base)]
-    return {**{name: getattr(task, name) for name in slots if hasattr(task, name)}, **vars(task)}
+    own = {name: value for name, value in vars(task).items() if not _is_cached_property(type(task), name)}
+    return {**{name: getattr(task, name) for name in slots if hasattr(task, name)}, **own}
+
+
+def _is_cached_property(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
 
 
 def _slots_of(cls: type) -> tuple[str, ...]:

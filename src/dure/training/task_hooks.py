@@ -102,7 +102,7 @@ def check_names(cls: type[Task], names: Mapping[str, Any]) -> None:
     if not suspects:
         return
     said = [
-        f"{name}, which dure does not call: " + (f"it calls {_call(meant)}" if meant else "it has no such hook")
+        f"{name}, which dure never uses: " + (f"it uses {_call(meant)}" if meant else "it has no such hook")
         for name, meant in suspects.items()
     ]
     first = next(iter(suspects))

@@ -367,7 +367,7 @@ class Strategy(ABC):
     ) -> LossTerm:
         """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
         with self.precision.autocast():
-            result = (loss or self.loss)(model, microbatch.batch)
+            result = self.computed(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
@@ -380,6 +380,15 @@ class Strategy(ABC):
         if microbatch.is_stand_in:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may use the model as it likes, and return its value as plain tensors.
+
+        Args:
+            function: The task's loss or metrics.
+            *args: Its arguments.
+        """
+        return function(*args)
 
     def expected_items(self, global_samples: int) -> float:
         """Return the power of two that stands in for the step's count until the true one is known."""

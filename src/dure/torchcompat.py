@@ -490,6 +490,20 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
 
 
+def is_operator(func: object) -> bool:
+    """Whether a function is one of `torch.ops`: what a public function has become below autograd (private in torch)."""
+    return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let the functions that wait for one tensor's gradient wait for another's (private in torch)."""
+    hooks: Any = source
+    for hook in (hooks._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (hooks._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
 def is_transforming() -> bool:
     """Whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -463,7 +463,7 @@ class Strategy(ABC):
     ) -> LossTerm:
         """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
         with self._watching(), self.precision.autocast():
-            result = (loss or self.loss)(model, microbatch.batch)
+            result = self.computed(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
@@ -476,6 +476,15 @@ class Strategy(ABC):
         if microbatch.is_stand_in:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may use the model as it likes, and return its value as plain tensors.
+
+        Args:
+            function: The task's loss or metrics.
+            *args: Its arguments.
+        """
+        return function(*args)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

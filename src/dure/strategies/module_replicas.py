@@ -25,17 +25,19 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Intercepted:
-    """A model's `forward` that somebody else calls. A deep copy of the model gets the plain one."""
+    """A module's `forward` that somebody else calls."""
 
-    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any], *, in_copies: bool = False) -> None:
         """Remember both.
 
         Args:
-            original: The model's own.
+            original: The module's own.
             call: Gets `original` and the arguments.
+            in_copies: A deep copy of the module is intercepted too. Otherwise it gets its own `forward`.
         """
         self.original = original
         self.call = call
+        self._in_copies = in_copies
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,8 +45,9 @@ class Intercepted:
         return self.call(self.original, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the model's own `forward`, bound to the copy."""
-        return copy.deepcopy(self.original, memo)
+        """Return what a copy of the module has in this place."""
+        original = copy.deepcopy(self.original, memo)
+        return Intercepted(original, self.call, in_copies=True) if self._in_copies else original
 
 
 def replicate(model: nn.Module, devices: Sequence[torch.device], *, linked: bool) -> "list[Replica]":

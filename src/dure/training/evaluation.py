@@ -184,10 +184,10 @@ def _evaluation_call(
     def call() -> dict[str, Sum]:
         with strategy.precision.autocast():
             there = to_device(batch, device)
-            loss = task.loss(model, there)
+            loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
-            measured = task.metrics(model, there)
+            measured = strategy.computed(task.metrics, model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         for name, value in measured.items():

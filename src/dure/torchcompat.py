@@ -73,6 +73,11 @@ def group_timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
     return backend.options._timeout.total_seconds()
 
 
+def default_store() -> dist.Store:
+    """Return the store over which the default group was made (private in torch)."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def abort_process_groups() -> None:
     """Destroy every process group without waiting for other ranks (private in torch; for NCCL).
 
@@ -347,7 +352,7 @@ def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float) -> 
     if _RPC_SCHEME not in _registered_schemes:
         register_rendezvous_handler(_RPC_SCHEME, _meet_for_rpc)
         _registered_schemes.add(_RPC_SCHEME)
-    _rpc_meetings[:] = [(dist.PrefixStore("rpc", dist.distributed_c10d._get_default_store()), rank, world_size)]
+    _rpc_meetings[:] = [(dist.PrefixStore("rpc", default_store()), rank, world_size)]
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_RPC_SCHEME}://", rpc_timeout=timeout_seconds)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

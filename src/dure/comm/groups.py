@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from dure import torchcompat
+from dure.comm.startup import Startup
 from dure.place import StoreAddress
 from dure.rank import RankInfo
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Of one JSON message."""
 
-# How gloo, NCCL and the store word the loss of a peer. Seen on torch 2.11 and 2.13.
-
+_LIFE_SECONDS = 600.0
+"""Longest time without a sign of life at the start, where nobody says how long collectives may take."""
 
 _TRANSPORTS = {"dure_shm": "shared memory", "gloo": "sockets (gloo)", "nccl": "NCCL"}
 
@@ -66,6 +67,10 @@ class Group(ABC):
         Communication: the rendezvous of the group, blocking.
         """
         return None
+
+    def startup(self, report: Callable[[str], None] | None = None) -> Startup:
+        """Return the steps of a start that may take ranks any time; see `Startup`. Once per group."""
+        return Startup(self.rank, self.world_size, None, timeout_seconds=0.0, report=report)
 
     @abstractmethod
     def barrier(self) -> None:
@@ -183,6 +188,12 @@ class ProcessGroup(Group):
         return [
             json.loads(bytes(tensor[: int(size)].cpu().numpy())) for tensor, size in zip(gathered, sizes, strict=True)
         ]
+
+    def startup(self, report: Callable[[str], None] | None = None) -> Startup:
+        """Return the steps of a start, over the store of the default group."""
+        seconds = self._timeout.total_seconds() if self._timeout is not None else _LIFE_SECONDS
+        store = torchcompat.default_store()
+        return Startup(self.rank, self.world_size, store, timeout_seconds=seconds, report=report)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.measure.sums import Sum
-from dure.strategies.base import LossFunction
+from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
-from dure.strategies.object_state import ObjectState
+from dure.strategies.object_state import ObjectState, used_globals
 from dure.strategies.trial import Trial
+from dure.training.fetch import FetchRequest, Loader
+from dure.training.order import SampleOrder
+from dure.training.task import Task
 
 NUM_SAMPLES = 8
 _PARTS = (1, 3, 4)
@@ -138,6 +142,48 @@ class LossInspection:
             with torch.enable_grad(), self._autocast():
                 result = self._loss(self._model, batch)
             return _Tried.of(trial, result, len(places))
+
+
+def inspected_on_rank0(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
+) -> LossTraits:
+    """Inspect the task's loss on rank 0; other ranks return at once, to be told.
+
+    Args:
+        strategy: Not prepared yet.
+        task: With the loss.
+        model: Whole, on the CPU, where it is again afterwards.
+        loader: Of the training data.
+        order: Of the training data; its first samples are those of the first step.
+    """
+    device = strategy.device
+    if strategy.group.rank:
+        return LossTraits()
+    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
+        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
+    first = order.permutation(0)[:NUM_SAMPLES]
+    own = loader.without_workers()
+
+    def fetch(places: Sequence[int]) -> Any:
+        return next(own.batches([FetchRequest(0, first[list(places)])]))
+
+    model.to(device)
+    try:
+        traits = LossInspection(
+            task.loss,
+            model,
+            fetch,
+            {"task": task, **used_globals(type(task))},
+            strategy.precision.autocast,
+            is_exact=strategy.precision.name == "fp32",
+        ).traits(order.num_samples)
+    finally:
+        model.to("cpu")
+    return replace(traits, collate_draws=loader.has_collate_drawn)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
 
 
 class _Tried(NamedTuple):

@@ -5,8 +5,8 @@ import inspect
 import math
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,15 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions
 from dure.strategies.loss_traits import LossTraits
-from dure.strategies.object_state import used_globals
 from dure.strategies.precision import Precision
+from dure.telling import tell
 from dure.torchcompat import import_late_parts, settle_engine
 from dure.training.digests import code_digest
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.given_task import make_task
 from dure.training.kept_state import KeptState
-from dure.training.loss_inspection import NUM_SAMPLES, LossInspection
+from dure.training.loss_inspection import inspected_on_rank0
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.task import Task
@@ -135,13 +135,15 @@ def open_session(
         DataInvalid: Data that is empty or of a kind that a run cannot be defined on.
         RanksDisagree: Ranks that did not build the same.
     """
+    startup = group.startup(None if spec.quiet else tell)
     seed_everything(spec.seed)
     task = make_task(spec.task, spec.task_options)
-    if place.rank.local_rank == 0:
-        task.prepare_data()
-    group.barrier()
+    with startup.step("preparing the data"):
+        if place.rank.local_rank == 0:
+            task.prepare_data()
     seed_everything(spec.seed)
-    train_data, eval_data = task.train_data(), task.eval_data()
+    with startup.step("loading the data"):
+        train_data, eval_data = task.train_data(), task.eval_data()
     check_dataset(train_data, f"{type(task).__name__}.train_data")
     order = SampleOrder(
         len(train_data),  # type: ignore[arg-type]
@@ -158,13 +160,17 @@ def open_session(
         eval_samples = len(eval_data)  # type: ignore[arg-type]
         loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
     seed_everything(spec.seed)
-    model = _built_model(task)
+    with startup.step("building the model"):
+        model = _built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
-    strategy.traits = _found_traits(strategy, task, model, loaders[0], order) if traits is None else traits
+    if traits is None:
+        with startup.step("trying the loss"):
+            traits = inspected_on_rank0(strategy, task, model, loaders[0], order)
+    strategy.traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
@@ -191,46 +197,6 @@ def _identity(task: Task, order: SampleOrder, eval_samples: int, loader: Loader)
 
 def _first_samples(loader: Loader, num_samples: int) -> Any:
     return next(loader.without_workers().batches([FetchRequest(0, np.arange(num_samples))]))
-
-
-def _found_traits(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
-    """Inspect the task's loss on rank 0, and tell all ranks.
-
-    Communication: one gathered JSON message.
-    """
-    found = None
-    if strategy.group.rank == 0:
-        found = asdict(_inspected(strategy, task, model, loader, order))
-    return LossTraits.from_json(strategy.group.all_gather_json(found)[0])
-
-
-def _inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
-    device = strategy.device
-    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
-        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
-    first = order.permutation(0)[:NUM_SAMPLES]
-    own = loader.without_workers()
-
-    def fetch(places: Sequence[int]) -> Any:
-        return next(own.batches([FetchRequest(0, first[list(places)])]))
-
-    model.to(device)
-    try:
-        traits = LossInspection(
-            task.loss,
-            model,
-            fetch,
-            {"task": task, **used_globals(type(task))},
-            strategy.precision.autocast,
-            is_exact=strategy.precision.name == "fp32",
-        ).traits(order.num_samples)
-    finally:
-        model.to("cpu")
-    return replace(traits, collate_draws=loader.has_collate_drawn)
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
 
 
 def check_parts(session: Session, samples_seen: int) -> None:

@@ -1,0 +1,183 @@
+"""Work before the first step that may take any time on some ranks: a download, pretrained weights, an index of data.
+
+A collective has a timeout, which is short enough to notice a hang and too short for a download. So ranks that are done
+wait at the store instead, for as long as the others show signs of life.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from dure.errors import PeerLost
+
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
+_BEAT_SECONDS = 1.0
+"""Between two signs of life, and between two looks for those of others."""
+FIRST_NOTICE_SECONDS = 10.0
+"""What takes longer is reported, and again each time it has doubled."""
+
+
+class Store(Protocol):
+    """What is used of a store of torch."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Startup:
+    """The steps of a start that all ranks make together, one after another.
+
+    Every rank counts its signs of life up at the store while it works. Rank 0 reads the counters of those that are not
+    done, and ends the wait of all if one stands still. The others read only rank 0's.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        *,
+        timeout_seconds: float,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """Prepare; nothing is sent yet.
+
+        Args:
+            rank: This process.
+            world_size: All of them.
+            store: Of these ranks and this start alone; None for one rank.
+            timeout_seconds: Longest time without a sign of life.
+            report: Receives a sentence about what takes long, on rank 0.
+        """
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._timeout_seconds = timeout_seconds
+        self._report = report if rank == 0 else None
+        self._number = 0
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Do this rank's part of a step inside, however long it takes, and wait for the others at its end.
+
+        Args:
+            what: Completes "rank 0 is still", the same on all ranks.
+
+        Raises:
+            PeerLost: Another rank failed inside, or shows no sign of life.
+        """
+        if self._store is None or self._world_size == 1:
+            yield
+            return
+        self._number += 1
+        shared = _Step(self._store, self._number, what, self._rank, self._world_size, self._timeout_seconds)
+        notices = _Notices(self._report, what)
+        with _beating(shared, notices):
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # the store may be what failed
+                    shared.fail(f"rank {self._rank} failed while it was {what}")
+                raise
+        shared.finish()
+        shared.wait(notices)
+
+
+class _Step:
+    """One step as the ranks see it in the store."""
+
+    def __init__(
+        self, store: Store, number: int, what: str, rank: int, world_size: int, timeout_seconds: float
+    ) -> None:
+        self.rank = rank
+        self._store, self._what, self._world_size = store, what, world_size
+        self._timeout_seconds = timeout_seconds
+        self._prefix = f"start/{number}"
+        self._seen: dict[int, tuple[int, float]] = {}
+        """By rank: its last known count, and when that was new."""
+
+    def beat(self) -> None:
+        self._store.add(f"{self._prefix}/beats/{self.rank}", 1)
+
+    def finish(self) -> None:
+        self._store.set(f"{self._prefix}/done/{self.rank}", "")
+        if self._store.add(f"{self._prefix}/num done", 1) == self._world_size:
+            self._store.set(f"{self._prefix}/all done", "")
+
+    def fail(self, reason: str) -> None:
+        self._store.set(f"{self._prefix}/failure", reason)
+
+    def wait(self, notices: "_Notices") -> None:
+        """Wait for all; rank 0 looks after the others, and they after it."""
+        pause, next_look = _FIRST_POLL_SECONDS, time.monotonic() + _BEAT_SECONDS
+        while not self._store.check([f"{self._prefix}/all done"]):
+            if time.monotonic() >= next_look:
+                self._look(notices)
+                next_look = time.monotonic() + _BEAT_SECONDS
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+    def _look(self, notices: "_Notices") -> None:
+        self.beat()
+        late = [0] if self.rank else [rank for rank in range(self._world_size) if not self._is_done(rank)]
+        silent = [rank for rank in late if self._silent_seconds(rank) > self._timeout_seconds]
+        if silent:
+            self.fail(f"{_ranks(silent)} gave no sign of life for {self._timeout_seconds:g} s while {self._what}")
+        if self._store.check([f"{self._prefix}/failure"]):
+            raise PeerLost(self._store.get(f"{self._prefix}/failure").decode())
+        notices.update(late)
+
+    def _is_done(self, rank: int) -> bool:
+        return bool(self._store.check([f"{self._prefix}/done/{rank}"]))
+
+    def _silent_seconds(self, rank: int) -> float:
+        count, now = self._store.add(f"{self._prefix}/beats/{rank}", 0), time.monotonic()
+        known, since = self._seen.get(rank, (-1, now))
+        if count != known:
+            self._seen[rank] = count, now
+            return 0.0
+        return now - since
+
+
+class _Notices:
+    """Reports what takes long."""
+
+    def __init__(self, report: Callable[[str], None] | None, what: str) -> None:
+        self._report, self._what = report, what
+        self._begun = time.monotonic()
+        self._next_seconds = FIRST_NOTICE_SECONDS
+
+    def update(self, late: list[int]) -> None:
+        """Report, if it is time, which ranks are waited for."""
+        seconds = time.monotonic() - self._begun
+        if self._report is not None and late and seconds >= self._next_seconds:
+            self._next_seconds = 2 * seconds
+            verb = "is" if len(late) == 1 else "are"
+            self._report(f"{_ranks(late)} {verb} still {self._what}, for {seconds:.0f} s now; the others wait")
+
+
+@contextmanager
+def _beating(step: _Step, notices: _Notices) -> Iterator[None]:
+    """Give signs of life from another thread."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        with suppress(Exception):  # a store that is gone is noticed when the step ends
+            while not stop.wait(_BEAT_SECONDS):
+                step.beat()
+                notices.update([step.rank])
+
+    thread = threading.Thread(target=beat, name="dure-startup", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

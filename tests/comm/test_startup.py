@@ -1,0 +1,94 @@
+"""Steps of a start that take long on some ranks: who waits how long, who is told what. Threads stand for the ranks."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dure.comm import startup
+from dure.comm.groups import Solo
+from dure.comm.startup import Startup
+from dure.errors import PeerLost
+
+SILENCE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(startup, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(startup, "FIRST_NOTICE_SECONDS", 0.1)
+
+
+def on_threads(num_ranks, work, report=None):
+    """Return what `work(rank, startup)` returned on each rank, an exception as its object."""
+    store, answers = dist.HashStore(), [None] * num_ranks
+
+    def run(rank):
+        try:
+            answers[rank] = work(rank, Startup(rank, num_ranks, store, timeout_seconds=SILENCE, report=report))
+        except BaseException as error:
+            answers[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_step_when_a_rank_takes_longer_than_the_timeout_then_all_wait_and_rank_0_reports_it(slow):
+    reports, ends = [], {}
+
+    def work(rank, steps):
+        for number in range(2):
+            with steps.step("preparing the data"):
+                if rank == slow:
+                    time.sleep(2 * SILENCE)
+                    ends[number] = time.monotonic()
+            assert time.monotonic() >= ends[number]
+        return "through"
+
+    assert on_threads(3, work, reports.append) == ["through"] * 3
+    assert reports[0].startswith(f"rank {slow} is still preparing the data, for ")
+    assert len(reports) <= 8  # two steps, ever more rarely
+
+
+def test_step_when_a_rank_fails_inside_then_the_others_say_so_at_once():
+    def work(rank, steps):
+        with steps.step("building the model"):
+            if rank == 1:
+                raise ValueError("no such file")
+
+    start = time.monotonic()
+    first, cause, last = on_threads(3, work)
+    assert isinstance(cause, ValueError)
+    for consequence in (first, last):
+        assert isinstance(consequence, PeerLost)
+        assert str(consequence) == "rank 1 failed while it was building the model"
+    assert time.monotonic() - start < SILENCE
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_step_when_a_rank_gives_no_sign_of_life_then_the_others_do_not_wait_for_ever(dead):
+    def work(rank, steps):
+        if rank == dead:
+            return
+        with steps.step("loading the data"):
+            pass
+
+    for rank, answer in enumerate(on_threads(3, work)):
+        if rank != dead:
+            assert isinstance(answer, PeerLost)
+            assert str(answer) == f"rank {dead} gave no sign of life for 0.3 s while loading the data"
+
+
+def test_step_of_a_rank_alone_then_there_is_nobody_to_wait_for():
+    with Solo().startup().step("preparing the data"):
+        pass
+
+
+def test_ranks_when_many_then_the_first_are_named():
+    assert startup._ranks(list(range(10))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -1,7 +1,6 @@
 """Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -92,16 +91,16 @@ def evaluate(
     return metrics
 
 
-_doubted = weakref.WeakKeyDictionary[Task, set[str]]()
+_doubted: set[tuple[int, str]] = set()
+"""Metrics that were told of, by their task's identity: a task need not be hashable."""
 
 
 def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
     """Tell people, once per metric, of a value that it can hardly have."""
-    said = _doubted.setdefault(task, set())
-    for name in sorted({name for batch in batches for name in batch} - said):
+    for name in sorted({name for batch in batches for name in batch}):
         words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
-        if words is not None:
-            said.add(name)
+        if words is not None and (id(task), name) not in _doubted:
+            _doubted.add((id(task), name))
             tell(words)
 
 

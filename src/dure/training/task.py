@@ -21,7 +21,8 @@ class Task(ABC):
     """The definition of a training task; everything else about a run is an execution detail.
 
     A subclass's annotated fields are its options: keyword arguments in Python, `--task.<name>` on the
-    command line. The model that `build_model` returns knows nothing of dure.
+    command line. A class with an `__init__` of its own has that one's keywords instead. The model that `build_model`
+    returns knows nothing of dure.
 
         class Digits(dure.Task):
             hidden: int = 64

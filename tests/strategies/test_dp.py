@@ -108,3 +108,19 @@ def test_sent_bytes_are_the_tables_formula(name, devices, microsteps):
     times = microsteps if name == "dp" else 1
     assert strategy.sent_bytes(microsteps) == times * (devices - 1) * (w + g)
     strategy.close()
+
+
+@pytest.mark.parametrize("name", ["dp", "balanced_dp"])
+def test_hooks_on_the_gradients_of_layers_are_told_as_not_preserved(name):
+    def with_hook():
+        model = nn.Linear(2, 1)
+        model.register_full_backward_hook(lambda module, received, given: None)
+        return model
+
+    told = {}
+    for build in (with_hook, lambda: nn.Linear(2, 1)):
+        strategy = prepared(lambda model, x: model(x).mean(), model=build(), name=name, devices=2)
+        told[build] = strategy.not_preserved()
+        strategy.close()
+    assert [len(texts) for texts in told.values()] == [1, 0]
+    assert told[with_hook][0].startswith("backward hooks of modules")

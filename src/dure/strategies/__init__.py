@@ -13,6 +13,7 @@ _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s ow
 _COMPRESSION = "--compression: the gradient is approximated; see compression_error in the records"
 REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies under which ranks hold the same."""
+_BACKWARD_HOOKS = "backward hooks of modules: on each device those get the gradients of its own samples"
 _DROPOUT = "dropout: other draws than on one device (augmentation is the same)"
 
 STRATEGIES: dict[str, StrategyInfo] = {
@@ -45,6 +46,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             does_not_preserve=(
                 "BatchNorm: statistics of each device's own samples, device 0's are kept",
                 _DROPOUT,
+                _BACKWARD_HOOKS,
             ),
             needs="one process that sees all devices; a model whose outputs have the samples first",
             sent_bytes="device 0: (P-1) W per microstep; every other device: G per microstep",
@@ -63,6 +65,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             does_not_preserve=(
                 "BatchNorm: statistics of each device's own samples, device 0's are kept",
                 _DROPOUT,
+                _BACKWARD_HOOKS,
             ),
             needs="one process that sees all devices; batches whose tensors have the samples first",
             sent_bytes="device 0: (P-1) W per step; every other device: G per step",

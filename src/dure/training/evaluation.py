@@ -58,7 +58,8 @@ def evaluate(
     requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
     were_training = [model.training for model in models]
-    threads = DeviceThreads(strategy.devices[: len(models)], in_order=len(models) == 1)
+    # virtual devices have nothing to gain, and what a task keeps between loss and metrics is not for several at once
+    threads = DeviceThreads(strategy.devices[: len(models)], in_order=len(set(strategy.devices)) == 1)
     try:
         for model in models:
             model.eval()

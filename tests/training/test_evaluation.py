@@ -1,6 +1,7 @@
 """Exact evaluation: sums and counts over all batches, the model left as it was."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -75,6 +76,22 @@ def test_evaluation_over_virtual_devices_uses_all_of_them_up_to_date(name):
     strategy.close()
     assert len(used) == 3
     assert (metrics["prediction"].value, metrics["prediction"].count) == (20.0, 11)
+
+
+def test_evaluation_over_virtual_devices_leaves_what_a_task_keeps_to_one_batch_at_a_time():
+    class Keeping(Measuring):
+        def loss(self, model, batch):
+            self.kept = batch
+            time.sleep(0.01)
+            return super().loss(model, batch)
+
+        def metrics(self, model, batch):
+            assert self.kept is batch
+            return super().metrics(model, batch)
+
+    strategy = prepared(lambda model, batch: None, name="dp", devices=3)
+    measured(strategy=strategy, batch_size=2, task=Keeping())
+    strategy.close()
 
 
 @pytest.mark.parametrize("is_training", [True, False])

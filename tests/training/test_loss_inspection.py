@@ -147,6 +147,14 @@ def test_parameters_that_the_loss_writes_to_and_hooks_are_found():
     assert traits_of(layer=layer).hooked_parameters == ("0.weight", "0.bias")
 
 
+def test_hooks_of_modules_are_found_and_gradients_that_do_not_add_up():
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))
+    traits = traits_of(layer=nn.Sequential(nn.Linear(4, 4), layer))
+    assert traits.hooked_parameters == ("0.1",)
+    assert "its gradients are not: that of 0.0.weight" in traits.not_additive
+
+
 def test_loss_that_fails_or_an_iterator_is_said_to_be_unknown(capsys):
     def failing(model, x, task):
         print("before it fails")

@@ -19,28 +19,23 @@ from dure.machine import available_memory_bytes, total_memory_bytes
 from dure.measure.shares import shares
 from dure.strategies.batch_layout import Layout, Role, layout_of
 from dure.strategies.batches import Microbatch, split_batch, to_device
+from dure.strategies.device_replicas import DeviceReplicas
 from dure.strategies.divided_calls import check_parameters
 from dure.strategies.forward_state import ForwardAttributes
 from dure.strategies.loss_replicas import Loss, LossReplicas, same_everywhere
 from dure.strategies.module_replicas import Replica, replicate
 from dure.strategies.parameter_watch import Freezing
-from dure.strategies.replicas import DeviceThreads
-from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import LossTerm, Requests
 from dure.torchcompat import has_gradient_hooks
 
 
-class BalancedDataParallel(LocalSums):
+class BalancedDataParallel(DeviceReplicas):
     """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
-
-    changes_in_step_only = True
 
     def distribute(self) -> None:
         """Start the threads, and find the shares."""
         super().distribute()
         self._layout: Layout | None = None
-        in_order = self.options.deterministic and self.device.type == "cpu"
-        self._threads = DeviceThreads(self.devices, in_order=in_order)
         first = self.options.device0_share
         self.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)
 
@@ -138,11 +133,7 @@ class BalancedDataParallel(LocalSums):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Parameters and buffers out from device 0 and gradients back, once a step."""
-        others = len(self.devices) - 1
-        state = [*self.model.parameters(), *self.model.buffers()]
-        out = sum(t.numel() * t.element_size() for t in state)
-        back = sum(p.numel() * p.element_size() for p in self.trainable)
-        return others * (out + back)
+        return self.bytes_between_devices()
 
     def parts_of(self, num_samples: int) -> list[int]:
         """Return the samples of each device in each microbatch."""
@@ -156,15 +147,6 @@ class BalancedDataParallel(LocalSums):
     def device_microbatch_size(self, num_samples: int) -> int:
         """The device with the largest share of the microbatch."""
         return max(shares(num_samples, len(self.devices), self.fractions))
-
-    def evaluation_models(self) -> list[nn.Module]:
-        """Return the model, and a replica of it on each other device."""
-        others = replicate(self.model, self.devices[1:], linked=False)
-        return [self.model, *(replica.model for replica in others)]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.close()
 
 
 def device0_share_by_memory(strategy: BalancedDataParallel) -> float:

@@ -435,7 +435,7 @@ class Strategy(ABC):
             found.append(f"state that the loss keeps ({_few(paths)}): {rank0}")
         if traits.hooked_parameters:
             found.append(
-                f"hooks on parameters ({_few(traits.hooked_parameters)}): they see {rank0} gradient before all are "
+                f"hooks on gradients ({_few(traits.hooked_parameters)}): they see {rank0} gradient before all are "
                 "added up, which is the same for linear ones alone"
             )
         return found

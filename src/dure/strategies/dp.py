@@ -7,28 +7,20 @@ in backward, *reduce* (gradients to device 0).
 
 from collections.abc import Iterable
 
-from torch import nn
-
 from dure.measure.shares import shares
 from dure.strategies.batches import Microbatch
+from dure.strategies.device_replicas import DeviceReplicas
 from dure.strategies.divided_calls import DividedCalls
-from dure.strategies.module_replicas import replicate
 from dure.strategies.parameter_watch import Freezing
-from dure.strategies.replicas import DeviceThreads
-from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
 
 
-class DataParallel(LocalSums):
+class DataParallel(DeviceReplicas):
     """One process, many devices, loss on device 0."""
-
-    changes_in_step_only = True
 
     def distribute(self) -> None:
         """Start the threads, and take the calls of the model that the task's loss makes."""
         super().distribute()
-        in_order = self.options.deterministic and self.device.type == "cpu"
-        self._threads = DeviceThreads(self.devices, in_order=in_order)
         self._calls = DividedCalls(self.model, self.devices, self._threads)
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
@@ -46,11 +38,7 @@ class DataParallel(LocalSums):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Parameters and buffers out from device 0 and gradients back, every microstep."""
-        others = len(self.devices) - 1
-        state = [*self.model.parameters(), *self.model.buffers()]
-        out = sum(t.numel() * t.element_size() for t in state)
-        back = sum(p.numel() * p.element_size() for p in self.trainable)
-        return num_microsteps * others * (out + back)
+        return num_microsteps * self.bytes_between_devices()
 
     def parts_of(self, num_samples: int) -> list[int]:
         """Return the samples of each device in each microbatch."""
@@ -68,12 +56,7 @@ class DataParallel(LocalSums):
         """The first device has as many as any."""
         return -(-num_samples // len(self.devices))
 
-    def evaluation_models(self) -> list[nn.Module]:
-        """Return the model, and a replica of it on each other device."""
-        others = replicate(self.model, self.devices[1:], linked=False)
-        return [self.model, *(replica.model for replica in others)]
-
     def close(self) -> None:
         """End the threads, and leave the model as it was."""
         self._calls.close()
-        self._threads.close()
+        super().close()

@@ -28,7 +28,7 @@ class LossTraits:
     counted_state: tuple[str, ...] = ()
     """Plain state that every call changes alike."""
     hooked_parameters: tuple[str, ...] = ()
-    """Parameters with hooks that see their gradients."""
+    """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
 

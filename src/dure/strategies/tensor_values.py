@@ -99,15 +99,34 @@ def _as_divided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: 
 
 def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
     """Return arguments of which DTensor knows what to do with each, and where its gradient comes from."""
+    if not _has_others(values):
+        return values
 
     def one(value: Tensor) -> Any:
         if isinstance(value, DTensor):
             return whole_of_fused(value) if is_fused(value) else value
-        # DTensor takes a plain tensor for one that all ranks have, and forgets that it has a gradient
-        is_followed = value.requires_grad and torch.is_grad_enabled()
-        return from_local(value, mesh, Replicate()) if is_followed else value
+        return from_local(value, mesh, Replicate()) if _is_followed(value) else value
 
     return map_tensors(values, one)
+
+
+def _has_others(values: Any) -> bool:
+    """Whether there are tensors among arguments that DTensor would take for something else."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, DTensor):
+            if is_fused(value):
+                return True
+        elif isinstance(value, Tensor):
+            if _is_followed(value):
+                return True
+        elif isinstance(value, tuple | list | dict) and _has_others(value):
+            return True
+    return False
+
+
+def _is_followed(value: Tensor) -> bool:
+    # DTensor takes a plain tensor for one that all ranks have, and forgets that it has a gradient
+    return value.requires_grad and torch.is_grad_enabled()
 
 
 def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -151,8 +151,8 @@ class _SeededCalls:
         threads = self._together or self._one_by_one
         pairs = zip(calls, self._devices, strict=False)
         results = threads.run([partial(seeded, number, call, device) for (number, call), device in pairs])
-        if self._is_first and len(self._devices) > 1 and not any(drew):
-            # threads share the generators, so those who draw go one after the other
+        if self._is_first and len(set(self._devices)) > 1 and not any(drew):
+            # virtual devices have nothing to gain; threads share generators, so those who draw go one after the other
             self._together = DeviceThreads(self._devices, in_order=False)
         self._is_first = False
         return results

@@ -18,6 +18,7 @@ from dure.errors import DataInvalid
 from dure.lifeline import die_with_parent
 from dure.stopping import STOP_SIGNALS
 from dure.strategies.batches import map_tensors, to_device
+from dure.strategies.containers import tensors_in
 from dure.training.task import Task
 
 NO_BATCH = object()
@@ -247,7 +248,8 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
     while waiting is not _END:
         torch.accelerator.current_stream(device).wait_stream(stream)
         # the copy was allocated in the other stream: its memory must not be reused there while it is used here
-        map_tensors(waiting, lambda tensor: tensor.record_stream(torch.accelerator.current_stream(device)))
+        for tensor in tensors_in(waiting):
+            tensor.record_stream(torch.accelerator.current_stream(device))
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready

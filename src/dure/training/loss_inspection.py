@@ -98,9 +98,18 @@ class LossInspection:
             changed_parameters=tuple(first.trial.parameters),
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
-            hooked_parameters=tuple(name for name, p in self._model.named_parameters() if _has_hooks(p)),
+            hooked_parameters=tuple(self._hooked()),
             fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
         )
+
+    def _hooked(self) -> Iterator[str]:
+        """Yield the parameters, and modules, with hooks that see gradients."""
+        for name, parameter in self._model.named_parameters():
+            if torchcompat.has_gradient_hooks(parameter):
+                yield name
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield name or type(module).__name__
 
     def _failure_of_one(self) -> str | None:
         try:
@@ -125,11 +134,25 @@ class LossInspection:
         tolerance = _TOLERANCES.get(whole.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
         scale = math.fsum(abs(part.total) for part in parts)
         if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
-            return None
+            return self._difference_of_gradients(whole, parts, tolerance)
         return (
             f"it is {whole.total / whole.items:.6g} for {few} samples at once, and {total / count:.6g} for the same "
             f"samples in {len(parts)} parts"
         )
+
+    def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]", tolerance: float) -> str | None:
+        """Return figures of gradients that do not add up though their losses do, or None."""
+        tolerance = 10 * tolerance  # a gradient is rounded more often than the loss
+        for name, gradient in whole.gradients.items():
+            others = [part.gradients[name] for part in parts if name in part.gradients]
+            scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
+            difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
+            if math.isfinite(difference) and difference > tolerance * scale:
+                return (
+                    f"its gradients are not: that of {name} for all samples at once differs by "
+                    f"{difference / scale:.2g} of its size from the sum over {len(parts)} parts"
+                )
+        return None
 
     def _tried(self, places: Sequence[int], *, as_in_training: bool) -> "_Tried":
         batch = self._fetch(places)
@@ -141,7 +164,22 @@ class LossInspection:
                         module.eval()
             with torch.enable_grad(), self._autocast():
                 result = self._loss(self._model, batch)
-            return _Tried.of(trial, result, len(places))
+            tried = _Tried.of(trial, result, len(places))
+            if not as_in_training:
+                tried.gradients.update(self._gradients(result, len(places)))
+            return tried
+
+    def _gradients(self, result: Any, num_samples: int) -> dict[str, Tensor]:
+        """Return the gradients of a loss summed over its items; none where it cannot be differentiated."""
+        total: Any = result.total if isinstance(result, Sum) else result * num_samples
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        try:
+            total.backward()  # into `.grad`, for recomputation knows no other way
+        except Exception:
+            return {}  # training will meet it
+        named = self._model.named_parameters()
+        return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
 
 
 def inspected_on_rank0(
@@ -194,13 +232,14 @@ class _Tried(NamedTuple):
     items: float
     """Items that the total is over."""
     dtype: torch.dtype
+    gradients: dict[str, Tensor]
 
     @classmethod
     def of(cls, trial: Trial, result: Any, num_samples: int) -> "_Tried":
         is_sum = isinstance(result, Sum)
         loss = torch.as_tensor(result.total if is_sum else result).detach()
         count = float(result.count) if is_sum else float(num_samples)
-        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype)
+        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, {})
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
@@ -219,11 +258,6 @@ def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> 
         return False  # of one call alone there is no telling
     is_tensor = isinstance(one[name], Tensor)
     return torch.equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    """Whether something is called with a parameter's gradient, or after it."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @contextlib.contextmanager

@@ -97,10 +97,54 @@ class ClampingModel(nn.Module):
         return self.layers(x)
 
 
-@feature("Gradients", "hooks on parameters that clamp gradients", declares=("hook",))
+@feature("Gradients", "hooks on parameters that clamp gradients", declares=("hook", "gradients"))
 class ClampingHooks(ZooTask):
     def build_model(self) -> nn.Module:
         return ClampingModel()
+
+
+class HookedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+        self.layers[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0].sign() * 1e-2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@feature("Gradients", "a backward hook of a module that is not linear", declares=("hook", "gradients"))
+class ModuleHook(ZooTask):
+    def build_model(self) -> nn.Module:
+        return HookedModule()
+
+
+class Normed(torch.autograd.Function):
+    """Gives each batch a gradient of the same length, as some layers for unstable losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (gradient.norm() + 1e-3)
+
+
+class NormingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh()).double()
+        self.head = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Normed.apply(self.encoder(x)))
+
+
+@feature("Gradients", "a backward that depends on the whole batch", declares=("gradients",))
+class BatchwiseBackward(ZooTask):
+    def build_model(self) -> nn.Module:
+        return NormingModel()
 
 
 class Reverse(torch.autograd.Function):

@@ -57,7 +57,11 @@ def test_generator_when_restored_then_goes_on_drawing():
         assert draw(generator) == draw(other)
 
 
-@pytest.mark.parametrize("value", [open, lambda: 1, nn.Linear, object(), np.array(["a", None])], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [open, lambda: 1, nn.Linear, object(), np.array(["a", None])],
+    ids=["builtin", "function", "class", "object", "array of objects"],
+)
 def test_value_of_an_unknown_kind_cannot_be_kept(value):
     with pytest.raises(CannotKeep, match=r"x(\.y)? is a .* which cannot be kept"):
         kept({"y": value}["y"], "x")

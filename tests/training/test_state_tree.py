@@ -85,7 +85,7 @@ class Pair(NamedTuple):
         b"x", {1, 2}, object(), 1j, torch.ones(1), Word("a"), Level.LOW, Pair(1, 2), defaultdict(list), Counter("a"),
         numpy.ones(2), numpy.str_("a"), numpy.complex64(1), torch.device("cpu"), type("Sub", (list,), {})(),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_value_when_it_cannot_come_back_as_it_is_is_refused_with_its_place(value):
     with pytest.raises(TypeError, match=r"^extra\.deep\.0 is a "):

@@ -19,12 +19,14 @@ CORE :=
 DEMO :=
 DEV :=
 BENCH :=
+ZOO :=
 else
 PY := $(VENV)/bin/python
 CORE := $(VENV)/.dure-core
 DEMO := $(VENV)/.dure-demo
 DEV := $(VENV)/.dure-dev
 BENCH := $(VENV)/.dure-bench
+ZOO := $(VENV)/.dure-zoo
 endif
 
 INSTALL = @echo "installing into $(VENV) (torch is large: this can take minutes, and says nothing)" && \
@@ -34,7 +36,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults cluster gpu-check bench soak clean
+.PHONY: help demo test check format lint types floors slow faults zoo cluster gpu-check bench soak clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -65,6 +67,9 @@ slow: $(DEV) ## run the tests that take longer
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)
+
+zoo: $(ZOO) ## run every cell of the table of what works, those of timm and transformers too
+	$(PY) -m pytest $(TWO) -m "slow or not slow" tests/conformance/zoo $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \
@@ -114,6 +119,10 @@ $(CLUSTER_VENV)/.dure-cluster: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLUSTER_VENV)
 	@echo "installing into $(CLUSTER_VENV) (torch and Ray are large: this can take minutes, and says nothing)"
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster]'
+	@touch $@
+
+$(VENV)/.dure-zoo: $(DEV)
+	$(INSTALL) -e '.[dev,zoo]'
 	@touch $@
 
 $(VENV)/.dure-bench: $(DEV)

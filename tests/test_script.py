@@ -163,7 +163,7 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
         (["--max-restarts", "-1", "script.py"], "max_restarts is -1 but must be a number of at least 0"),
         (["--on-hang", "restart", "script.py"], "on_hang is restart but max_restarts is 0"),
         (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),
-        (["--nprocs", "2", "script.py"], "unknown flag '--nprocs': did you mean --nproc?"),
+        (["--nprocs", "2", "script.py"], "unknown flag '--nprocs': use --nproc"),
         (["--name", "../x", "script.py"], "'../x' cannot name a run"),
     ],
 )

@@ -15,10 +15,12 @@ from dure.spec import (
     PLACE_FIELDS,
     ResolvedSpec,
     RunSpec,
+    flag_name,
     requirement,
     resolve,
     same_task,
 )
+from dure.spec.foreign_names import _SENTENCES, place_of
 from dure.strategies import STRATEGIES
 
 
@@ -144,7 +146,7 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single cannot honour it"),
         ({"backend": "nccl", "device": "cpu"}, "flag --backend: backend nccl cannot reach device cpu: choose gloo"),
         ({"strategy": "dpp"}, "flag --strategy: unknown strategy 'dpp': did you mean dp? known: dp, ddp, "),
-        ({"epoch": 3}, "flag --epoch: unknown setting 'epoch': did you mean epochs? known: epochs, "),
+        ({"epoch": 3}, "flag --epoch: unknown setting 'epoch': use --epochs"),
         ({"task": None}, "no task is given: name one"),
     ],
 )
@@ -172,7 +174,41 @@ def test_rule_over_two_settings_when_one_is_faulty_by_itself_then_is_not_reporte
 
 def test_unknown_variable_when_near_a_known_one_then_is_guessed() -> None:
     (fault,) = faults_of(environ={"DURE_GLOBAL_BATCHSIZE": "3"})
-    assert "did you mean DURE_GLOBAL_BATCH_SIZE? known: DURE_GLOBAL_BATCH_SIZE, " in fault
+    near = "DURE_GLOBAL_BATCH_SIZE, DURE_EVAL_BATCH_SIZE or DURE_MICROBATCH_SIZE"
+    assert fault == f"unknown environment variable 'DURE_GLOBAL_BATCHSIZE': did you mean {near}?"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"flags": {"gpus": 2}}, "flag --gpus: unknown setting 'gpus': use --nproc"),
+        ({"environ": {"DURE_GPUS": "2"}}, "unknown environment variable 'DURE_GPUS': use DURE_NPROC"),
+        (
+            {"defaults": {"max_steps": 2}},
+            "unknown setting 'max_steps': use samples, which is steps x global_batch_size",
+        ),
+        (
+            {"flags": {"lr": 1}},
+            "unknown setting 'lr': the optimiser is the task's: set it in build_optimizer, and make",
+        ),
+        ({"flags": {"ckpt": "x"}}, "unknown setting 'ckpt': use --resume, with a run's folder"),
+        ({"flags": {"epohcs": 1}}, "unknown setting 'epohcs': did you mean --epochs?"),
+        ({"flags": {"zzz": 1}}, "unknown setting 'zzz': nothing is called so"),
+    ],
+)
+def test_setting_when_another_tool_has_it_then_what_takes_its_place_is_said_as_the_source_writes_it(
+    source: Any, said: str
+) -> None:
+    (fault,) = faults_of(**source)
+    assert said in fault
+    assert len(fault) < 200
+
+
+def test_foreign_names_when_read_then_none_is_a_setting_and_each_place_is_one() -> None:
+    names = {*RunSpec.model_fields, "resume", "show_spec"}
+    assert not names & set(_SENTENCES)
+    for name in _SENTENCES:
+        assert place_of(name, names, flag_name) is not None, name
 
 
 def test_internal_variable_when_set_then_is_no_setting() -> None:

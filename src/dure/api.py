@@ -1,23 +1,22 @@
 """The verbs as functions: what the command line does, from Python."""
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, TaskInvalid, WorkerFailed
+from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
 from dure.hosts import preflight_settings, several_hosts, train_on_nodes
 from dure.launch.child import is_worker
 from dure.launch.verdict import judge, left_early
-from dure.machine import check_devices, resolve_device
 from dure.measure.records import RunSummary
 from dure.rank import Launched, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, RunDir, saying
-from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve
+from dure.spec import EVALUATION_FIELDS, ResolvedSpec, RunSpec, flag_name, resolve, unknown_setting
+from dure.spec.arguments import errors_in_arguments
+from dure.start_checks import check_before_start
 from dure.stopping import end_if_unanswered, stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.supervised import (
@@ -28,16 +27,8 @@ from dure.supervised import (
     signal_of,
     start_workers,
 )
-from dure.training.best import Best
-from dure.training.load_task import (
-    build_task,
-    check_task_class,
-    load_task_class,
-    plain_options,
-    register_task_class,
-    task_reference,
-)
-from dure.training.planned_faults import read_faults
+from dure.task_settings import check_same_task, settle
+from dure.training.given_task import given_task, giving
 from dure.training.task import Task
 from dure.under_launcher import train_under_launcher, with_world_size, without_extra_processes
 
@@ -45,6 +36,7 @@ AUTO = "auto"
 """In place of the folder of a run to go on with."""
 
 
+@errors_in_arguments()
 def train(
     task: "Task | type[Task] | str | None" = None,
     *,
@@ -67,23 +59,38 @@ def train(
         WorkerFailed: Training failed; the message names the first cause.
         Interrupted: A signal stopped it; it can be resumed.
     """
-    if is_worker():
-        raise Misuse(
-            "dure.train is called while a worker process reads the task's file: put that call under "
-            "`if __name__ == '__main__':`, so that only the script itself makes it"
-        )
+    _refuse_in_worker("dure.train")
     launched = read_launcher()
     if launched is not None:
         settings = with_world_size(settings, launched)
+    with giving(task):
+        return _train(task, resume, config, settings, launched)
+
+
+def _refuse_in_worker(call: str) -> None:
+    if is_worker():
+        raise Misuse(
+            f"{call} is called while a worker process reads the task's file: put that call under "
+            "`if __name__ == '__main__':`, so that only the script itself makes it"
+        )
+
+
+def _train(
+    task: "Task | type[Task] | str | None",
+    resume: "Path | str | None",
+    config: "Path | str | None",
+    settings: Mapping[str, Any],
+    launched: Launched | None,
+) -> RunSummary:
     is_auto = str(resume) == AUTO
     if is_auto:
-        resume = _run_to_go_on_with(task, config, settings)
-    resolved = resolve_settings(task, resume=resume, config=config, **settings)
+        resume = _run_to_go_on_with(settle(task, resume=None, config=config, settings=settings))
+    resolved = settle(task, resume=resume, config=config, settings=settings)
     if launched is not None:
         resolved = without_extra_processes(resolved, launched)
     spec = resolved.spec
     several = several_hosts(resolved, launched)
-    _check_before_start(spec, launched)
+    check_before_start(spec, launched)
     if spec.preflight:
         from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
 
@@ -100,13 +107,19 @@ def train(
         return finish(run, spec, outcome)
 
 
-def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict[str, Any]:
+@errors_in_arguments()
+def evaluate(
+    run: "Path | str", *, task: "Task | type[Task] | None" = None, which: str = "best", **settings: Any
+) -> dict[str, Any]:
     """Measure a run's checkpoint on the task's evaluation data, on `nproc` ranks.
 
     Args:
         run: The run's folder.
+        task: The run's task, or its class, where the run's record does not suffice to make it again: a class from a
+            notebook, attributes set by hand.
         which: `best` or `last`.
-        **settings: What is to differ from the run's own settings: `nproc`, `device`, ...
+        **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
+            `num_workers`, `eval_batch_size`, ...
 
     Returns:
         `metrics` (each with `value` and `count`), `checkpoint`, and the fields of a summary.
@@ -117,15 +130,44 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
         WorkerFailed: A rank failed.
         Interrupted: A signal stopped it.
     """
+    _refuse_in_worker("dure.evaluate")
     opened = RunDir.open(Path(run))
     if not opened.has_checkpoints():
         raise RunInvalid(f"{run} has no checkpoint yet: train it further with `dure train --resume {run}`")
-    nproc = int(settings.get("nproc") or opened.read_spec().nproc)
-    settings = {**settings, "nproc": nproc, "strategy": "ddp" if nproc > 1 else "single"}
-    spec = resolve(
-        flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=opened.read_spec()
-    ).spec
-    _check_before_start(spec)
+    _check_evaluation_settings(settings)
+    record = opened.task_object()
+    if record is not None and task is None:
+        raise RunInvalid(
+            f"only the Python program that began {run} can evaluate it, because {record['because']}: pass the task "
+            f"there again, as dure.evaluate({str(run)!r}, task=task)"
+        )
+    with giving(task) as given:
+        if given is not None:
+            check_same_task(given, opened)
+        return _evaluate(opened, which, settings)
+
+
+def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that an evaluation would not look at."""
+    faults = [
+        f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
+        if name in RunSpec.model_fields
+        else unknown_setting("setting", name, EVALUATION_FIELDS, flag_name)
+        for name in settings
+        if name not in EVALUATION_FIELDS
+    ]
+    if faults:
+        raise SpecInvalid(faults)
+
+
+def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    base, given = opened.read_spec(), given_task()
+    nproc = settings.get("nproc") or base.nproc
+    settings = {**settings, "nproc": nproc, "strategy": "single" if str(nproc).strip() == "1" else "ddp"}
+    if given is not None:
+        settings["task"] = given.reference
+    spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
+    check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
     with saying(opened.path, "written"):  # what comes to it goes through a file there
         (opened.path / answer).touch()
@@ -154,6 +196,7 @@ def evaluate(run: "Path | str", *, which: str = "best", **settings: Any) -> dict
     return _evaluation_record(opened, spec, which, result, time.perf_counter() - start)
 
 
+@errors_in_arguments()
 def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dict[str, Any]:
     """Write a run's weights, under the model's own names, into one safetensors file.
 
@@ -177,6 +220,7 @@ def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dic
     return {"file": str(file), "num_bytes": num_bytes, "checkpoint": path.name, "warnings": warnings}
 
 
+@errors_in_arguments()
 def resolve_settings(
     task: "Task | type[Task] | str | None" = None,
     *,
@@ -190,138 +234,17 @@ def resolve_settings(
         SpecInvalid: Every setting that cannot be, at once.
         TaskInvalid: The task does not load.
     """
-    base = None if resume is None else RunDir.open(Path(resume)).read_spec()
-    flags = dict(settings)
-    if task is not None:
-        flags.update(_task_settings(task, flags.get("start"), flags.get("task_options") or {}))
-    config_path = None if config is None else Path(config)
-    reference = flags.get("task") or (base.task if base else None) or _task_named_elsewhere(config_path)
-    if reference is None:
-        raise SpecInvalid(["no task is given: write `dure train file.py:Class`, or --resume a run"])
-    cls = load_task_class(reference)
-    if "task" in flags:
-        flags["task"] = _absolute(flags["task"])
-    resolved = resolve(
-        flags=flags,
-        environ=os.environ,
-        config=config_path,
-        task_defaults=cls.defaults,
-        strategies=STRATEGIES,
-        base=base,
-    )
-    Best(resolved.spec.best_metric, resolved.spec.best_mode)
-    return _with_all_options(resolved, cls)
+    with giving(task):
+        return settle(task, resume=resume, config=config, settings=settings)
 
 
-def _run_to_go_on_with(
-    task: "Task | type[Task] | str | None", config: "Path | str | None", settings: Mapping[str, Any]
-) -> Path | None:
+def _run_to_go_on_with(resolved: ResolvedSpec) -> Path | None:
     """Find the run that `--resume auto` means: the one of this name, or none when it is still to begin."""
-    spec = resolve_settings(task, config=config, **settings).spec
+    spec = resolved.spec
     if spec.name is None:
         raise SpecInvalid(["resume is auto but the run has no name: add --name, by which it is found again"])
     path = spec.runs_dir / spec.name
     return path if (path / SPEC).is_file() else None
-
-
-def _with_all_options(resolved: ResolvedSpec, cls: type[Task]) -> ResolvedSpec:
-    """Write every option of the task into the spec, defaults too: a default may change before the run is resumed."""
-    task = build_task(cls, resolved.spec.task_options)
-    options = {**resolved.spec.task_options, **plain_options(task)}
-    origin = {**{f"task_options.{name}": "default" for name in options}, **resolved.origin}
-    return ResolvedSpec(spec=resolved.spec.model_copy(update={"task_options": options}), origin=origin)
-
-
-def _task_named_elsewhere(config: Path | None) -> str | None:
-    """Look for the task in the environment and the TOML file.
-
-    Raises:
-        SpecInvalid: The file cannot be read.
-    """
-    if "DURE_TASK" in os.environ:
-        return os.environ["DURE_TASK"]
-    named = None if config is None else read_toml(config).get("task")
-    return named if isinstance(named, str) else None
-
-
-def _absolute(reference: str) -> str:
-    where, _, name = reference.rpartition(":")
-    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference
-
-
-def _task_settings(task: "Task | type[Task] | str", start: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(task, str):
-        return {"task": task, **({"task_options": dict(options)} if options else {})}
-    cls = task if isinstance(task, type) else type(task)
-    check_task_class(cls)
-    try:
-        reference = task_reference(cls)
-        register_task_class(cls, reference)
-    except TaskInvalid:
-        if start not in ("inline", "fork"):
-            raise
-        reference = register_task_class(cls)
-    if isinstance(task, Task):
-        options = {**{f.name: getattr(task, f.name) for f in fields(task) if f.init}, **options}  # type: ignore[arg-type]
-    return {"task": reference, "task_options": _as_plain(options)}
-
-
-def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as JSON values, as the run's record keeps them."""
-    try:
-        return dict(json.loads(json.dumps(dict(options), default=str), parse_constant=str))
-    except ValueError as error:
-        raise SpecInvalid([f"a task option cannot be written into the run's record: {error}"]) from None
-
-
-def _check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
-    """Refuse what can be known to fail before a folder or a process exists."""
-    build_task(load_task_class(spec.task), spec.task_options)
-    num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
-    device = resolve_device(spec.device)
-    check_devices(device, num_here, shared=spec.share_devices)
-    if spec.backend == "nccl" and device in ("cpu", "mps"):
-        raise SpecInvalid(
-            [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
-        )
-    if spec.faults is not None:
-        read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
-    if spec.start == "inline" and count_processes(spec) > 1:
-        raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
-    if STRATEGIES[spec.strategy or "single"].checks_model:
-        from dure.torchcompat import kept_global_step_hooks  # imports torch
-
-        with kept_global_step_hooks():  # ranks that are forked from here register theirs once more
-            _check_model(spec)
-
-
-def _check_model(spec: RunSpec) -> None:
-    """Let the strategy look at the model before any process starts; the worker builds its own.
-
-    Raises:
-        SpecInvalid: It cannot take this model; every reason at once.
-    """
-    import torch
-
-    from dure.strategies import load_strategy
-    from dure.training.session import strategy_options
-
-    task = build_task(load_task_class(spec.task), spec.task_options)
-    try:
-        with torch.device("meta"):
-            model = task.build_model()
-    except Exception:
-        return  # it reads values (pretrained weights): every worker looks at its own
-    strategy = load_strategy(spec.strategy or "single")
-    faults = strategy.check_model(model, spec.nproc, strategy_options(spec))
-    try:
-        optimizer = task.build_optimizer(model)
-    except Exception:
-        optimizer = None  # as above
-    if isinstance(optimizer, torch.optim.Optimizer):
-        faults += strategy.check_optimizer(optimizer)
-    if faults:
-        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
 
 
 def _evaluation_record(

@@ -13,6 +13,7 @@ DureError                     exit code 1
 ├── CheckpointDamaged         1   torn, altered or bit-flipped; named
 ├── CheckpointNotWritten      1   the system refused to write one, for another reason than room
 ├── LossNotFinite             1   rank, step and sample indices
+├── WeightsNotFinite          1   the parameter, where a checkpoint was to be written
 ├── RanksDisagree             1   model, order, dtype, seed or versions differ between ranks
 ├── ReplicasDiverged          1   ranks that held the same hold something else: which, where, since when
 ├── PeerLost                  1   another rank went away; never the first cause
@@ -33,6 +34,10 @@ class DureError(Exception):
     """Base of every error that dure raises on purpose."""
 
     exit_code: int = FAILED
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and notebooks show: the message has the user's own lines, ours say nothing to them."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class Misuse(DureError):
@@ -97,6 +102,10 @@ class LossNotFinite(DureError):
     def __init__(self, message: str, culprits: Sequence[Mapping[str, object]] = ()) -> None:
         self.culprits = tuple(culprits)
         super().__init__(message)
+
+
+class WeightsNotFinite(DureError):
+    """A NaN or infinite weight where a checkpoint was to be written; those before it are untouched."""
 
 
 class RanksDisagree(DureError):

@@ -15,7 +15,7 @@ import torch
 
 from dure.device_errors import AskDriver, DeviceError, device_error
 from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
-from dure.frames import OWN_ROOT, traceback_in_user_code, users_first
+from dure.frames import OWN_ROOT, shown_name, traceback_in_user_code, users_first
 from dure.gpu_health import gpu_health
 from dure.place import DEPARTURE
 
@@ -242,7 +242,7 @@ def _user_line(error: BaseException) -> dict[str, Any] | None:
     if not chosen:
         return None
     last = frames[chosen[-1]]
-    return {"file": last.filename, "line": last.lineno, "function": last.name, "text": last.line}
+    return {"file": shown_name(last.filename), "line": last.lineno, "function": last.name, "text": last.line}
 
 
 def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:

@@ -1,6 +1,7 @@
 """Whose code a file is: the user's, or what the user's code stands on."""
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -14,14 +15,26 @@ OWN_ROOT = f"{Path(__file__).resolve().parent}{os.sep}"
 _STANDARD_LIBRARY = tuple(
     {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
 )
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
+"""Names that interpreters give to what is typed into them."""
 _ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
 
 
 def is_foreign(file: str) -> bool:
     """Whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
+    if file.startswith(_TYPED):
+        return True
     if file.startswith((OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):
         return False
     return not file.startswith(_STANDARD_LIBRARY) or "site-packages" in file
+
+
+def shown_name(file: str) -> str:
+    """Return a file's name for people: a notebook's cell has a number."""
+    with suppress(KeyError, AttributeError):  # there is none, or one older than version 8
+        label = sys.modules["IPython"].get_ipython().compile.format_code_name(file)
+        return file if label is None else " ".join(label)
+    return file
 
 
 def users_first(files: list[str]) -> list[int]:
@@ -58,15 +71,17 @@ def users_frame(frames: Sequence[Frame]) -> Frame | None:
 def traceback_in_user_code(error: BaseException) -> str:
     """Format a traceback without dure's, torch's and the import system's own frames in front.
 
-    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, all is shown.
+    Frames of libraries between the user's own are kept out; if nothing of the user's is in it, theirs are shown.
     """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((OWN_ROOT, "<frozen")) and "site-packages" not in frame.filename
+    frames = [] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__))
+    frames = [frame for frame in frames if not frame.filename.startswith((OWN_ROOT, "<frozen", "<string>"))]
+    kept = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    shown = [
+        frame if (name := shown_name(frame.filename)) == frame.filename else _renamed(frame, name) for frame in kept
     ]
-    if isinstance(error, SyntaxError):
-        frames = []
-    kept = frames or ([] if isinstance(error, SyntaxError) else list(traceback.extract_tb(error.__traceback__)))
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(kept)] if kept else []
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)] if shown else []
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+
+
+def _renamed(frame: traceback.FrameSummary, name: str) -> traceback.FrameSummary:
+    return traceback.FrameSummary(name, frame.lineno, frame.name, line=frame.line)

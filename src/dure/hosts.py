@@ -21,6 +21,7 @@ from dure.rundir import RunDir
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
 from dure.supervised import finish, nothing_half_written, run_folder, say, start_workers
+from dure.training.given_task import given_task
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after")
 """Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
@@ -91,7 +92,14 @@ def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool, is_auto: bool = False)
     settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
     where, _, name = spec.task.rpartition(":")
     label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
-    return {"command": "dure train", "task": label, "is resumed": "auto" if is_auto else is_resumed, **settings}
+    given = given_task()
+    return {
+        "command": "dure train",
+        "task": label,
+        "is resumed": "auto" if is_auto else is_resumed,
+        "attributes of the task": {} if given is None else dict(given.attributes),
+        **settings,
+    }
 
 
 def preflight_settings(

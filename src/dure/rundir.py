@@ -161,8 +161,10 @@ class RunDir:
 
     def write_spec(self, resolved: ResolvedSpec) -> None:
         """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
-        spec = resolved.spec.model_dump(mode="json")
-        self.write_json(SPEC, {"spec": spec, "origin": resolved.origin, "versions": _versions(), "time": time.time()})
+        record: dict[str, Any] = {"spec": resolved.spec.model_dump(mode="json"), "origin": resolved.origin}
+        if resolved.task_object is not None:
+            record["task_object"] = resolved.task_object
+        self.write_json(SPEC, {**record, "versions": _versions(), "time": time.time()})
 
     def write_script(self, record: Mapping[str, Any]) -> None:
         """Write which script is run; from here on the folder is a run."""
@@ -179,6 +181,10 @@ class RunDir:
             return RunSpec.model_validate(record["spec"])
         except (ValidationError, KeyError, TypeError) as error:
             raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
+
+    def task_object(self) -> dict[str, Any] | None:
+        """Return why the recorded class and options do not make the run's task again, None if they do."""
+        return self.read_json(SPEC).get("task_object")  # type: ignore[no-any-return]
 
     def records(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a rank's step records in the order in which they were written."""

@@ -10,9 +10,10 @@ from typing import Any
 
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.launch.child import Output
+from dure.launch.fork_safety import reason_fork_would_fail
 from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
-from dure.launch.rank_logs import RankLogs, Voice
+from dure.launch.rank_logs import RankLogs, Relay, Voice
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
@@ -27,7 +28,9 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
-from dure.telling import has_live_line, tell
+from dure.telling import has_live_line, is_notebook, own_descriptor, tell
+from dure.training.digests import class_digest
+from dure.training.given_task import given_task, task_class
 
 _WORKER = "dure.training.worker"
 _REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
@@ -69,18 +72,25 @@ def start_workers(
     ranks = range(num_processes) if nodes is None else range(nodes.first_rank, nodes.first_rank + num_processes)
     run.forget_failures()
     threads = threads_for(spec, num_processes)
-    if spec.start == "inline":
+    start = _way_to_start(spec, num_processes, threads)
+    if start == "inline":
         return _run_inline(job, Place(threads=threads, is_supervised=False))
 
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
+    relay = Relay(sys.stderr) if own_descriptor(sys.stderr) is None else None
+    console = 2 if relay is None else relay.writing
+
     def voice_of(rank: int) -> Voice:
         log = run.log_path(rank)
+        if rank:
+            return Voice(log=log)
         # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
-        return Voice(log=log) if rank else Voice(log=log, consoles=(2, 2), has_live_line=has_live_line(sys.stderr))
+        is_live, is_erasable = has_live_line(sys.stderr), not is_notebook(sys.stderr)
+        return Voice(log=log, consoles=(console, console), has_live_line=is_live, can_erase=is_erasable)
 
-    with closing(RankLogs(voice_of, ranks)) as logs:
+    with closing(RankLogs(voice_of, ranks, relay)) as logs:
 
         def output_of(rank: int) -> Output:
             return Output(descriptors=logs.descriptors_of(rank), has_live_line=voice_of(rank).has_live_line)
@@ -88,7 +98,7 @@ def start_workers(
         return run_workers(
             Launch(
                 entry=_WORKER,
-                job=job,
+                job={**job, "task_code": class_digest(task_class(spec.task))},
                 num_processes=num_processes,
                 threads=threads,
                 outputs=[output_of(rank) for rank in ranks],
@@ -96,7 +106,7 @@ def start_workers(
                 logs=logs,
                 # of several nodes each asks its own clock; they have a store of their own for every round
                 store_prefix=f"{run.name}/{time.time_ns()}" if nodes is None else run.name,
-                start=spec.start,
+                start=start,
                 expendable=_expendable(spec),
                 restarts=_restart_policy(spec, job),
                 on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
@@ -107,6 +117,26 @@ def start_workers(
                 way_back=way_back,
             )
         )
+
+
+def _way_to_start(spec: RunSpec, num_processes: int, threads: int) -> str:
+    """Return how the ranks start: where only this process and its forks have the task, not by `spawn`.
+
+    Raises:
+        EnvironmentLacks: Several ranks would have to be forked, and cannot be.
+    """
+    given = given_task()
+    if spec.start != "auto" or given is None or not given.is_only_here:
+        return spec.start
+    reason = reason_fork_would_fail(threads)
+    if reason is None:
+        return "fork"
+    if num_processes == 1:
+        return "inline"
+    raise EnvironmentLacks(
+        f"the ranks have to be forked from this process, because {given.why}, but {reason}: start the run before that, "
+        "in a fresh process or kernel, or put the task's class into a file"
+    )
 
 
 def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:

@@ -7,8 +7,23 @@ from typing import TextIO
 
 
 def has_live_line(stream: TextIO) -> bool:
-    """Tell whether its last line can be written over: it is a terminal, and not a dumb one."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    """Return whether its last line can be written over: it is a terminal, no dumb one, or a notebook's cell."""
+    return (stream.isatty() and os.environ.get("TERM") != "dumb") or is_notebook(stream)
+
+
+def is_notebook(stream: TextIO) -> bool:
+    """Return whether a stream shows in a notebook, which knows a carriage return but erases nothing."""
+    return any(cls.__module__ == "ipykernel.iostream" for cls in type(stream).__mro__)
+
+
+def own_descriptor(stream: TextIO | None) -> int | None:
+    """Return the descriptor of standard error, None if Python's stream leads elsewhere: to a notebook, or a buffer."""
+    if stream is None:
+        return 2
+    try:
+        return 2 if stream.fileno() == 2 else None
+    except (OSError, ValueError):
+        return None
 
 
 def tell(text: str) -> None:

@@ -13,8 +13,9 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from socket import socket
 from types import ModuleType
@@ -486,16 +487,64 @@ Dropout = nn.modules.dropout._DropoutNd
 """The base of every dropout module (private in torch)."""
 
 
+MODULE_CONTENTS = attrgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
+"""The dictionaries of a module that its `state_dict` depends on, beside its class (private in torch)."""
+
+_PLAIN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def has_plain_state(module: nn.Module) -> bool:
+    """Return whether a module's `state_dict` holds its parameters and persistent buffers and nothing else.
+
+    Hooks of torch itself are taken for harmless: those of `fully_shard` bring the parameters into their shards.
+    """
+    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    return (
+        all(getattr(type(module), name) is getattr(nn.Module, name) for name in _PLAIN_STATE)
+        and not any(name in vars(module) for name in _PLAIN_STATE)
+        and all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+    )
+
+
+def has_plain_optimizer_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser's `state_dict` holds its `state` and `param_groups` as they are, and nothing else."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    return type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer) and not any(hooks)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the very tensor that holds a DTensor's values on this rank (private in torch); others are their own."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def multiply_(tensors: list[Tensor], factor: "Tensor | float") -> None:
     """Multiply tensors in place by one factor, in one call for all that share device and dtype (private in torch)."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
     """Copy tensors into others of the same shapes, in as few calls as devices and dtypes allow (private in torch)."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def pin_host_memory(address: int, num_bytes: int) -> bool:
+    """Lock pages of the host, so that CUDA copies into them while the host goes on; return whether it could be done.
+
+    `pin_memory` allocates memory of its own; this is for memory that is there already.
+    """
+    is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+    if not is_pinned:
+        with suppress(RuntimeError):  # the refusal is kept until the next kernel, which would raise it
+            torch.zeros((), device="cuda")
+    return is_pinned
+
+
+def unpin_host_memory(address: int) -> None:
+    """Undo `pin_host_memory`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def default_generator(device: torch.device) -> Generator:
@@ -510,6 +559,31 @@ def default_generator(device: torch.device) -> Generator:
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()
     return cast(Generator, module.default_generators[index])
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether functions wait for a tensor's gradient (private in torch)."""
+    hooks: Any = tensor
+    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def is_operator(func: object) -> bool:
+    """Whether a function is one of `torch.ops`: what a public function has become below autograd (private in torch)."""
+    return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Let the functions that wait for one tensor's gradient wait for another's (private in torch)."""
+    hooks: Any = source
+    for hook in (hooks._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (hooks._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+def is_transforming() -> bool:
+    """Whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # -- backward ----------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_help_when_a_task_is_named_then_shows_its_options(task_file: str, capsys
     [
         ("trian", "unknown command 'trian': did you mean train? known: train, "),
         ("--versio", "unknown flag '--versio': did you mean --version? known: --version, --help"),
-        ("train a.py:T --epoch 3", "unknown flag '--epoch': did you mean --epochs? known: --epochs, "),
+        ("train a.py:T --epoch 3", "unknown flag '--epoch': use --epochs"),
         ("train a.py:T --no-such", "unknown flag '--no-such': "),
         ("runs --jsn", "unknown flag '--jsn': did you mean --json? known: --json, --runs-dir, --help"),
         ("runs x", "'x' is one argument too many: see `dure runs --help`"),

@@ -75,5 +75,5 @@ def test_sync_batchnorm_is_refused_exactly_where_a_rank_would_be_without_samples
     if settings.get("microbatch_size") == 2:
         assert train_case(tmp_path, task, **run).is_dir()
         return
-    with pytest.raises(WorkerFailed, match=r"sample\(s\) for 3 ranks.*--sync-batchnorm needs one on each"):
+    with pytest.raises(WorkerFailed, match=r"sample\(s\) for 3 ranks.*sync_batchnorm=True needs one on each"):
         train_case(tmp_path, task, **run)

@@ -93,11 +93,11 @@ def test_a_compressed_run_resumed_in_the_same_place_is_bit_equal(strategy, name,
 
 
 def test_what_cannot_be_compressed_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(WorkerFailed, match=r"compression is topk and precision fp16: .* use --precision bf16"):
+    with pytest.raises(WorkerFailed, match=r"compression is topk and precision fp16: .* use precision=.bf16"):
         train_case(tmp_path, Regression(dtype="float32"), "ddp", 2, compression="topk", precision="fp16", **STEPS)
     with pytest.raises(WorkerFailed, match="compression is powersgd but scale is a parameter of one number"):
         train_case(tmp_path, Regression(), "ddp", 2, compression="powersgd", **STEPS)
-    with pytest.raises(SpecInvalid, match="compression powersgd is a hook of torch's DDP: use --strategy ddp"):
+    with pytest.raises(SpecInvalid, match=r"compression powersgd is a hook of torch's DDP: use strategy=.ddp"):
         train_case(tmp_path, Regression(), "ring_ddp", 2, compression="powersgd", **STEPS)
     with pytest.raises(SpecInvalid, match="compression is int8 but strategy naive_ddp cannot honour it"):
         train_case(tmp_path, Regression(), "naive_ddp", 2, compression="int8", **STEPS)

@@ -98,7 +98,7 @@ def test_run_when_a_rank_hangs_then_it_is_named_and_all_go_on(how, backend, undi
 
 def test_run_when_it_hangs_and_is_to_stop_then_says_why_and_can_be_resumed(tmp_path):
     settings = {"hang_after": HANG_AFTER_SECONDS, "on_hang": "stop"}
-    with pytest.raises(WorkerFailed, match=r"ended because they hung \(--on-hang\); `dure train --resume .*` goes on"):
+    with pytest.raises(WorkerFailed, match=r"ended because they hung \(on_hang=\); `dure.train\(resume='.*` goes on"):
         train(tmp_path, "hung", "ddp", 2, Hangs(how="sleeps", flag=str(tmp_path / "flag")), **settings)
     assert json.loads((tmp_path / "hung" / "summary.json").read_text())["status"] == "failed"
 

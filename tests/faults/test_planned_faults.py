@@ -116,7 +116,7 @@ def test_oom_then_the_step_is_repeated_in_halves_and_the_weights_stay(tmp_path):
 
 
 def test_nan_then_the_loss_of_that_step_is_none(tmp_path):
-    with pytest.raises(WorkerFailed, match=r"the loss is nan at step 4 .*: rank 1, samples .*--on-nonfinite skip"):
+    with pytest.raises(WorkerFailed, match=r"the loss is nan at step 4 .*: rank 1, samples .*on_nonfinite=.skip"):
         train(tmp_path, "stopped", fault("nan"))
     run = train(tmp_path, "skipped", fault("nan"), on_nonfinite="skip")
     assert [event["step"] for event in RunFiles(run).events("step_skipped")] == [4]

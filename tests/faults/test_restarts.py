@@ -149,7 +149,7 @@ def test_run_when_its_first_step_raises_then_it_is_not_tried_again(tmp_path):
 
 
 def test_run_when_its_restarts_are_used_up_then_it_says_so(tmp_path):
-    with pytest.raises(WorkerFailed, match=r"2 restarts within 600 s are used up \(--max-restarts\)"):
+    with pytest.raises(WorkerFailed, match=r"2 restarts within 600 s are used up \(max_restarts=\)"):
         train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 4)), max_restarts=2)
     assert [restart["step"] for restart in restarts_of(tmp_path / "run")] == [4, 7]
 

@@ -386,5 +386,5 @@ def test_steps_are_counted_over_the_whole_run_so_a_resumed_one_averages_where_it
 )
 def test_settings_that_a_strategy_cannot_honour_are_refused(strategy, setting, tmp_path):
     (name,) = setting
-    with pytest.raises(SpecInvalid, match=f"{name} is .* but strategy {strategy} cannot honour it: choose --strategy"):
+    with pytest.raises(SpecInvalid, match=f"{name} is .* but strategy {strategy} cannot honour it: choose strategy="):
         train_case(tmp_path, Regression(), strategy, 2, **setting, **STEPS)

@@ -77,7 +77,7 @@ class Source:
     """A checkpoint of a linear model, with an anchor."""
 
     def __init__(self, own):
-        self.optimizer = {"own": own}
+        self.own = own
         self.position = type("Position", (), {"step": 8})
 
     def load_model(self, model, *, is_part=False): ...

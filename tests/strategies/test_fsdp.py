@@ -433,7 +433,7 @@ def test_what_cannot_be_sharded_is_refused_before_any_process_starts(what, setti
 
 @pytest.mark.parametrize("setting", ["reshard_after_forward", "activation_checkpointing", "cpu_offload"])
 def test_settings_of_fsdp_are_refused_elsewhere(setting, tmp_path):
-    match = rf"{setting} is True but strategy ddp cannot honour it: choose --strategy fsdp"
+    match = rf"{setting} is True but strategy ddp cannot honour it: choose strategy=.fsdp"
     with pytest.raises(SpecInvalid, match=match):
         dure.train(Regression(), strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", **{setting: True})
 

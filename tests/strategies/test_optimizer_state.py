@@ -106,6 +106,13 @@ def test_optimizer_with_a_parameter_outside_the_model_is_refused():
         optimizer_to_names(model, SGD([model.norm.weight, nn.Parameter(torch.zeros(7))]))
 
 
+def test_optimizer_with_state_of_a_tensor_in_none_of_its_groups_is_refused():
+    model, optimizer = trained()
+    optimizer.state[torch.zeros(7)] = {"x": 1}
+    with pytest.raises(TaskInvalid, match=r"state of a tensor of shape \(7,\) that is in none of its parameter groups"):
+        optimizer_to_names(model, optimizer)
+
+
 def test_state_of_an_unknown_parameter_is_refused():
     model, optimizer = trained()
     saved = optimizer_to_names(model, optimizer)

@@ -1,17 +1,15 @@
 """The primitives of one process over many devices, on virtual ones."""
 
+import contextvars
 import threading
-from collections import namedtuple
 
 import pytest
 import torch
-from torch import nn
+from torch.nn import functional
 
-from dure.errors import TaskInvalid
-from dure.strategies.replicas import BroadcastParameters, DeviceThreads, build_replicas, copy_state, gather
+from dure.strategies.replicas import BroadcastParameters, DeviceThreads
 
 CPU = torch.device("cpu")
-Output = namedtuple("Output", "logits hidden")
 
 
 def test_broadcast_copies_and_its_backward_adds_the_copies_gradients():
@@ -32,34 +30,21 @@ def test_broadcast_backward_of_copies_that_were_not_used_gives_no_gradient():
     assert unused.grad is None
 
 
-def test_gather_joins_tensors_through_tuples_named_tuples_lists_and_mappings():
-    def part(n):
-        return {"out": (torch.full((n, 2), n), [Output(torch.zeros(n), torch.ones(n, 1))]), "note": "same"}
-
-    whole = gather([part(1), part(2)], CPU)
-    assert whole["out"][0].tolist() == [[1, 1], [2, 2], [2, 2]]
-    assert isinstance(whole["out"][1][0], Output)
-    assert whole["out"][1][0].hidden.shape == (3, 1)
-    assert whole["note"] == "same"
+def test_second_derivatives_pass_through_the_copies():
+    weight = torch.tensor([2.0], requires_grad=True)
+    first, second = BroadcastParameters.apply([CPU, CPU], weight)
+    (gradient,) = torch.autograd.grad((first**2 + second**3).sum(), weight, create_graph=True)
+    gradient.sum().backward()
+    assert gradient.item() == 2 * 2 + 3 * 2**2
+    assert weight.grad.item() == 2 + 6 * 2
 
 
-def test_gather_of_scalars_is_refused():
-    with pytest.raises(TaskInvalid, match="the model returned a scalar on each device: dp gathers outputs along"):
-        gather([torch.tensor(1.0), torch.tensor(2.0)], CPU)
-
-
-def test_replicas_are_separate_and_copy_state_makes_them_equal():
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    same, replica = build_replicas(model, [CPU, CPU])
-    assert same is model
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.add_(1)
-    copy_state(model, [replica], buffers_only=True)
-    assert replica[1].running_mean.tolist() == [1.0, 1.0]
-    assert not torch.equal(replica[0].weight, model[0].weight)
-    copy_state(model, [replica])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), replica.parameters(), strict=True))
+def test_sparse_gradients_of_copies_are_added_up():
+    weight = torch.ones(3, 1, requires_grad=True)
+    copies = BroadcastParameters.apply([CPU, CPU], weight)
+    sum(functional.embedding(torch.tensor([i]), copies[i], sparse=True).sum() for i in range(2)).backward()
+    assert weight.grad.is_sparse
+    assert weight.grad.to_dense().flatten().tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -69,6 +54,19 @@ def test_threads_answer_in_order_and_in_the_callers_gradient_mode(in_order):
         answers = threads.run([lambda i=i: (i, torch.is_grad_enabled()) for i in range(3)])
     threads.close()
     assert answers == [(0, False), (1, False), (2, False)]
+
+
+def test_threads_compute_in_the_callers_autocast_and_context():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(5)
+    threads = DeviceThreads([CPU] * 2, in_order=False)
+    product = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answers = threads.run([lambda: ((product @ product).dtype, variable.get())] * 2)
+    outside = threads.run([lambda: (product @ product).dtype] * 2)
+    threads.close()
+    assert answers == [(torch.bfloat16, 5)] * 2
+    assert outside == [torch.float32] * 2
 
 
 def test_threads_run_at_the_same_time():

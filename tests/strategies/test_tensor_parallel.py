@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import dure
 from dure.comm.groups import ProcessGroup
-from dure.errors import RanksDisagree, SpecInvalid, TaskInvalid
+from dure.errors import RanksDisagree, SpecInvalid
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
     TO_ROUNDING,
@@ -385,24 +385,6 @@ def test_what_cannot_be_divided_is_refused_before_any_process_starts(task, setti
     with pytest.raises(SpecInvalid, match=match):
         dure.train(task, strategy="tensor_parallel", nproc=2, runs_dir=tmp_path, start="fork", **settings)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_dtensor_has_no_rule_for_is_told_with_the_way_out():
-    class Sorting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, value: Tensor) -> Tensor:
-            return self.fc2(torch.searchsorted(self.fc1(value).detach(), value))
-
-    def work(group: ProcessGroup) -> None:
-        backward(prepared("tensor_parallel", group, Sorting()), torch.ones(2, 4))
-
-    for error in on_ranks(2, work):
-        assert isinstance(error, TaskInvalid)
-        assert "does something with divided values that DTensor has no rule for" in str(error)
-        assert "--tp-plan" in str(error)
 
 
 # what is said

@@ -247,7 +247,7 @@ def test_an_optimiser_that_needs_all_parameters_is_refused_before_any_process_st
 
 def test_the_worker_refuses_it_when_the_model_could_not_be_looked_at_before(tmp_path):
     with pytest.raises(
-        WorkerFailed, match=r"returned LBFGS, which evaluates the loss several times .*such as AdamW or SGD"
+        WorkerFailed, match=r"returned LBFGS, whose step asks for a closure .*such as AdamW or SGD"
     ) as caught:
         train_case(tmp_path, NeedsAll(reads_values=True), "zero1", 2, **STEPS)
     assert caught.value.exit_code == 2

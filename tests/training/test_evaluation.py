@@ -1,6 +1,7 @@
 """Exact evaluation: sums and counts over all batches, the model left as it was."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 
 import dure
 from dure.data import TensorData
-from dure.errors import DataInvalid
+from dure.errors import DataInvalid, WorkerFailed
 from dure.training.evaluation import evaluate, evaluation_batch_size
 from dure.training.fetch import Loader, SampleFetch
 from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import train_case
+from tests.conformance.tasks import Regression
 from tests.strategies.test_base import prepared
 from tests.training.test_session import Small
 
@@ -75,6 +78,22 @@ def test_evaluation_over_virtual_devices_uses_all_of_them_up_to_date(name):
     assert (metrics["prediction"].value, metrics["prediction"].count) == (20.0, 11)
 
 
+def test_evaluation_over_virtual_devices_leaves_what_a_task_keeps_to_one_batch_at_a_time():
+    class Keeping(Measuring):
+        def loss(self, model, batch):
+            self.kept = batch
+            time.sleep(0.01)
+            return super().loss(model, batch)
+
+        def metrics(self, model, batch):
+            assert self.kept is batch
+            return super().metrics(model, batch)
+
+    strategy = prepared(lambda model, batch: None, name="dp", devices=3)
+    measured(strategy=strategy, batch_size=2, task=Keeping())
+    strategy.close()
+
+
 @pytest.mark.parametrize("is_training", [True, False])
 def test_evaluation_leaves_the_models_mode_as_it_was_even_after_an_error(is_training):
     class Failing(Measuring):
@@ -113,3 +132,15 @@ def test_batches_of_an_evaluation_are_even_over_a_few_ranks(num_samples):
     assert 1 <= size <= 256
     assert math.ceil(num_samples / size) >= min(num_samples, 9)
     assert evaluation_batch_size(num_samples, 7) == 7
+
+
+def test_metric_whose_count_is_of_batches_is_refused_before_training(tmp_path):
+    class Miscounted(Regression):
+        def metrics(self, model, batch):
+            x, y, _ = batch
+            return {"acc": dure.Sum((model(x) - y).abs().lt(1).all((1, 2)).sum(), 1)}
+
+    with pytest.raises(WorkerFailed, match=r"metric acc counts 1 over 4 samples at once and 2 over the same") as caught:
+        train_case(tmp_path, Miscounted(), global_batch_size=4, samples=8)
+    assert caught.value.exit_code == 2
+    assert not list(tmp_path.glob("*-single*"))

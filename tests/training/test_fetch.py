@@ -1,5 +1,6 @@
 """From indices to batches: each sample's draws are its own, in whatever company it is fetched."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -48,6 +49,19 @@ def fetched(data, batches, *, epoch=3, seed=5, workers=0):
         for row, i in enumerate(index.tolist()):
             samples[i] = [draw[row].tolist() for draw in draws]
     return samples
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_loaders_when_the_program_starts_processes_otherwise_then_data_need_not_be_picklable(method):
+    class Local(Drawing):
+        pass
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        assert fetched(Local(), [[0, 1], [2]], workers=1).keys() == {0, 1, 2}
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def cut(indices, size):

@@ -10,14 +10,10 @@ import torch
 
 import dure
 from dure.errors import TaskInvalid
-from dure.training.load_task import (
-    build_task,
-    check_task_class,
-    load_task_class,
-    register_task_class,
-    task_option_fields,
-    task_reference,
-)
+from dure.training.given_task import giving, task_class
+from dure.training.load_task import load_task_class
+from dure.training.task_hooks import check_task_class
+from dure.training.task_options import build_task, task_options
 from tests.training.test_fetch import SmallTask
 
 GOOD = """
@@ -98,16 +94,17 @@ def test_a_file_that_does_not_import_shows_the_users_own_traceback(folder, text,
     assert "importlib" not in message
 
 
-def test_a_class_at_the_top_of_a_file_has_a_reference_and_one_in_a_function_has_none():
+def test_a_class_at_the_top_of_a_file_has_a_reference_and_one_in_a_function_only_this_process():
     class Local(SmallTask):
         pass
 
-    reference = task_reference(SmallTask)
-    assert reference.endswith("tests/training/test_fetch.py:SmallTask")
-    assert load_task_class(reference) is SmallTask
-    with pytest.raises(TaskInvalid, match=r"Local is not at the top level of a file, so another process cannot import"):
-        task_reference(Local)
-    assert load_task_class(register_task_class(Local)) is Local
+    with giving(SmallTask) as given:
+        assert given.reference.endswith("tests/training/test_fetch.py:SmallTask")
+        assert not given.is_only_here
+    assert load_task_class(given.reference) is SmallTask
+    with giving(Local) as given:
+        assert given.is_only_here
+        assert task_class(given.reference) is Local
 
 
 class Optioned(SmallTask):
@@ -119,7 +116,7 @@ class Optioned(SmallTask):
 
 
 def test_options_are_the_annotated_fields_and_are_converted_to_their_types():
-    assert [field.name for field in task_option_fields(Optioned)] == ["width", "rate", "kind", "flag", "limit"]
+    assert list(task_options(Optioned)) == ["width", "rate", "kind", "flag", "limit"]
     task = build_task(Optioned, {"width": "3", "rate": "Infinity", "flag": "false", "limit": "2"})
     assert (task.width, task.rate, task.kind, task.flag, task.limit) == (3, math.inf, "a", False, 2.0)
 

@@ -151,7 +151,7 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_from_which_it_goes_on
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().loss(model, batch)
 
-    with pytest.raises(Interrupted, match=r"stopped; continue with `dure train --resume .*stopped`") as caught:
+    with pytest.raises(Interrupted, match=r"stopped; continue with `dure\.train\(resume='.*stopped'\)`") as caught:
         train(Signalling, tmp_path, name="stopped")
     assert caught.value.exit_code == 143
     # the second step's requests were asked before the signal came; the third carries it

@@ -30,5 +30,5 @@ def test_resume_auto_when_the_run_of_that_name_is_another_then_it_is_refused(tmp
 
 
 def test_resume_auto_when_the_run_has_no_name_then_one_is_asked_for(tmp_path):
-    with pytest.raises(SpecInvalid, match="resume is auto but the run has no name: add --name"):
+    with pytest.raises(SpecInvalid, match="resume is auto but the run has no name: add name="):
         train(tmp_path, epochs=1)

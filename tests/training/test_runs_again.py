@@ -51,7 +51,7 @@ def test_resume_when_there_is_no_checkpoint_yet_then_says_that_it_starts_from_th
                 os.kill(os.getpid(), signal.SIGINT)
 
     task, settings = StoppedWhileItPrepares(), {"quiet": True, "start": "inline", "threads": 1}
-    said = r"stopped before the first checkpoint; `dure train --resume .*run` starts from the beginning"
+    said = r"stopped before the first checkpoint; `dure\.train\(resume='.*run'\)` starts from the beginning"
     with pytest.raises(Interrupted, match=said):
         dure.train(task, runs_dir=tmp_path, name="run", samples=20, global_batch_size=10, **settings)
     sentence = "there is no checkpoint yet: the run starts from the beginning"

@@ -144,7 +144,7 @@ def test_a_best_metric_that_is_not_measured_is_refused_with_those_that_are(tmp_p
 
 def test_dropping_the_last_batch_of_too_little_data_is_refused(tmp_path):
     with pytest.raises(
-        WorkerFailed, match="--drop-last with 6 training samples and a global batch of 7 leaves nothing"
+        WorkerFailed, match="drop_last=True with 6 training samples and a global batch of 7 leaves nothing"
     ):
         train(Small, tmp_path, drop_last=True, global_batch_size=7)
     assert list(tmp_path.iterdir()) == []

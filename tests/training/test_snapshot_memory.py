@@ -13,12 +13,12 @@ from dure.training.snapshot import Position
 from dure.training.snapshot_memory import (
     MOST_PLACES,
     ShareLayout,
-    SnapshotWriter,
     forget_after,
     newest_common,
     positions,
     read_share,
 )
+from dure.training.snapshot_writer import SnapshotWriter
 
 
 @pytest.fixture
@@ -30,6 +30,10 @@ def memory():
 
 def at(step):
     return Position(samples_seen=8 * step, step=step, epoch=0)
+
+
+def write(writer, share, step, trusted_samples=None):
+    writer.write(ShareLayout(share), share.tensors(), share.state, at(step), trusted_samples)
 
 
 def share_of(weights, rank=0, **more):
@@ -47,10 +51,9 @@ def test_snapshot_when_read_then_it_is_what_was_written(memory):
     half = Piece(tensor=torch.randn(2, 2).bfloat16(), offsets=(2, 0), shape=(4, 2))
     share = share_of(weights)
     share.parts["optimizer"]["momentum"] = half
-    SnapshotWriter(memory).write(ShareLayout(share), b'{"a": 1}', at(3))
+    write(SnapshotWriter(memory), share, 3)
     assert positions(memory) == [at(3)]
     read = read_share(memory, at(3))
-    assert read.state == b'{"a": 1}'
     assert (read.share.rank, read.share.aliases, read.share.state) == (0, {"tied": "w"}, share.state)
     assert torch.equal(read.share.parts["model"]["w"], weights)
     assert read.share.parts["model"]["empty"].shape == (0, 3)
@@ -63,23 +66,24 @@ def test_snapshot_when_read_then_it_is_what_was_written(memory):
 
 def test_snapshots_when_written_again_and_again_then_the_last_two_are_there_with_their_values(memory):
     weights = torch.zeros(7)
-    writer, layout = SnapshotWriter(memory), ShareLayout(share_of(weights))
+    share = share_of(weights)
+    writer, layout = SnapshotWriter(memory), ShareLayout(share)
     for step in range(1, 6):
         weights.fill_(step)
-        writer.write(layout, b"x" * step * 100, at(step))
+        writer.write(layout, share.tensors(), b"x" * step * 100, at(step))
     assert sorted(positions(memory), key=lambda position: position.step) == [at(4), at(5)]
     for step in (4, 5):
         read = read_share(memory, at(step))
         assert torch.equal(read.share.parts["model"]["w"], torch.full((7,), float(step)))
-        assert len(read.state) == 100 * step
+        assert len(read.share.state) == 100 * step
 
 
 def test_snapshot_when_it_grows_then_the_one_before_stays(memory):
     writer = SnapshotWriter(memory)
-    writer.write(ShareLayout(share_of(torch.ones(3))), b"{}", at(1))
-    writer.write(ShareLayout(share_of(torch.full((50_000,), 2.0))), b"{}", at(2))
+    write(writer, share_of(torch.ones(3)), 1)
+    write(writer, share_of(torch.full((50_000,), 2.0)), 2)
     assert torch.equal(read_share(memory, at(1)).share.parts["model"]["w"], torch.ones(3))
-    writer.write(ShareLayout(share_of(torch.full((90_000,), 3.0))), b"{}", at(3))
+    write(writer, share_of(torch.full((90_000,), 3.0)), 3)
     assert torch.equal(read_share(memory, at(2)).share.parts["model"]["w"], torch.full((50_000,), 2.0))
     assert torch.equal(read_share(memory, at(3)).share.parts["model"]["w"], torch.full((90_000,), 3.0))
 
@@ -89,10 +93,10 @@ def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(m
     for descriptor, steps in ((memory, (1, 2, 3)), (other, (1, 2))):
         writer = SnapshotWriter(descriptor)
         for step in steps:
-            writer.write(ShareLayout(share_of(torch.ones(2))), b"{}", at(step))
+            write(writer, share_of(torch.ones(2)), step)
     assert newest_common([memory, other]) == at(2)
     # the round that goes on from it writes over everything else first, and forgets it at once
-    SnapshotWriter(memory, at(2)).write(ShareLayout(share_of(torch.ones(2))), b"{}", at(3))
+    write(SnapshotWriter(memory, at(2)), share_of(torch.ones(2)), 3)
     assert newest_common([memory, other]) == at(2)
     SnapshotWriter(memory, None)
     assert newest_common([memory, other]) is None
@@ -102,10 +106,10 @@ def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(m
 
 def test_snapshot_when_it_is_the_newest_that_is_trusted_then_it_stays_beside_the_newest(memory):
     writer = SnapshotWriter(memory, num_places=MOST_PLACES)
-    layout = ShareLayout(share_of(torch.ones(2)))
+    share = share_of(torch.ones(2))
     there = []
     for step, trusted in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 2), (6, 5), (7, 5), (8, 7)):
-        writer.write(layout, b"{}", at(step), 8 * trusted)
+        write(writer, share, step, 8 * trusted)
         there.append(sorted(position.step for position in positions(memory)))
     assert there[2:] == [[1, 2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
 
@@ -113,7 +117,7 @@ def test_snapshot_when_it_is_the_newest_that_is_trusted_then_it_stays_beside_the
 def test_snapshots_when_they_are_of_later_than_what_is_trusted_then_they_are_forgotten(memory):
     writer = SnapshotWriter(memory, num_places=MOST_PLACES)
     for step in (1, 2, 3):
-        writer.write(ShareLayout(share_of(torch.ones(2))), b"{}", at(step), 8)
+        write(writer, share_of(torch.ones(2)), step, 8)
     forget_after(memory, 16)
     assert newest_common([memory]) == at(2)
     forget_after(memory, 15)
@@ -128,10 +132,11 @@ def test_writer_when_killed_at_any_moment_then_a_whole_snapshot_is_left(seed, me
     pid = os.fork()
     if pid == 0:
         weights = torch.zeros(200_000)
-        writer, layout = SnapshotWriter(memory), ShareLayout(share_of(weights))
+        share = share_of(weights)
+        writer, layout = SnapshotWriter(memory), ShareLayout(share)
         for step in range(1, 10**9):
             weights.fill_(step)
-            writer.write(layout, str(step).encode(), at(step))
+            writer.write(layout, share.tensors(), str(step).encode(), at(step))
     deadline = time.monotonic() + 30
     while not positions(memory) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -142,5 +147,5 @@ def test_writer_when_killed_at_any_moment_then_a_whole_snapshot_is_left(seed, me
     assert found
     for position in found:
         read = read_share(memory, position)
-        assert read.state == str(position.step).encode()
+        assert read.share.state == str(position.step).encode()
         assert torch.equal(read.share.parts["model"]["w"], torch.full((200_000,), float(position.step)))

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import NamedTuple
 
@@ -171,21 +171,31 @@ def _run(tokens: list[str]) -> None:
         module = importlib.import_module(f"dure.cli.{VERBS[name].module}")
         tokens, command = module.read(tokens)
     app = build_app(command, name)
-    try:
-        app(tokens, exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        raise Misuse(_parse_fault(error, app)) from None
+    with _speaking_flags() if name in VERBS else nullcontext():
+        try:
+            app(tokens, exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            raise Misuse(_parse_fault(error, app)) from None
+
+
+def _speaking_flags() -> AbstractContextManager[None]:
+    from dure.spec.arguments import speaking_flags  # half of the time of `dure --help`, which has no fault
+
+    return speaking_flags()
 
 
 def _parse_fault(error: CycloptsError, app: App) -> str:
     """Say what is wrong with the command line; unknown names come with the known ones."""
-    from dure.spec import RunSpec, requirement, unknown_name  # half of the time of `dure --help`, which has no fault
+    # half of the time of `dure --help`, which has no fault
+    from dure.spec import RunSpec, flag_name, requirement, unknown_name, unknown_setting
 
     if isinstance(error, UnknownOptionError):
         said = (error.token.keyword or error.token.value).split("=")[0]
         known = sorted({name for argument in error.argument_collection for name in argument.names})
         flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
-        return unknown_name("flag", said, [*flags, "--help"])
+        settings = [flag.removeprefix("--").replace("-", "_") for flag in [*flags, "--help"]]
+        help_ = f"`dure {' '.join(error.command_chain or ())} --help` lists all"
+        return unknown_setting("flag", said, settings, flag_name, help_)
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         said = error.unused_tokens[0]
         known = ["--help", "--version"] if said.startswith("-") else [*VERBS]

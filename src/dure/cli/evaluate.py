@@ -8,17 +8,12 @@ from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag, print_json, show
 from dure.cli.settings import flag_parameters, spell_out_truths, with_flags
-
-EVALUATION_SETTINGS = (
-    *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
-    *("num_workers", "eval_batch_size", "quiet"),
-)
-"""What may be chosen anew for an evaluation; everything else is the run's own."""
+from dure.spec import EVALUATION_FIELDS
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
     """Return the tokens, with every truth in one form, and the verb."""
-    return spell_out_truths(tokens), with_flags(evaluate, flag_parameters(EVALUATION_SETTINGS))
+    return spell_out_truths(tokens), with_flags(evaluate, flag_parameters(EVALUATION_FIELDS))
 
 
 def evaluate(

@@ -6,8 +6,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, Field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, get_origin
 
 from cyclopts import Group, Parameter
 
@@ -15,6 +14,7 @@ from dure.errors import Misuse
 
 if TYPE_CHECKING:
     from dure.training.task import Task
+    from dure.training.task_options import TaskOption
 
 _REFERENCE = re.compile(r"[^-].*:[A-Za-z_]\w*")
 _PREFIX, _NEGATIVE_PREFIX = "--task.", "--no-task."
@@ -73,29 +73,27 @@ def _give_back_reference(rest: list[str], options: dict[str, str]) -> None:
 
 def option_parameters(cls: "type[Task]") -> list[inspect.Parameter]:
     """Make one parameter of each option of a task, for its `--help`."""
-    from dure.training.load_task import task_option_fields
+    from dure.training.task_options import task_options
 
     group = Group.create_ordered(f"Options of {cls.__name__}")
-    hints, words = get_type_hints(cls), _field_docs(cls)
-    return [_parameter(field, hints[field.name], words.get(field.name, ""), group) for field in task_option_fields(cls)]
+    words = _field_docs(cls)
+    return [_parameter(option, words.get(name, ""), group) for name, option in task_options(cls).items()]
 
 
-def _parameter(field: "Field[Any]", hint: Any, words: str, group: Group) -> inspect.Parameter:
-    default = field.default if field.default is not MISSING else None
-    if field.default is MISSING and field.default_factory is not MISSING:
-        default = field.default_factory()
-    is_needed = field.default is MISSING and field.default_factory is MISSING
-    text = "none; has to be given" if is_needed else str(default).lower() if isinstance(default, bool) else str(default)
+def _parameter(option: "TaskOption", words: str, group: Group) -> inspect.Parameter:
+    hint, default = option.kind, option.shown_default()
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    text = "none; has to be given" if option.is_required else text
     if hint is bool:
         hint = Literal["true", "false"]
     elif hint not in _SHOWN_AS_THEY_ARE and get_origin(hint) is not Literal:
         words = f"{words} [type: {str(hint).replace('typing.', '')}]".strip()
         hint = str
     parameter = Parameter(
-        name=f"{_PREFIX}{field.name.replace('_', '-')}", help=words, group=group, show_default=lambda _: text
+        name=f"{_PREFIX}{option.name.replace('_', '-')}", help=words, group=group, show_default=lambda _: text
     )
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(f"task_{field.name}", kind, default=None, annotation=Annotated[hint | None, parameter])
+    return inspect.Parameter(f"task_{option.name}", kind, default=None, annotation=Annotated[hint | None, parameter])
 
 
 def _field_docs(cls: type) -> dict[str, str]:

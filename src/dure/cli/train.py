@@ -58,9 +58,9 @@ def _task_class(tokens: Sequence[str]) -> "type[Task] | None":
 def _option_names(cls: "type[Task] | None") -> set[str]:
     if cls is None:
         return set()
-    from dure.training.load_task import task_option_fields
+    from dure.training.task_options import task_options
 
-    return {field.name for field in task_option_fields(cls)}
+    return set(task_options(cls))
 
 
 def train(

@@ -7,11 +7,15 @@ sets that make a whole batch in one call draw with `sample_uniform`, which is a 
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+from dure.torchcompat import default_generator
 
 _MASK = (1 << 64) - 1
 _position = threading.local()
@@ -48,16 +52,66 @@ def seed_for_sample(seed: int, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
+def seed_for_batch(seed: int, epoch: int, indices: Sequence[int] | np.ndarray) -> None:
+    """Seed the same generators for a batch, by its samples in their order."""
+    digest = zlib.crc32(np.ascontiguousarray(indices, dtype=np.int64).tobytes())
+    seed_for_sample(mix(seed, 0x62617463, epoch), len(indices), digest)
+
+
+class GeneratorStates(NamedTuple):
+    """States of the generators that code draws from unless it has its own: Python's, NumPy's and torch's."""
+
+    of_python: Any
+    of_numpy: Any
+    of_cpu: torch.Tensor
+    of_devices: tuple[tuple[torch.device, torch.Tensor], ...]
+
+    @classmethod
+    def now(cls, *devices: torch.device) -> "GeneratorStates":
+        """Return the states of this moment, with those of the accelerators among `devices`."""
+        of_devices = tuple((device, default_generator(device).get_state()) for device in drawing_devices(devices))
+        return cls(random.getstate(), np.random.get_state(), torch.default_generator.get_state(), of_devices)
+
+    def is_same_as(self, other: "GeneratorStates") -> bool:
+        """Return whether nothing was drawn between two moments."""
+        (_, keys, *rest), (_, other_keys, *other_rest) = self.of_numpy, other.of_numpy
+        return (
+            self.of_python == other.of_python
+            and rest == other_rest
+            and np.array_equal(keys, other_keys)
+            and torch.equal(self.of_cpu, other.of_cpu)
+            and all(torch.equal(a, b) for (_, a), (_, b) in zip(self.of_devices, other.of_devices, strict=True))
+        )
+
+    def put_back(self) -> None:
+        """Bring the generators into these states."""
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+        torch.default_generator.set_state(self.of_cpu)
+        for device, state in self.of_devices:
+            default_generator(device).set_state(state)
+
+
+def drawing_devices(devices: Iterable[torch.device]) -> list[torch.device]:
+    """Return the devices that have a generator of their own beside the CPU's, each once and in order."""
+    return [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+
+
+def seed_draws(device: torch.device, seed: int, number: int) -> None:
+    """Seed all generators that code on a device draws from, for one of several things that draw for themselves."""
+    seed_for_sample(seed, number, 0)
+    for own in drawing_devices([device]):
+        default_generator(own).manual_seed(mix(seed, number) >> 1)
+
+
 @contextmanager
-def kept_global_randomness() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generators back as they were."""
-    python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def kept_global_randomness(*devices: torch.device) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's generators back as they were, with those of the accelerators in `devices`."""
+    before = GeneratorStates.now(*devices)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_)
-        torch.default_generator.set_state(torch_)
+        before.put_back()
 
 
 def sample_uniform(indices: Sequence[int] | np.ndarray, num_draws: int = 1) -> torch.Tensor:

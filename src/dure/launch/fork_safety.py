@@ -14,9 +14,19 @@ def reason_not_to_fork() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"forking is not safe on {sys.platform}"
     others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if others:
+    if others and not is_kernel():
         return f"Python threads are running ({', '.join(others[:3])})"
     return reason_fork_would_fail(threads=2)
+
+
+def is_kernel() -> bool:
+    """Return whether this process is the kernel of a notebook.
+
+    It always has threads, and `multiprocessing` and the shell commands of cells fork it all the time. A fresh
+    interpreter would not know what its cells have defined.
+    """
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
 def reason_fork_would_fail(threads: int) -> str | None:

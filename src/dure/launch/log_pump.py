@@ -33,6 +33,8 @@ process: ranks, or children of theirs."""
 _MOST_LEFT_BYTES = 2**21
 """More than a pipe holds."""
 _USUAL_COLUMNS = 80
+_REDRAW_SECONDS = 0.5
+"""Time between two states of a line where each is kept: a notebook saves all that its cells were sent."""
 
 # colours may pass and what would erase a line is left out, for a line is erased where it is written over; every other
 # control character, and what breaks or turns lines in some viewers, is written out
@@ -105,7 +107,9 @@ class Stream:
     """The descriptor that it is shown on, if it is."""
     log: "LogFile"
     has_live_line: bool = False
-    """Whether an unfinished line is shown at once, to be written over: the console is a terminal."""
+    """Whether an unfinished line is shown at once, to be written over: the console is a terminal or a notebook."""
+    can_erase: bool = True
+    """Whether the rest of a line can be erased; where not, blanks are written over it."""
     rest: bytearray = field(default_factory=bytearray)
     """An unfinished line, as far as it will be shown."""
     dropped: int = 0
@@ -114,8 +118,9 @@ class Stream:
     """When it began."""
     unseen_since: float = 0.0
     """When the first of its states began that were not shown; 0: there is none."""
-    is_drawn: bool = False
-    """Whether it can be seen."""
+    drawn: str | None = None
+    """Its last state that can be seen."""
+    drawn_at: float = 0.0
 
     def take(self, data: bytes) -> None:
         """Show what has come, line by line."""
@@ -160,18 +165,27 @@ class Stream:
         return text
 
     def _draw(self) -> None:
-        if self.has_live_line and self.console is not None:
-            line = fitted(self.prefix + cleaned(bytes(self.rest)), _columns(self.console))
-            _write(self.console, f"\r{line}{_ERASE_TO_END}".encode())
-            self.is_drawn = True
+        if not self.has_live_line or self.console is None:
+            return
+        line = fitted(self.prefix + cleaned(bytes(self.rest)), _columns(self.console))
+        if self.can_erase or not line or time.monotonic() >= self.drawn_at + _REDRAW_SECONDS:
+            _write(self.console, f"{self._over()}{line}{_ERASE_TO_END if self.can_erase else ''}".encode())
+            self.drawn, self.drawn_at = line, time.monotonic()
+
+    def _over(self) -> str:
+        """Return what stands before a line that is written over the drawn one."""
+        if self.can_erase or self.drawn is None:
+            return "\r"
+        columns = sum(map(_columns_of, _COLOUR_OR_CHARACTER.findall(self.drawn)))
+        return f"\r{' ' * columns}\r"
 
     def _show(self, lines: Sequence[str]) -> None:
         if not lines:
             return
         self.log.write("".join(f"{line}\n" for line in lines))
         if self.console is not None:
-            over = f"\r{_ERASE_TO_END}" if self.is_drawn else ""
-            self.is_drawn = False
+            over = "" if self.drawn is None else f"\r{_ERASE_TO_END}" if self.can_erase else self._over()
+            self.drawn = None
             _write(self.console, (over + "".join(f"{self.prefix}{line}\n" for line in lines)).encode())
 
 
@@ -222,7 +236,8 @@ def main() -> None:
     for voice in told["voices"]:
         log = LogFile(Path(voice["log"]))
         for descriptor, console in zip(voice["reading"], voice["consoles"], strict=True):
-            streams[descriptor] = Stream(voice["prefix"], console, log, has_live_line=voice["has_live_line"])
+            live = {name: voice[name] for name in ("has_live_line", "can_erase")}
+            streams[descriptor] = Stream(voice["prefix"], console, log, **live)
     poll = select.poll()
     for descriptor in (supervisor, *streams):
         poll.register(descriptor, select.POLLIN)

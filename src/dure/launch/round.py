@@ -121,7 +121,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             return None
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
         if launch.logs is not None:
-            launch.logs.start_if_needed()
+            launch.logs.go_on()
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:

@@ -1,6 +1,7 @@
 """From a run's records to its summary: a function of files, so it can be made again for any run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from dure.measure.records import EpochRow, Metric, RunSummary
@@ -46,11 +47,24 @@ def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = Non
         samples_per_second=samples / step_seconds if step_seconds else 0.0,
         seconds=seconds,
         rows=rows,
-        not_preserved=[*start.get("not_preserved", []), *_lost(run.events())],
+        not_preserved=[*_not_preserved(events), *_lost(run.events())],
         message=message,
         restarts=sum(event["event"] == "restart" for event in run.events()),
         microbatch_size=_halved_to(run.events()),
     )
+
+
+def _not_preserved(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the differences that any attempt declared whose steps are still part of the run."""
+    found: dict[str, None] = {}
+    attempts = [event for event in events if event["event"] == "training"]
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        if following is None or following["samples_seen"] > attempt["samples_seen"]:
+            found |= dict.fromkeys(attempt.get("not_preserved", []))
+    for event in events:
+        if event["event"] == "not_preserved":
+            found |= dict.fromkeys(event["texts"])
+    return list(found)
 
 
 def _speaker(run: RunDir) -> int:
@@ -95,7 +109,7 @@ def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str,
             if event["samples_seen"] > samples:
                 continue
             found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] != event["samples_seen"]]
-        if event.get("event") in ("training", "evaluated", "checkpoint", "resumed"):
+        if event.get("event") in ("training", "not_preserved", "evaluated", "checkpoint", "resumed"):
             found.append(event)
     return found
 

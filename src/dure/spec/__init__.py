@@ -1,6 +1,7 @@
 """What the user wants of a run: the settings (`fields`), and how they come together (`resolution`)."""
 
 from dure.spec.fields import (
+    EVALUATION_FIELDS,
     EXECUTION_FIELDS,
     GROUPS,
     IDENTITY_FIELDS,
@@ -14,11 +15,12 @@ from dure.spec.fields import (
     requirement,
     same_task,
 )
-from dure.spec.names import unknown_name
+from dure.spec.names import unknown_name, unknown_setting
 from dure.spec.resolution import ENVIRONMENT_PREFIX, INTERNAL_PREFIX, ResolvedSpec, read_toml, resolve
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "EVALUATION_FIELDS",
     "EXECUTION_FIELDS",
     "GROUPS",
     "IDENTITY_FIELDS",
@@ -36,4 +38,5 @@ __all__ = [
     "resolve",
     "same_task",
     "unknown_name",
+    "unknown_setting",
 ]

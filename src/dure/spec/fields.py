@@ -56,6 +56,7 @@ class RunSpec(BaseModel):
     start: Literal["auto", "fork", "spawn", "inline"] = Field("auto", description="how worker processes start")
     threads: int | None = Field(None, gt=0, description="CPU threads per process (default: cores / processes)")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer is an error")
+    accept_changes: bool = Field(False, description="resume although the task's code or data are not as they were")
     preflight: bool = Field(False, description="check machines and network first, and start only if all is well")
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
     compile: bool = Field(False, description="torch.compile the model")
@@ -213,7 +214,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "comm",
             "start",
         ),
-        *("threads", "timeout_seconds", "preflight", "deterministic", "compile", "sync_batchnorm", "bucket_bytes"),
+        *(
+            "threads",
+            "timeout_seconds",
+            "preflight",
+            "accept_changes",
+            "deterministic",
+            "compile",
+            "sync_batchnorm",
+            "bucket_bytes",
+        ),
         *(
             "gradient_as_bucket_view",
             "find_unused_parameters",
@@ -261,6 +271,13 @@ EXECUTION_FIELDS = tuple(
     name for name in RunSpec.model_fields if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS)
 )
 """What every resume may choose anew."""
+
+
+EVALUATION_FIELDS = (
+    *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
+    *("num_workers", "eval_batch_size", "quiet"),
+)
+"""What an evaluation may choose anew; everything else is the run's own."""
 
 
 class StrategyTraits(Protocol):

@@ -23,7 +23,7 @@ from dure.spec.fields import (
     same_task,
 )
 from dure.spec.mesh import parse_mesh
-from dure.spec.names import unknown_name
+from dure.spec.names import unknown_name, unknown_setting
 from dure.spec.rules import RULES
 
 ENVIRONMENT_PREFIX = "DURE_"
@@ -39,6 +39,8 @@ class ResolvedSpec:
     spec: RunSpec
     origin: dict[str, str]
     """Of each field, and of each task option as `task_options.<name>`: `flag --epochs`, `default`, ..."""
+    task_object: Mapping[str, Any] | None = None
+    """Why class and options do not suffice to make the task again, and digests of its attributes; None if they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,10 @@ class _Source:
     values: Mapping[str, Any]
     say: Callable[[str], str]
     """Names the source of one setting, for people."""
+    spell: Callable[[str], str] = str
+    """Writes a setting's name as this source has it."""
+    more: tuple[str, ...] = ()
+    """Names beside the settings that its faults may point to."""
     is_chosen: bool = True
     """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
 
@@ -101,10 +107,10 @@ def resolve(
         ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
     else:
         # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
-        values = base.model_dump(exclude={"quiet", "preflight", *NODE_FIELDS})
+        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", *NODE_FIELDS})
         ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
-    for source in (ground, config_source, environment_source, _Source(values=settings, say=_say_flag)):
+    for source in (ground, config_source, environment_source, _flag_source(settings)):
         _overlay(draft, source)
     _settle_strategy(draft, strategies, base)
     spec = _validate(draft, strategies)
@@ -118,6 +124,10 @@ def resolve(
 
 
 # --- the sources
+
+
+def _flag_source(settings: Mapping[str, Any]) -> _Source:
+    return _Source(values=settings, say=_say_flag, spell=flag_name, more=("resume",))
 
 
 def _say_flag(name: str) -> str:
@@ -147,7 +157,8 @@ def _environment_source(environ: Mapping[str, str], faults: list[str]) -> _Sourc
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(INTERNAL_PREFIX) or not text.strip():
             continue
         if variable not in known:
-            faults.append(unknown_name("environment variable", variable, known))
+            spell = {name: variable for variable, name in known.items()}.__getitem__
+            faults.append(unknown_setting("environment variable", variable, known.values(), spell))
         elif known[variable] == "task_options":
             values["task_options"] = _options_from_json(variable, text, faults)
         else:
@@ -202,7 +213,7 @@ def _overlay(draft: _Draft, source: _Source) -> None:
         if value is None:
             continue
         if name not in RunSpec.model_fields:
-            fault = unknown_name("setting", name, RunSpec.model_fields)
+            fault = unknown_setting("setting", name, [*RunSpec.model_fields, *source.more], source.spell)
             draft.faults.append(f"{source.say(name)}: {fault}")
         elif name == "task_options":
             _overlay_options(draft, source, value)

@@ -14,7 +14,7 @@ _COMPRESSION = "--compression: the gradient is approximated; see compression_err
 REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies under which ranks hold the same."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
-_DROPOUT = "dropout: other draws than on one device (augmentation is the same)"
+_RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
 
 STRATEGIES: dict[str, StrategyInfo] = {
     info.name: info
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 "BatchNorm: statistics of each device's own samples, device 0's are kept",
-                _DROPOUT,
+                _RANDOM,
             ),
             needs="one process that sees all devices; a model whose outputs have the samples first",
             sent_bytes="device 0: (P-1) W per microstep; every other device: G per microstep",
@@ -63,7 +63,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 "BatchNorm: statistics of each device's own samples, device 0's are kept",
-                _DROPOUT,
+                _RANDOM,
             ),
             needs="one process that sees all devices; batches whose tensors have the samples first",
             sent_bytes="device 0: (P-1) W per step; every other device: G per step",
@@ -82,7 +82,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="each global batch over the ranks",
             synchronises="every step: gradients, overlapped with the last microstep's backward",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _DROPOUT, _COMPRESSION),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
             needs="a model that fits one device; every parameter in every step, or --find-unused-parameters",
             sent_bytes="every rank: 2 (P-1)/P G per step",
             memory="W + G + S + A(microbatch), buckets share G's memory (--gradient-as-bucket-view)",
@@ -106,7 +106,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="each global batch over the ranks",
             synchronises="every step: gradients, bucket by bucket while the last microstep's backward still runs",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _DROPOUT, _COMPRESSION),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
             needs="a model that fits one device, without sparse gradients; any parameter may be unused",
             sent_bytes="by the algorithm: 2 (P-1)/P G from every rank by a ring, (1 + 1/P) G through shared memory",
             memory="W + G + S + A(microbatch)",
@@ -127,7 +127,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="each global batch over the ranks",
             synchronises="every step after backward, once for each parameter",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _DROPOUT),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM),
             needs="a model that fits one device; any parameter may be unused",
             sent_bytes="by the algorithm, as ring_ddp, but in as many messages as there are parameters",
             memory="W + G + S + A(microbatch)",
@@ -142,7 +142,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="each global batch over the ranks, and the optimiser's state, by whole parameters",
             synchronises="every step: gradients as ddp; then every rank sends the parameters that it has stepped",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _DROPOUT, _COMPRESSION),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
             needs="as ddp, and an optimiser that steps each parameter by itself (not LBFGS)",
             sent_bytes=(
                 "every rank: 2 (P-1)/P G, and (P-1) times its part of the trainable parameters, about W/P; "
@@ -171,7 +171,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 _BATCHNORM.format(unit="rank"),
-                _DROPOUT,
+                _RANDOM,
                 "bf16 and fp16: a unit without BatchNorm computes in them throughout, its norms too",
             ),
             needs="an optimiser that steps each element by itself; units that all ranks run, in one order",
@@ -200,7 +200,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="the model: consecutive blocks on each device, cut where bytes are even or by --cuts",
             synchronises="every microstep: activations from section to section, their gradients back",
             preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
-            does_not_preserve=("dropout: on several accelerators each draws of its own",),
+            does_not_preserve=("random numbers (dropout): on several accelerators each draws of its own",),
             needs="one process that sees all devices; a model that is a chain of blocks, no weight shared over a cut",
             sent_bytes=(
                 "per microstep, A_k the activations at cut k and Y the output: A_1 + ... + A_(P-1) + Y forward, and as "
@@ -224,7 +224,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 "BatchNorm: statistics of each microbatch (as with the same --microbatch-size on one device)",
-                _DROPOUT,
+                _RANDOM,
             ),
             needs=(
                 "a model that is a chain of blocks, no weight shared over a cut, called once by the loss; enough "
@@ -257,7 +257,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "loss and its record: between averagings each rank's own",
                 "clipping: by the norm of each rank's own gradient",
                 "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
-                _DROPOUT,
+                _RANDOM,
                 _HOOKS,
             ),
             needs="a model that fits one device; a learning rate that suits the share of one rank",
@@ -284,7 +284,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "loss and its record: between averagings each rank's own",
                 "clipping: by the norm of each rank's own gradient",
                 "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
-                _DROPOUT,
+                _RANDOM,
                 _HOOKS,
             ),
             needs="a model that fits one device with two copies more; evaluations no more often than outer steps",
@@ -305,7 +305,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             divides="the model: consecutive blocks on each rank, cut where bytes are even or by --cuts",
             synchronises="every microstep: activations from section to section, their gradients back, one at work",
             preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
-            does_not_preserve=(_DROPOUT,),
+            does_not_preserve=(_RANDOM,),
             needs=(
                 "a model that is a chain of blocks, no weight shared over a cut; a network that is trusted: RPC runs "
                 "what peers send (loopback, unless TP_SOCKET_IFNAME names another)"
@@ -340,7 +340,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "--no-sync: a worker that is killed is missed from then on, and so are its shares until they are dealt "
                 "anew: rank_lost in events.jsonl",
                 "BatchNorm: statistics of each worker's own samples, rank 0's are kept",
-                _DROPOUT,
+                _RANDOM,
             ),
             needs=(
                 "K processes beside the P workers (--servers), and an optimiser that steps each parameter by itself; "
@@ -367,8 +367,8 @@ STRATEGIES: dict[str, StrategyInfo] = {
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
                 "BatchNorm: statistics of each data rank's own samples, rank 0's are kept",
-                "dropout: other draws than on one device when there are several data ranks",
-                "dropout inside scaled_dot_product_attention: the same draws for the heads of each rank",
+                "random numbers (dropout): other draws than on one device when there are several data ranks",
+                "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads",
             ),
             needs="nn.Linear or nn.Embedding layers; an optimiser that steps each element by itself; fast links",
             sent_bytes=(

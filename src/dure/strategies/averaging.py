@@ -15,6 +15,7 @@ from dure.strategies.averaged_state import average_optimizer_state
 from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.naive_ddp import NaiveDDP
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.torchcompat import BatchNorm, copy_all, run_backward
 
@@ -156,6 +157,11 @@ class Averaging(NaiveDDP):
             self._weigh(self._on_its_way(self._items).view(1).clone())
             self.average()
         super().before_reading()
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse what was unfrozen: it is not among what is averaged."""
+        if freezing.unfrozen:
+            self.refuse_freezing(freezing.unfrozen, "unfroze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the warm-up's gradients take, or the averaging; between averagings nothing."""

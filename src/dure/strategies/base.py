@@ -2,9 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,21 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.errors import TaskInvalid
+from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.pieces import Needs, Piece, rectangles
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
+
+_WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
+"""torch's words where code writes to a parameter that another rank keeps, and that is expanded from one number here."""
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -106,12 +115,18 @@ class StateSource(Protocol):
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
 
     def load_optimizer(
-        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        whole: Sequence[Collection[str]] | None = None,
+        cuts: Mapping[str, Piece] | None = None,
+        has_state: bool = True,
     ) -> None: ...
 
     @property
-    def optimizer(self) -> Mapping[str, Any]:
-        """The saved `StrategyState.optimizer`, its tensors whole and on the CPU."""
+    def own(self) -> Mapping[str, Any]:
+        """The saved `StrategyState.optimizer["own"]`, its tensors whole and on the CPU; nothing if there was none."""
 
     @property
     def position(self) -> "SavedPosition":
@@ -137,6 +152,8 @@ class Strategy(ABC):
     changes_in_step_only = False
     """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
     change: what reads them may then do so until that begins."""
+    undoes_writes = False
+    """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
     gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 
@@ -173,6 +190,8 @@ class Strategy(ABC):
 
         It belongs into checkpoints: under fp16 it decides with the loss scale whether a gradient overflows.
         """
+        self.traits: LossTraits = NOTHING_SEEN
+        """Traits of the task's loss, as far as they were found before `prepare`."""
 
     def prepare(self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction) -> None:
         """Place the model, build the optimiser over it and make both ready, in the one visible order."""
@@ -184,6 +203,11 @@ class Strategy(ABC):
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self.distribute()
+        self.watch = self.watched_parameters()
+
+    def watched_parameters(self) -> ParameterWatch:
+        """Begin to watch over what the loss does to parameters."""
+        return ParameterWatch(self.model, sees_writes=self.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the model to the first device."""
@@ -306,6 +330,18 @@ class Strategy(ABC):
         """Return weights and optimiser state; valid until the next step."""
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
 
+    def own_state(self) -> StrategyState:
+        """Return this rank's part of `state_dict`, without exchanging anything: for a snapshot in memory.
+
+        What other ranks know better is left out. The same groups of all ranks are brought together when it is read.
+        """
+        return self.state_dict()
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser whose `state` this rank keeps; that of `optimizer` unless it is divided."""
+        return self.optimizer
+
     def steady_names(self) -> frozenset[str]:
         """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
 
@@ -320,6 +356,13 @@ class Strategy(ABC):
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return which part of a checkpoint `load_state_dict` takes up on this rank: nothing else is read."""
+        return Needs(
+            model=rectangles(self.model.state_dict().items()),
+            optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
+        )
 
     def rank_state(self) -> dict[str, Tensor]:
         """Return what this rank alone must keep to go on as if never interrupted, beside weights and optimiser."""
@@ -341,33 +384,87 @@ class Strategy(ABC):
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
-        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         is_many = self.group.world_size * len(self.devices) > 1
-        return [
+        texts = [
             text
             for text in self.info.does_not_preserve
             if is_many
             and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
-            and (not text.startswith("dropout") or has_dropout)
+            and (not text.startswith("random numbers") or self.draws)
             and (not text.startswith("--compression") or self.options.compression is not None)
             and (not text.startswith("step hooks") or torchcompat.step_hooks(self.optimizer))
         ]
+        return texts + self._changed_by_division(texts, has_batchnorm=has_batchnorm)
 
-    def changed_by_microbatches(self) -> list[str]:
-        """Return what of this model depends on how many samples a microbatch has: all else does not."""
-        kinds = {"BatchNorm's statistics": torchcompat.BatchNorm, "dropout's draws": torchcompat.Dropout}
-        modules = [m for m in self.model.modules() if not isinstance(m, torchcompat.Dropout) or m.p > 0]
-        return [what for what, kind in kinds.items() if any(isinstance(module, kind) for module in modules)]
+    @property
+    def draws(self) -> bool:
+        """Whether model or loss draw random numbers in training, as far as is known."""
+        has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
+        return has_dropout or self.traits.draws
+
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each part in which model and loss see a step's batch; a stand-in has one."""
+        counts = shares(num_samples, self.data_world_size)
+        size = self.options.microbatch_size
+        most = self.process_microbatch_size(size) if size else self.default_microbatch_size() or counts[0]
+        num_microbatches = -(-counts[0] // most)
+        return [max(1, part) for count in counts for part in shares(count, num_microbatches)]
+
+    def _changed_by_division(self, told: Sequence[str], *, has_batchnorm: bool) -> list[str]:
+        """Return what of this task's loss depends on how a batch is divided, beside what was told."""
+        parts, traits = len(self.parts_of(self.options.global_batch_size)), self.traits
+        if parts == self.calls_per_step() == 1:
+            return []
+        rank0 = "each rank's own" if self.data_world_size * len(self.devices) > 1 else "each microbatch's own"
+        found = []
+        if traits.reason_unknown is not None:
+            found.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
+        if has_batchnorm and not any(text.startswith("BatchNorm") for text in told) and self.data_world_size == 1:
+            found.append("BatchNorm: statistics of each microbatch's own samples")
+        if self.draws and not any(text.startswith("random numbers") for text in told):
+            found.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
+        if traits.collate_draws:
+            found.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
+        if traits.not_additive is not None:
+            found.append(
+                f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
+                "weighted by their samples (return dure.Sum(total, count) if it has another count)"
+            )
+        if names := (*traits.learned_buffers, *traits.counted_buffers * (self.calls_per_step() > 1)):
+            found.append(f"buffers learned in forward ({_few(names)}): from {rank0} samples, and rank 0's are kept")
+        if paths := (*traits.learned_state, *traits.counted_state * (self.calls_per_step() > 1)):
+            found.append(f"state that the loss keeps ({_few(paths)}): {rank0}")
+        if traits.hooked_parameters:
+            found.append(
+                f"hooks on gradients ({_few(traits.hooked_parameters)}): they see {rank0} gradient before all are "
+                "added up, which is the same for linear ones alone"
+            )
+        return found
+
+    def calls_per_step(self) -> int:
+        """Return how often this process calls the loss in one step, at most."""
+        return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.
+
+        Args:
+            model: Whole, as the task built it.
+        """
+        written = self.traits.changed_parameters
+        return [self._write_fault(written)] if written and self.undoes_writes else []
 
     def close(self) -> None:
         """Let go of threads and engines."""
 
     # what the strategies share
 
-    def loss_term(self, model: nn.Module, microbatch: Microbatch, global_samples: int) -> LossTerm:
-        """Compute one microbatch's loss, weighted for this step."""
-        with self.precision.autocast():
-            result = self.loss(model, microbatch.batch)
+    def loss_term(
+        self, model: nn.Module, microbatch: Microbatch, global_samples: int, loss: LossFunction | None = None
+    ) -> LossTerm:
+        """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
+        with self._watching(), self.precision.autocast():
+            result = self.computed(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
@@ -380,6 +477,60 @@ class Strategy(ABC):
         if microbatch.is_stand_in:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may use the model as it likes, and return its value as plain tensors.
+
+        Args:
+            function: The task's loss or metrics.
+            *args: Its arguments.
+        """
+        return function(*args)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch over the parameters during a call of the loss, and act on what it did to them."""
+        self.watch.begin()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.undoes_writes and _WRITTEN_PLACEHOLDER in str(error):
+                raise TaskInvalid(self._write_fault(["one of another rank"])) from error
+            raise
+        finally:
+            self.watch.end()
+        if written := self.watch.written():
+            raise TaskInvalid(self._write_fault(written))
+        freezing = self.watch.freezing()
+        if freezing is not None:
+            self.follow_freezing(freezing)
+
+    def _write_fault(self, names: Sequence[str]) -> str:
+        return (
+            f"the task's loss writes to parameters ({_few(names)}), which {self.info.name} would undo: change them in "
+            "an optimiser of your own, compute with a changed copy (torch.nn.utils.parametrize), or use ddp"
+        )
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.
+
+        Raises:
+            TaskInvalid: This strategy decided when the run began which parameters are trained.
+        """
+        if freezing.unfrozen:
+            self.refuse_freezing(freezing.unfrozen, "unfroze")
+
+    def refuse_freezing(self, names: Sequence[str], what: str) -> NoReturn:
+        """Raise the sentence about parameters that were frozen or unfrozen during the run."""
+        raise TaskInvalid(
+            f"the task's loss {what} {_few(names)} during the run, and {self.info.name} divided the work when the run "
+            "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
+        )
+
+    def train_all(self) -> None:
+        """Train whatever requires a gradient now, or did before: gradients of both are zeroed."""
+        known = {id(parameter) for parameter in self.trainable}
+        self.trainable = [p for p in self.model.parameters() if p.requires_grad or id(p) in known]
 
     def expected_items(self, global_samples: int) -> float:
         """Return the power of two that stands in for the step's count until the true one is known."""
@@ -403,3 +554,8 @@ class Strategy(ABC):
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -11,10 +11,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from dure.errors import UnusedParameters
+from dure.errors import TaskInvalid, UnusedParameters
 from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression
+from dure.strategies.gradient_sums import add_up_gradients
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
@@ -82,6 +84,9 @@ class DDP(Strategy):
             self._rehearse()
         self.compression = self._hook_compression()
         self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
+        self._in_buckets = {id(parameter) for parameter in self.trainable}
+        self._late: list[nn.Parameter] = []
+        """Parameters that were unfrozen on the way."""
         self._is_first_step = True
         self._arrivals: list[nn.Parameter] = []
         # on an accelerator the host runs ahead: its clock says nothing about when a gradient was ready
@@ -173,7 +178,7 @@ class DDP(Strategy):
     def _after_first_backward(self) -> None:
         self._is_first_step = False
         if not self.options.find_unused_parameters:
-            unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            unused = [name for name, p in self.model.named_parameters() if id(p) in self._in_buckets and p.grad is None]
             if unused:
                 shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
                 raise UnusedParameters(
@@ -191,7 +196,14 @@ class DDP(Strategy):
         self.last_gradient_time = time.perf_counter()
 
     def sync_gradients(self) -> StepFacts:
-        """Read the facts that came with the gradients; DDP has waited for both at the end of backward."""
+        """Read the facts that came with the gradients; DDP has waited for both at the end of backward.
+
+        Communication: beyond DDP's own, one all_reduce for each gradient of a parameter that was unfrozen on the way.
+        """
+        add_up_gradients(self._late, self.group)
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad /= self.gradient_divisor
         facts = self._carrier.grad
         assert facts is not None
         if self.compression is not None:
@@ -205,6 +217,20 @@ class DDP(Strategy):
         summed = facts * self.gradient_divisor
         self._count = summed[1]
         return StepFacts(summed, self.terms)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Reduce the gradients of what was unfrozen by themselves: DDP has them in no bucket.
+
+        Raises:
+            TaskInvalid: Parameters were frozen, and DDP waits for all of them.
+        """
+        if freezing.frozen and not self.options.find_unused_parameters:
+            raise TaskInvalid(
+                f"the task's loss froze {', '.join(freezing.frozen[:4])} during the run, and {self.info.name} waits "
+                "for all gradients that it began with: pass --find-unused-parameters, or use naive_ddp"
+            )
+        self.train_all()
+        self._late = [p for p in self.trainable if id(p) not in self._in_buckets]
 
     def skip_step(self) -> None:
         """Forget the errors of compression too."""

@@ -87,7 +87,7 @@ class DiLoCo(Averaging):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over anchor and momentum; from another strategy's checkpoint, begin without."""
         super().load_state_dict(source)
-        own = source.optimizer.get("own", {})
+        own = source.own
         if not own.get("anchor"):
             return
         if differing := own["anchor"].keys() ^ set(self._names):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dure.data.randomness import kept_global_randomness
 from dure.torchcompat import step_without_hooks
 
+NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
 _PER_GROUP = 2
 _MOST_PER_DIMENSION = 4
 _NUM_STEPS = 2
@@ -46,11 +47,11 @@ def reason_not_to_cut(optimizer: Optimizer) -> str | None:
 def _try(optimizer: Optimizer, find_reason: "Callable[[_Trial], str | None]") -> str | None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step asks for a closure that computes the loss of the whole model again"
+        return NEEDS_CLOSURE
     trial = _Trial(optimizer)
     before = dict(vars(optimizer))
     try:
-        with kept_global_randomness(), torch.enable_grad():
+        with kept_global_randomness(*trial.devices), torch.enable_grad():
             return find_reason(trial)
     finally:
         vars(optimizer).clear()
@@ -66,6 +67,7 @@ class _Trial:
         self._groups = list(optimizer.param_groups)
         chosen = [[p for p in group["params"] if p.requires_grad][:_PER_GROUP] for group in self._groups]
         self._parameters = [parameter for group in chosen for parameter in group]
+        self.devices = [parameter.device for parameter in self._parameters]
         self._group_of = [index for index, group in enumerate(chosen) for _ in group]
         self._states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
         generator = torch.Generator().manual_seed(0)
@@ -76,8 +78,9 @@ class _Trial:
         everything = range(len(self._parameters))
         try:
             together = self._step(everything)
-        except Exception:
-            return None  # it cannot be tried out on stand-ins, which says nothing against it
+        except Exception as error:
+            # that it cannot be tried out on stand-ins says nothing against it
+            return NEEDS_CLOSURE if "closure" in str(error).lower() else None
         extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"

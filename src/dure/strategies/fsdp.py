@@ -28,6 +28,7 @@ from dure.strategies.batches import Microbatch, map_tensors
 from dure.strategies.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.local_shards import ShardedStrategy
 from dure.strategies.module_patterns import shortened
+from dure.strategies.parameter_watch import Freezing, ParameterWatch
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
@@ -59,6 +60,8 @@ class ObjectiveModule(nn.Module):
 
 class FSDP(ShardedStrategy):
     """`fully_shard` over repeated blocks and over the model."""
+
+    undoes_writes = True
 
     changes_in_step_only = True
 
@@ -176,6 +179,10 @@ class FSDP(ShardedStrategy):
         self.objective(None, 1)
         self._reshard()
         super().distribute()
+
+    def watched_parameters(self) -> ParameterWatch:
+        """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""
+        return ParameterWatch(self.model, sees_writes=self.undoes_writes, named=self.model.named_parameters)
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -317,6 +324,10 @@ class FSDP(ShardedStrategy):
             twice = shortened(unit.name for unit in self.units if not unit.has_batchnorm)
             lines.append(f"forward computed twice, activations not kept: {twice}")
         return lines
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what gathering, scattering and adding up send, and the facts."""

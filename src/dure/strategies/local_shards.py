@@ -138,6 +138,15 @@ class ShardedStrategy(ReducedFacts):
             "element by itself, such as AdamW or SGD, or --strategy ddp"
         ]
 
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse hooks on parameters too: shards are other tensors, which would lose them without a word."""
+        faults = super().check_traits(model)
+        parameters = dict(model.named_parameters())
+        if names := [name for name in self.traits.hooked_parameters if name in parameters]:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            faults.append(f"there are hooks on parameters ({shown}), which their shards would not have: use ddp")
+        return faults
+
     def distribute(self) -> None:
         """Give the optimiser local tensors; from here on `trainable` are these too."""
         if faults := self.check_optimizer(self.optimizer):

@@ -17,6 +17,7 @@ from dure import torchcompat
 from dure.errors import SpecInvalid
 from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch, to_device
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SectionPlan, Surveyed, look_at, plan_sections
 from dure.strategies.section_survey import Survey, tensors_of
@@ -118,6 +119,10 @@ class ModelParallel(LocalSums):
             if gradients:
                 there = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
                 torchcompat.multiply_(gradients, there)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the activations that crossed a cut, or came back as output, and of their gradients."""

@@ -6,12 +6,12 @@ the fast ones are held to.
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
-from dure.comm.buckets import as_gradient_of
 from dure.comm.choice import open_chosen
 from dure.strategies.batches import Microbatch
+from dure.strategies.gradient_sums import add_up_gradients
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import Requests, StepFacts
@@ -48,14 +48,7 @@ class NaiveDDP(ReducedFacts):
 
     def sync_gradients(self) -> StepFacts:
         """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""
-        used = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.float32, device=self.device)
-        self.group.all_reduce_sum(used)
-        for parameter, by_how_many in zip(self.trainable, used.tolist(), strict=True):
-            if by_how_many:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-                flat = gradient.contiguous().view(-1)
-                self._all_reduce.all_reduce(flat)
-                parameter.grad = as_gradient_of(parameter, flat)
+        add_up_gradients(self.trainable, self.group, self._all_reduce.all_reduce)
         return self.reduced_facts()
 
     def replica(self) -> ReplicaState:
@@ -65,6 +58,10 @@ class NaiveDDP(ReducedFacts):
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
         self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the algorithm sends for every gradient by itself."""

@@ -4,7 +4,8 @@ Torch numbers parameters in the order in which the optimiser got them. Names sur
 and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.pieces import fill, whole
+from dure.strategies.pieces import Piece, SavedTensor, piece_of
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""
@@ -33,8 +34,14 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
         some optimisers keep beside these. Tensors are the live ones, not copies.
 
     Raises:
-        TaskInvalid: The optimiser holds a parameter that is not one of the model's.
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's, or state of a tensor in no group.
     """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stray := [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]:
+        raise TaskInvalid(
+            f"the optimiser keeps state of a tensor of shape {tuple(stray[0].shape)} that is in none of its parameter "
+            "groups, so no checkpoint could name it: key such state by a string, or delete it with the parameter"
+        )
     saved = optimizer.state_dict()
     names = _names_by_number(model, optimizer, saved)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
@@ -52,15 +59,22 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def optimizer_from_names(
-    model: nn.Module, optimizer: Optimizer, data: Mapping[str, Any], *, whole: Sequence[Collection[str]] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Mapping[str, Any],
+    *,
+    whole: Sequence[Collection[str]] | None = None,
+    cuts: Mapping[str, Piece] | None = None,
 ) -> None:
     """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
 
     Args:
         model: The model itself, not wrapped.
         optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
-        data: The saved state; its tensors may be on any device and are copied.
+        data: The saved state; its tensors, `SavedTensor`s among them, may be on any device. They are copied, and let go
+            one by one.
         whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is left out.
+        cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
 
     Raises:
         CheckpointMismatch: The groups are not the saved ones.
@@ -72,18 +86,23 @@ def optimizer_from_names(
     groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, whole)
     numbers = {name: number for number, name in names.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[Any, Any] = dict(data.get("shared_state", {}))
+    copies = _Copies()
+    others = {key: value for key, value in template["state"].items() if key not in names}
+    state: dict[Any, Any] = copies.of(dict(data.get("shared_state", {})), others)
     for key, value in data["state"].items():
         name = canonical.get(key)
         if name not in numbers and whole is not None:
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
-        state[numbers[name]] = _placed_like(parameters[name], value)
-    optimizer.load_state_dict({**data.get("other", {}), "state": state, "param_groups": groups})
+        place = piece_of(parameters[name]) if cuts is None else cuts[name]
+        state[numbers[name]] = copies.of_parameter(parameters[name], place, value)
+    other = copies.of(dict(data.get("other", {})), template)
+    groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
+    optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
     for number, value in state.items():
         if number in names:
-            _restore_dtypes(optimizer.state[parameters[names[number]]], value)
+            _restore_exactly(optimizer.state[parameters[names[number]]], value)
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -131,34 +150,72 @@ def _matching_groups(
     return matched
 
 
-def _placed_like(parameter: Tensor, value: Any) -> Any:
-    """Copy state, with the strides of its parameter where the shape is the same.
+class _Copies:
+    """Copies of saved state, in which tensors that were one stay one."""
 
-    A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has none.
-    """
-    if isinstance(value, Tensor):
-        if value.shape != parameter.shape:
-            return value.clone()
-        like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        fill(like, [whole(value)])
-        return like
-    if isinstance(value, Mapping):
-        return {
-            key: item.clone() if key == STEP_KEY and isinstance(item, Tensor) else _placed_like(parameter, item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)(_placed_like(parameter, item) for item in value)
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Tensor]] = {}
+        """Copies by the ids of their sources, which are kept alive."""
+
+    def of_parameter(self, parameter: Tensor, place: Piece, value: Any, key: Any = None) -> Any:
+        """Copy a parameter's state to its device, with its strides where the shape is the same.
+
+        A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
+        none.
+
+        Args:
+            parameter: Whose state it is.
+            place: Which piece of the saved parameter it is.
+            value: The state, or a part of it.
+            key: Under which it stands there.
+        """
+        if not isinstance(value, Tensor | SavedTensor):
+            return _mapped(value, lambda item, key: self.of_parameter(parameter, place, item, key))
+        if tuple(value.shape) == place.shape and key != STEP_KEY:
+            return self._once(value, lambda saved: _placed_like(parameter, place, saved))
+        device = torch.device("cpu") if key == STEP_KEY else parameter.device
+        return self._once(value, lambda saved: saved.whole().to(device, copy=True))
+
+    def of(self, value: Any, now: Any = None) -> Any:
+        """Copy what belongs to no parameter, tensors to the devices of those that are there `now` in their places."""
+        if isinstance(value, Tensor | SavedTensor):
+            device = now.device if isinstance(now, Tensor) else torch.device("cpu")
+            return self._once(value, lambda saved: saved.whole().to(device, copy=True))
+        found = now if isinstance(now, Mapping) else {}
+        return _mapped(value, lambda item, key: self.of(item, found.get(key)))
+
+    def _once(self, value: Tensor | SavedTensor, copy: Callable[[SavedTensor], Tensor]) -> Tensor:
+        if id(value) not in self._made:
+            saved = value if isinstance(value, SavedTensor) else _as_saved(value)
+            self._made[id(value)] = value, copy(saved)
+            saved.release()
+        return self._made[id(value)][1]
+
+
+def _as_saved(value: Tensor) -> SavedTensor:
+    return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), pieces=[piece_of(value)])
+
+
+def _placed_like(parameter: Tensor, place: Piece, saved: SavedTensor) -> Tensor:
+    like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    saved.fill(piece_of(like).tensor, place.rectangle)
+    return like
+
+
+def _mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a dictionary, list or tuple of the same type with every item changed; anything else as it is."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, change(item, key)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(change(item, None) for item in value)
     return value
 
 
-def _restore_dtypes(loaded: Any, saved: Any) -> None:
-    """Undo torch's cast of loaded state to its parameter's dtype, which would round float32 state of bfloat16."""
-    if not isinstance(loaded, dict) or not isinstance(saved, Mapping):
-        return
-    for key, value in saved.items():
-        now = loaded.get(key)
-        if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype and key != STEP_KEY:
-            loaded[key] = value.to(device=now.device)
-        elif isinstance(value, Mapping):
-            _restore_dtypes(now, value)
+def _restore_exactly(loaded: Any, saved: Any) -> None:
+    """Undo what torch did to loaded state.
+
+    It casts tensors to their parameter's dtype, which would round float32 state of bfloat16, turns ordered dictionaries
+    into plain ones, and strings into the words for a generator. Only the step count is where it wants it.
+    """
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})

@@ -9,6 +9,7 @@ optimiser over rows, and how a checkpoint comes together.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
 from dure.strategies.info import StrategyInfo
-from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names
+from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.parameter_server_shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server_transport import C10dTransport, Transport
-from dure.strategies.pieces import Piece
+from dure.strategies.pieces import Needs, Piece, Rectangle
 from dure.strategies.precision import Precision
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
@@ -165,6 +166,8 @@ def _is_plain(value: Any) -> bool:
 class Worker(ParameterServer):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
+    undoes_writes = True
+
     num_push_numbers: int
     """Numbers in front of the gradients of a push."""
     num_pull_numbers: int
@@ -249,19 +252,32 @@ class Worker(ParameterServer):
         """Return the weights, which the servers had sent, and the groups; the optimiser's state is the servers'."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
         optimizer["groups"] = self._first_servers_groups(optimizer["groups"])
+        return self._with_weights(optimizer)
+
+    def own_state(self) -> StrategyState:
+        """Return the same without the values of the groups, which are the servers' to know."""
+        optimizer = optimizer_to_names(self.model, self.optimizer)
+        optimizer["groups"] = [{"params": group["params"]} for group in optimizer["groups"]]
+        return self._with_weights(optimizer)
+
+    def _with_weights(self, optimizer: dict[str, Any]) -> StrategyState:
         model = self.model.state_dict() if self.group.rank == 0 else {}
         return StrategyState(model=model, optimizer=optimizer, is_spread=True)
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over the weights, and give the servers theirs."""
         source.load_model(self.model)
-        optimizer_from_names(self.model, self.optimizer, {**source.optimizer, "state": {}})
+        source.load_optimizer(self.model, self.optimizer, has_state=False)
         if self.everyone.rank > 0:
             return
         for push, served in zip(self.pushes, self._served, strict=True):
             for (parameter, shard), target in zip(served, push.tensors, strict=True):
                 target.copy_(shard.of(parameter.detach()))
         self.push()
+
+    def needs(self) -> Needs:
+        """Return the weights: the optimiser's state is the servers'."""
+        return replace(super().needs(), optimizer={})
 
 
 class Server(ParameterServer):
@@ -303,8 +319,14 @@ class Server(ParameterServer):
 
     def state_dict(self) -> StrategyState:
         """Return this server's rows of the optimiser's state, as pieces of the whole."""
+        state = self.own_state()
+        return replace(
+            state, optimizer={**state.optimizer, "groups": self._first_servers_groups(state.optimizer["groups"])}
+        )
+
+    def own_state(self) -> StrategyState:
+        """Return the same with this server's own values of the groups."""
         optimizer = optimizer_to_names(self.model, self.optimizer)
-        optimizer["groups"] = self._first_servers_groups(optimizer["groups"])
         optimizer["state"] = {
             name: _as_pieces(self._shard_of[name], state) for name, state in optimizer["state"].items()
         }
@@ -312,18 +334,22 @@ class Server(ParameterServer):
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this server's rows of the optimiser's state; rank 0 sends those of the weights."""
-        saved = source.optimizer
-        state = {
-            name: _rows_of(self._shard_of[name], state)
-            for name, state in saved["state"].items()
-            if name in self._shard_of
+        cuts = {
+            shard.name: Piece(tensor=piece, offsets=shard.offsets, shape=shard.shape)
+            for shard, piece in zip(self.own_shards, self.pieces, strict=True)
         }
-        optimizer_from_names(self.model, self.optimizer, {**saved, "state": state}, whole=self._group_names)
+        source.load_optimizer(self.model, self.optimizer, whole=self._group_names, cuts=cuts)
         message = self.pushes[0]
         self.transport.receive(message.buffer, self.worker_ranks[0]).wait()
         with torch.no_grad():
             for piece, values in zip(self.pieces, message.tensors, strict=True):
                 piece.copy_(values)
+
+    def needs(self) -> Needs:
+        """Return this server's rows of the optimiser's state; the weights come from a worker."""
+        return Needs(
+            model={}, optimizer={shard.name: Rectangle(shard.offsets, shard.sizes) for shard in self.own_shards}
+        )
 
 
 def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], pieces: Sequence[nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.comm.groups import Group, ProcessGroup
 from dure.strategies.parameter_server import Server, Worker
+from dure.strategies.precision import closure_explained
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import Requests, StepFacts
 
@@ -126,7 +127,8 @@ class SyncServer(Server):
         if self.options.clip_norm is not None:
             self.clip_gradients(self.pieces, self.options.clip_norm)
         if not self._has_overflowed:
-            self.optimizer.step()
+            with closure_explained(self.optimizer):
+                self.optimizer.step()
         self.zero_gradients()
         self.pull_message.numbers[0], self.pull_message.numbers[1] = map(float, self.requests)
         for message in [self.transport.send(self.pull_message.buffer, rank) for rank in self.worker_ranks]:

@@ -1,15 +1,52 @@
-"""Pieces of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved.
+"""Pieces of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved."""
 
-Which part of which piece goes where is decided by the planner of torch.distributed.checkpoint: its one public function
-is local arithmetic on rectangles and knows DTensor's placements. See docs/decisions/0002-own-checkpoint-format.md.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Part of a tensor: where it begins and how long it is, in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of_whole(cls, shape: Iterable[int]) -> "Rectangle":
+        """Return all of a tensor."""
+        sizes = tuple(shape)
+        return cls((0,) * len(sizes), sizes)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of a shape has this part."""
+        ends = (offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return len(self.sizes) == len(shape) and all(end <= size for end, size in zip(ends, shape, strict=True))
+
+    def overlap(self, other: "Rectangle") -> "Rectangle | None":
+        """Return what two parts of one tensor have in common, if anything."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, _ends(self), _ends(other))
+        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Rectangle(begins, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: "Rectangle") -> tuple[slice, ...]:
+        """Return the slices of this part in a tensor that holds `outer` alone."""
+        begins = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.sizes, strict=True))
+
+
+def _ends(rectangle: Rectangle) -> tuple[int, ...]:
+    return tuple(offset + size for offset, size in zip(rectangle.offsets, rectangle.sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +58,15 @@ class Piece:
     """Where the piece begins in the whole tensor, in each dimension."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The part of the whole tensor that this is."""
+        return Rectangle(self.offsets, tuple(self.tensor.shape))
+
+    def cut(self, part: Rectangle) -> "Piece":
+        """Return a copy of a part of the whole tensor that lies in this piece."""
+        return Piece(tensor=self.tensor[part.within(self.rectangle)].clone(), offsets=part.offsets, shape=self.shape)
 
 
 def as_piece(value: Any) -> "Tensor | Piece":
@@ -40,58 +86,78 @@ def as_piece(value: Any) -> "Tensor | Piece":
     return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
 
 
+def memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
+    """Return where a tensor lies and how it is seen, the same for two that are one; None for one without memory."""
+    tensor = value.tensor if isinstance(value, Piece) else value
+    if tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
+        return None
+    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 def whole(tensor: Tensor) -> Piece:
     """Return a tensor as its own only piece."""
     return Piece(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
 
 
-def assemble(pieces: Sequence[Piece]) -> Tensor:
-    """Return the whole tensor of all its pieces; without a copy when there is but one."""
-    first = pieces[0]
-    if len(pieces) == 1 and tuple(first.tensor.shape) == first.shape:
-        return first.tensor
-    target = torch.empty(first.shape, dtype=first.tensor.dtype)
-    fill(target, pieces)
-    return target
+def piece_of(value: Any) -> Piece:
+    """Return the piece of a tensor that this rank has, be it all of it."""
+    piece = as_piece(value)
+    return piece if isinstance(piece, Piece) else whole(piece)
 
 
-def fill(target: Tensor, pieces: Sequence[Piece]) -> None:
-    """Copy the saved values into a tensor, or into this rank's shard of a `DTensor`.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint, as far as it was read."""
 
-    Args:
-        target: Of the whole tensor's shape; its own dtype and device are kept.
-        pieces: Together the whole tensor, cut in any way.
-    """
-    is_sharded = hasattr(target, "__create_chunk_list__")
-    if not is_sharded and len(pieces) == 1 and tuple(pieces[0].tensor.shape) == tuple(target.shape):
-        with torch.no_grad():
-            target.copy_(pieces[0].tensor)
-        return
-    local, chunks = _local_part(target, is_sharded)
-    # half a second of imports that a run without shards does not pay
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+    """Parts without overlap, on the CPU."""
 
-    for item in create_read_items_for_chunk_list("tensor", _saved_layout(pieces), chunks):
-        source = _part(pieces[item.storage_index.index or 0].tensor, item.storage_offsets, item.lengths)
-        with torch.no_grad():
-            _part(local, item.dest_offsets, item.lengths).copy_(source)
+    def whole(self) -> Tensor:
+        """Return all of it, without a copy if it is one piece."""
+        return self.part(Rectangle.of_whole(self.shape))
+
+    def part(self, wanted: Rectangle) -> Tensor:
+        """Return a part of it, without a copy if that is one piece."""
+        for piece in self.pieces:
+            if piece.rectangle == wanted:
+                return piece.tensor
+        values = torch.empty(wanted.sizes, dtype=self.dtype)
+        self.fill(values, wanted)
+        return values
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, wanted: Rectangle) -> None:
+        """Copy a part of it into a tensor of any dtype and device.
+
+        Raises:
+            RuntimeError: Not all of the part was read.
+        """
+        num_filled = 0
+        for piece in self.pieces:
+            if (common := piece.rectangle.overlap(wanted)) is not None:
+                target[common.within(wanted)].copy_(piece.tensor[common.within(piece.rectangle)])
+                num_filled += common.numel
+        if num_filled != wanted.numel:
+            raise RuntimeError(f"{num_filled} of {wanted.numel} items of a saved tensor have been read")
+
+    def release(self) -> None:
+        """Let go of what was read."""
+        self.pieces.clear()
 
 
-def _local_part(target: Any, is_sharded: bool) -> tuple[Tensor, list[Any]]:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """Which part of a checkpoint a rank takes up: names in the model, each with a part of its tensor."""
 
-    if is_sharded:
-        return target.to_local(), target.__create_chunk_list__()
-    return target, [ChunkStorageMetadata(offsets=torch.Size([0] * target.dim()), sizes=target.shape)]
-
-
-def _saved_layout(pieces: Sequence[Piece]) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-
-    chunks = [ChunkStorageMetadata(offsets=torch.Size(p.offsets), sizes=p.tensor.shape) for p in pieces]
-    properties = TensorProperties(dtype=pieces[0].tensor.dtype)
-    return TensorStorageMetadata(properties=properties, size=torch.Size(pieces[0].shape), chunks=chunks)
+    model: Mapping[str, Rectangle]
+    """Parameters and buffers."""
+    optimizer: Mapping[str, Rectangle]
+    """Parameters, under all their names, whose state in the optimiser is needed."""
 
 
-def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    return tensor[tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))]
+def rectangles(named: Iterable[tuple[str, Any]]) -> dict[str, Rectangle]:
+    """Return which parts of tensors this rank has, by their names; what is no tensor is left out."""
+    return {name: piece_of(value).rectangle for name, value in named if isinstance(value, Tensor)}

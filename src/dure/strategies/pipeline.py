@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
+from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
@@ -25,8 +26,10 @@ from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
+from dure.strategies.parameter_watch import Freezing
+from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_cut import decide
-from dure.strategies.pipeline_draws import GeneratorStates, common_seed, drawing_from
+from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.pipeline_sweep import Sweeps
@@ -65,6 +68,8 @@ class _Call:
 
 class Pipeline(ReducedFacts):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
+
+    undoes_writes = True
 
     changes_in_step_only = True
 
@@ -157,6 +162,10 @@ class Pipeline(ReducedFacts):
         """Return the size with which there are four microbatches for every stage."""
         share = -(-self.options.global_batch_size // self.data_world_size)
         return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self.num_stages)))
+
+    def calls_per_step(self) -> int:
+        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
+        return super().calls_per_step() * (2 if self.num_stages > 1 else 1)
 
     # a step
 
@@ -255,11 +264,11 @@ class Pipeline(ReducedFacts):
 
         here = GeneratorStates.now(self.device)
         assert call.states is not None
-        call.states.put_back(self.device)
+        call.states.put_back()
         try:
             term = self.loss_term(StandIn(self.model, answer), call.microbatch, self._global_samples)
         finally:
-            here.put_back(self.device)
+            here.put_back()
         self._found[index] = term
         return self.precision.scale(term.root).double()
 
@@ -324,6 +333,10 @@ class Pipeline(ReducedFacts):
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
 
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""
         if self._schedule is None:
@@ -375,6 +388,10 @@ class Pipeline(ReducedFacts):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
 
     def close(self) -> None:
         """Let go of the schedules, which hold process groups."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.optimizer_state import STEP_KEY, group_names, optimizer_to_names
+from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.section_plan import SectionPlan
 
 
@@ -104,6 +105,11 @@ class OwnPart(nn.Module):
         """Take over this rank's part of a checkpoint."""
         source.load_model(self, is_part=True)
         source.load_optimizer(self.whole, optimizer, whole=self._group_names)
+
+    def needs(self) -> Needs:
+        """Return what this rank keeps: its tensors, and its parameters' part of the optimiser's state."""
+        own = ((name, p) for name, p in self.whole.named_parameters(remove_duplicate=False) if self.is_own(name))
+        return Needs(model=rectangles(self.state_dict().items()), optimizer=rectangles(own))
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

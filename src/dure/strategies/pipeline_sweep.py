@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.comm.mesh import Mesh
+from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
-from dure.strategies.pipeline_draws import kept_draws
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_values import Description, describe, lane_dtype, lanes_of, packed, unpacked
 from dure.strategies.precision import Precision
@@ -93,7 +93,7 @@ class Sweeps:
 
     def _tail(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> Any:
         known, end = self._known[self._key(args, kwargs)], len(self._sections.plan.calls)
-        with kept_draws(self._device), self._precision.autocast():
+        with kept_global_randomness(self._device), self._precision.autocast():
             return self._sections.run((end, None), args, kwargs, received=received, known=known, device=self._device)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -114,7 +114,7 @@ class Sweeps:
             if stage and owner == self._ranks.rank:
                 value = self._receive(learned[bounds[0] - 1], (stage - 1) % self._ranks.world_size)
             if owner == self._ranks.rank:
-                with kept_draws(self._device), self._precision.autocast():
+                with kept_global_randomness(self._device), self._precision.autocast():
                     value, last, told = self._sections.learn(
                         (bounds[0], end), args, kwargs, received=value, known=learned, device=self._device
                     )

@@ -1,10 +1,13 @@
 """Autocast and loss scaling: the one place that knows what `fp32`, `bf16` and `fp16` mean."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from dure.errors import TaskInvalid
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AS_IT_IS = nullcontext()
@@ -43,11 +46,12 @@ class Precision:
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimiser; with fp16, skip it when a gradient overflowed (the same on all ranks)."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+        with closure_explained(optimizer):
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+                self.scaler.update()
 
     def state(self) -> dict[str, Any]:
         """Return the scaler's state, for a checkpoint."""
@@ -57,3 +61,21 @@ class Precision:
         """Take over a scaler's state; a run resumed under another precision starts afresh."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+@contextmanager
+def closure_explained(optimizer: Optimizer) -> Iterator[None]:
+    """Turn an optimiser's complaint about a missing closure into one sentence.
+
+    Raises:
+        TaskInvalid: Its step computes the loss again, by a closure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "closure" not in str(error).lower():
+            raise
+        raise TaskInvalid(
+            f"the optimiser {type(optimizer).__name__} needs a closure, by which its step computes the loss again "
+            f"({type(error).__name__}: {error}): use one that takes a step from gradients, such as AdamW or SGD"
+        ) from error

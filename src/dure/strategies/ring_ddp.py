@@ -21,6 +21,8 @@ from dure.errors import TaskInvalid
 from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression, open_compression
+from dure.strategies.gradient_sums import add_up_gradients
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests, StepFacts
@@ -70,6 +72,8 @@ class RingDDP(LocalSums):
             tail_elements=NUM_FACTS + len(self.trainable),
             zeros=algorithm.zeros,
         )
+        self._late: list[nn.Parameter] = []
+        """Parameters that were unfrozen on the way."""
         self._facts = self.gradients.tail[:NUM_FACTS]
         self._used = self.gradients.tail[NUM_FACTS:]
         # on an accelerator the host only queues calls. A thread of its own would queue them among those of autograd's
@@ -166,6 +170,10 @@ class RingDDP(LocalSums):
         if self.reducer.compression is not None:
             self.reducer.compression.unit = self.expectation
         self._take_others()
+        add_up_gradients(self._late, self.group)
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad /= self.gradient_divisor
         if self.device.type != "cpu":
             summed = self._facts * self.gradient_divisor
             self._count = summed[1]
@@ -194,6 +202,17 @@ class RingDDP(LocalSums):
         used = self._used.tolist()
         for parameter, view, by_any in zip(self.trainable, self.gradients.views, used, strict=True):
             parameter.grad = view if by_any else None
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Reduce the gradients of what was unfrozen by themselves: they are in no bucket."""
+        in_buckets = {id(parameter) for parameter in self.trainable}
+        self._late = [p for p in self.model.parameters() if p.requires_grad and id(p) not in in_buckets]
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients, also those of parameters that were unfrozen on the way."""
+        super().zero_gradients()
+        for parameter in self._late:
+            parameter.grad = None
 
     def skip_step(self) -> None:
         """Forget the errors of compression too."""

@@ -25,6 +25,8 @@ from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
+from dure.strategies.parameter_watch import Freezing
+from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
@@ -45,6 +47,8 @@ _SURVEYED_SAMPLES = 4
 
 class RpcModel(ReducedFacts):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
+
+    undoes_writes = True
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
@@ -322,6 +326,10 @@ class RpcModel(ReducedFacts):
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
 
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""
         sent, self._sent_bytes = self._sent_bytes, 0
@@ -348,6 +356,10 @@ class RpcModel(ReducedFacts):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this rank's part of a checkpoint."""
         self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
 
     def close(self) -> None:
         """Let go of what is referred to elsewhere, and end the agent together with the others."""

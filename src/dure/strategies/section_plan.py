@@ -80,8 +80,9 @@ def look_at(strategy: Strategy, model: nn.Module, num_samples: int) -> Surveyed 
     """
     if strategy.example is None:
         return None
-    batch = to_device(strategy.example(num_samples), next(model.parameters()).device)
-    with kept_global_randomness(), strategy.precision.autocast():
+    device = next(model.parameters()).device
+    batch = to_device(strategy.example(num_samples), device)
+    with kept_global_randomness(device), strategy.precision.autocast():
         args, kwargs = call_of(strategy.loss, model, batch)
         return Surveyed(seen=survey(model, args, kwargs), num_samples=num_samples, args=args, kwargs=kwargs)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.data.randomness import GeneratorStates, kept_global_randomness
 from dure.strategies.batches import map_tensors
-from dure.strategies.pipeline_draws import GeneratorStates, kept_draws
 from dure.strategies.pipeline_values import describe
 from dure.strategies.section_plan import CURE, SectionPlan, Surveyed
 from dure.strategies.section_survey import kept_buffers, tensors_of
@@ -30,10 +30,10 @@ def rehearse(
     """
     tensors = tensors_of((surveyed.args, surveyed.kwargs)) or list(model.parameters())
     device = tensors[0].device
-    with kept_draws(device), kept_buffers(model), torch.enable_grad():
+    with kept_global_randomness(device), kept_buffers(model), torch.enable_grad():
         states = GeneratorStates.now(device)
         whole = _whole(model, surveyed, autocast)
-        states.put_back(device)
+        states.put_back()
         cut = _in_sections(model, plan, surveyed, autocast, device)
     for name, gradient in whole.items():
         if not _are_close(gradient, cut[name]):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
+from dure.strategies.parameter_watch import Freezing
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 from dure.torchcompat import run_backward
 
@@ -72,6 +73,10 @@ class Single(LocalSums):
             term = self.loss_term(self.model, microbatch, global_samples)
             run_backward(self.precision.scale(term.root))
             self.add_term(term)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Nobody to send to."""

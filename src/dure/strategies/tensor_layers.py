@@ -1,7 +1,6 @@
 """Linear and embedding layers divided over a tensor group: each a weight that is a DTensor, and another forward."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,47 +11,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
+from dure import torchcompat
 from dure.comm.groups import Group
-from dure.strategies.tensor_values import as_fused, gathered, whole_of_fused
-
-
-class Traffic:
-    """Counts what a rank sends for divided layers, by the formulas of bandwidth-optimal collectives."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.sent_bytes = 0
-        """Since it was last set to zero, forward passes with gradients and their backward alone."""
-
-    def all_reduce(self, whole: Tensor) -> None:
-        """Count a sum of tensors that are as large as the whole."""
-        self._count(2 * (self.num_ranks - 1) * _num_bytes(whole) // self.num_ranks)
-
-    def all_gather(self, whole: Tensor, dim: int = -1) -> None:
-        """Count a gathering of parts, or a sum that leaves each rank a part, each sent as long as the longest.
-
-        Args:
-            whole: All parts together.
-            dim: In which it is divided.
-        """
-        longest = _longest(whole.size(dim), self.num_ranks)
-        self._count((self.num_ranks - 1) * _num_bytes(whole) // whole.size(dim) * longest)
-
-    def _count(self, num_bytes: int) -> None:
-        if torch.is_grad_enabled():
-            self.sent_bytes += num_bytes
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+from dure.strategies.module_replicas import Intercepted
+from dure.strategies.tensor_boundary import from_local, gathered, longest_part, redistributed, to_local
+from dure.strategies.tensor_fused import as_fused, whole_of_fused
 
 
 class WholeInput:
     """Makes one DTensor of an input that several layers take, so that backward adds its gradient up once."""
 
-    def __init__(self, mesh: DeviceMesh, traffic: Traffic) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._traffic = traffic
         self._seen: tuple[ref[Tensor], Tensor] | None = None
 
     def __call__(self, value: Tensor) -> Tensor:
@@ -62,17 +32,11 @@ class WholeInput:
         gathered, and its gradient summed and divided.
         """
         if isinstance(value, DTensor):
-            (placement,) = value.placements
-            if isinstance(placement, Shard):
-                self._traffic.all_gather(value, placement.dim)
-                if value.requires_grad:
-                    self._traffic.all_gather(value, placement.dim)
-            return value.redistribute(placements=[Replicate()])
+            whole: Tensor = redistributed(value, Replicate())
+            return whole
         if self._seen is not None and self._seen[0]() is value:
             return self._seen[1]
-        whole = DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
-        if value.requires_grad:
-            self._traffic.all_reduce(value)
+        whole = from_local(value, self._mesh, Replicate())
         self._seen = (ref(value), whole)
         return whole
 
@@ -104,8 +68,12 @@ class DividedLayer(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name == "weight" or self._dim == 0:
                 setattr(module, name, self._divided(parameter, device_mesh))
-        module.forward = partial(self._forward, module)
+        module.forward = Intercepted(module.forward, self._call, in_copies=True)
         return module
+
+    def _call(self, original: Any, input: Tensor) -> Tensor:
+        # whose method it is, the layer's or its copy's, is all that is asked of it
+        return self._forward(original.__self__, input)
 
     def _divided(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
         if id(parameter) not in self._parameters:
@@ -116,8 +84,19 @@ class DividedLayer(ParallelStyle):
             part = divided.to_local().clone()
             shape, stride = divided.shape, divided.stride()
             divided = DTensor.from_local(part, mesh, [Shard(self._dim)], run_check=False, shape=shape, stride=stride)
-            self._parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            new = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            _follow_placement(new, Shard(self._dim))
+            torchcompat.copy_gradient_hooks(parameter, new)
+            self._parameters[id(parameter)] = new
         return self._parameters[id(parameter)]
+
+
+def _follow_placement(parameter: nn.Parameter, placement: Shard) -> None:
+    """Let a parameter's gradient be divided as it is, whatever operations it comes from."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one may be trained later
+    parameter.register_hook(lambda gradient: redistributed(gradient, placement))
+    parameter.requires_grad_(is_trained)
 
 
 def column_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
@@ -125,24 +104,18 @@ def column_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor
     return functional.linear(whole_input(value), layer.weight, layer.bias)
 
 
-def gathered_forward(whole_input: WholeInput, traffic: Traffic, layer: Any, value: Tensor) -> Tensor:
+def gathered_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
     """Return the same whole.
 
     Communication: one all_gather of the output over the tensor group.
     """
-    output: Any = functional.linear(whole_input(value), layer.weight, layer.bias)
+    output = functional.linear(whole_input(value), layer.weight, layer.bias)
     whole_input.forget()
-    traffic.all_gather(output)
     return gathered(output)
 
 
 def fused_forward(
-    mesh: DeviceMesh,
-    whole_input: WholeInput,
-    traffic: Traffic,
-    is_inside: Callable[[], bool],
-    layer: Any,
-    value: Tensor,
+    mesh: DeviceMesh, whole_input: WholeInput, is_inside: Callable[[], bool], layer: Any, value: Tensor
 ) -> Tensor:
     """Return queries, keys and values `(..., 3 width)` of this rank's heads.
 
@@ -154,51 +127,42 @@ def fused_forward(
     gradients, and an all_reduce of the input's.
     """
     width = layer.out_features // 3
-    heads = width // traffic.num_ranks
+    heads = width // mesh.size()
     first = mesh.get_local_rank() * heads
 
     def of_own_heads(parameter: Any) -> Tensor:
-        traffic.all_gather(parameter, 0)
-        if parameter.requires_grad:
-            traffic.all_gather(parameter, 0)
-        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        whole = to_local(redistributed(parameter, Replicate()), gradient=Partial())
         return torch.cat([whole.narrow(0, third * width + first, heads) for third in range(3)])
 
     bias = None if layer.bias is None else of_own_heads(layer.bias)
-    local: Any = whole_input(value)
-    output = functional.linear(local.to_local(grad_placements=[Partial()]), of_own_heads(layer.weight), bias)
-    fused = as_fused(output, mesh)
+    local = to_local(whole_input(value), gradient=Partial())
+    fused = as_fused(functional.linear(local, of_own_heads(layer.weight), bias), mesh)
     if is_inside():
         return fused
     whole_input.forget()
     return whole_of_fused(fused)
 
 
-def row_forward(mesh: DeviceMesh, whole_input: WholeInput, traffic: Traffic, layer: Any, value: Tensor) -> Tensor:
+def row_forward(mesh: DeviceMesh, whole_input: WholeInput, layer: Any, value: Tensor) -> Tensor:
     """Return `value @ weight.T + bias` `(..., out)`, each rank from the features of the input that it has, added up.
 
     Communication: one all_reduce of the output over the tensor group; of an input that was whole backward gathers the
     gradient.
     """
     whole_input.forget()
-    if not isinstance(value, DTensor):
-        if value.requires_grad:
-            traffic.all_gather(value)
-        value = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    divided = value.redistribute(placements=[Shard(value.dim() - 1)])
-    output = functional.linear(divided, layer.weight)
-    traffic.all_reduce(output)
-    summed = gathered(output)
+    given = value if isinstance(value, DTensor) else from_local(value, mesh, Replicate())
+    divided = redistributed(given, Shard(value.dim() - 1))
+    summed = gathered(functional.linear(divided, layer.weight))
     return summed if layer.bias is None else summed + layer.bias
 
 
-def vocab_forward(mesh: DeviceMesh, traffic: Traffic, layer: Any, indices: Tensor) -> Tensor:
+def vocab_forward(mesh: DeviceMesh, layer: Any, indices: Tensor) -> Tensor:
     """Return the rows `(..., embedding_dim)`, each from the rank that has it.
 
     Communication: one all_reduce of the output over the tensor group.
     """
-    rows = layer.weight.to_local()
-    first = mesh.get_local_rank() * _longest(layer.num_embeddings, traffic.num_ranks)
+    rows = to_local(layer.weight)
+    first = mesh.get_local_rank() * longest_part(layer.num_embeddings, mesh.size())
     is_here = (indices >= first) & (indices < first + len(rows))
     padding = None if layer.padding_idx is None else layer.padding_idx - first
     found = functional.embedding(
@@ -206,10 +170,4 @@ def vocab_forward(mesh: DeviceMesh, traffic: Traffic, layer: Any, indices: Tenso
         rows,
         padding_idx=padding if padding is not None and 0 <= padding < len(rows) else None,
     )
-    part = found.masked_fill(~is_here[..., None], 0.0)
-    traffic.all_reduce(part)
-    return gathered(DTensor.from_local(part, mesh, [Partial()], run_check=False))
-
-
-def _longest(size: int, num_ranks: int) -> int:
-    return -(-size // num_ranks)
+    return gathered(from_local(found.masked_fill(~is_here[..., None], 0.0), mesh, Partial()))

@@ -11,8 +11,10 @@ the divided ones (see `local_shards.py`); turning it into DTensors too would sen
 DTensor's dispatch, for nothing.
 """
 
+import gc
+import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,12 +31,14 @@ from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
 from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.module_patterns import shortened
+from dure.strategies.module_replicas import INTERNAL, Intercepted
 from dure.strategies.step_facts import Requests, StepFacts
+from dure.strategies.tensor_boundary import Traffic, counted_by
 from dure.strategies.tensor_layers import (
     DividedLayer,
-    Traffic,
     WholeInput,
     column_forward,
     fused_forward,
@@ -43,8 +47,9 @@ from dure.strategies.tensor_layers import (
     vocab_forward,
 )
 from dure.strategies.tensor_plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
+from dure.strategies.tensor_rules import has_no_rule
 from dure.strategies.tensor_values import DividedValues, undivided
-from dure.torchcompat import default_generator, run_backward
+from dure.torchcompat import default_generator, has_gradient_hooks, run_backward
 from dure.units import format_bytes
 
 AXES = ("data", "tensor")
@@ -52,12 +57,11 @@ AXES = ("data", "tensor")
 _DRAW_BITS = 20
 """Of a fingerprint of the generators; times a few thousand ranks it is still exact in float32."""
 
-_NO_RULE = ("sharding propagation", "sharding strategy", "mixed torch.Tensor and DTensor", "unevenly sharded")
-"""How DTensor words that it cannot do an operation on divided values."""
-
 
 class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
+
+    undoes_writes = True
 
     changes_in_step_only = True
 
@@ -71,6 +75,12 @@ class TensorParallel(ShardedStrategy):
             f"{name} gives sparse gradients (sparse=True), which are not added up over the data axis: set sparse=False"
             for name, module in model.named_modules()
             if getattr(module, "sparse", False) and axes["data"] > 1
+        ]
+        plan.faults += [
+            f"{name} has a hook on its gradient, which would get the gradient of one data rank's samples: use a mesh "
+            "of tensor ranks alone, or remove the hook"
+            for name, parameter in model.named_parameters()
+            if axes["data"] > 1 and has_gradient_hooks(parameter)
         ]
         if plan.faults or plan.styles:
             return plan.faults
@@ -105,27 +115,36 @@ class TensorParallel(ShardedStrategy):
         self._resources.callback(torch.backends.mha.set_fastpath_enabled, had_fast_path)
         self._divide(model)
         self._place_rest(model)
-        model.forward = partial(self._forward, model.forward)
+        model.forward = Intercepted(model.forward, self._forward, in_copies=True)
         return model
 
     def _divide(self, model: nn.Module) -> None:
         device_mesh = self.mesh.device_mesh
         assert device_mesh is not None
         mesh = device_mesh["tensor"]
-        inputs = {region: WholeInput(mesh, self.traffic) for region in map(self.plan.region_of, self.plan.styles)}
+        inputs = {region: WholeInput(mesh) for region in map(self.plan.region_of, self.plan.styles)}
         divided: dict[int, nn.Parameter] = {}
         plan: dict[str, Any] = {}
         for name, style in self.plan.styles.items():
             whole_input = inputs[self.plan.region_of(name)]
             forward = {
                 "column": partial(column_forward, whole_input),
-                "fused": partial(fused_forward, mesh, whole_input, self.traffic, lambda: self._is_dividing),
-                "gathered": partial(gathered_forward, whole_input, self.traffic),
-                "row": partial(row_forward, mesh, whole_input, self.traffic),
-                "vocab": partial(vocab_forward, mesh, self.traffic),
+                "fused": partial(fused_forward, mesh, whole_input, lambda: self._is_dividing),
+                "gathered": partial(gathered_forward, whole_input),
+                "row": partial(row_forward, mesh, whole_input),
+                "vocab": partial(vocab_forward, mesh),
             }[style]
             plan[name] = DividedLayer(shard_dim(style), forward, self.group, divided)
+        held = {
+            f"{name}.{kind}": weakref.ref(parameter)
+            for name in plan
+            for kind, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        }
+        replaced = _parameters_of(model)
         parallelize_module(model, mesh, plan)
+        _replace_aliases(model, replaced)
+        del replaced
+        _check_holders(held, {id(parameter) for parameter in model.parameters()})
 
     def _place_rest(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -156,10 +175,10 @@ class TensorParallel(ShardedStrategy):
             return
         self._is_dividing = True
         try:
-            with DividedValues(has_fused="fused" in self.plan.styles.values()):
+            with DividedValues(), counted_by(self.traffic):
                 yield
         except (RuntimeError, NotImplementedError) as error:
-            if not any(words in str(error) for words in _NO_RULE):
+            if not has_no_rule(error):
                 raise
             raise TaskInvalid(
                 "the model does something with divided values that DTensor has no rule for "
@@ -177,10 +196,16 @@ class TensorParallel(ShardedStrategy):
         self.begin_step(requests)
         self.traffic.sent_bytes = 0
         for microbatch in microbatches:
-            with self._dividing():
-                term = self.loss_term(self.model, microbatch, global_samples)
-            run_backward(self.precision.scale(term.root))
+            term = self.loss_term(self.model, microbatch, global_samples)
+            # a checkpoint computes again in backward, so in this thread
+            with self._dividing(), torch.autograd.set_multithreading_enabled(False):
+                run_backward(self.precision.scale(term.root))
             self.add_term(term)
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task; it may use the divided weights and values, and what it returns is whole."""
+        with self._dividing():
+            return undivided(function(*args))
 
     def sync_gradients(self) -> StepFacts:
         """Add gradients up over the data axis, and the facts over all ranks."""
@@ -246,7 +271,7 @@ class TensorParallel(ShardedStrategy):
     def not_preserved(self) -> list[str]:
         """Return what this run does not preserve: with one data rank batches and draws are those of one device."""
         texts = super().not_preserved()
-        return [text for text in texts if self.data_world_size > 1 or text.startswith("dropout inside")]
+        return [text for text in texts if self.data_world_size > 1 or text.startswith("random numbers inside")]
 
     def describe(self) -> list[str]:
         """Say what is divided and how, and what is not."""
@@ -279,6 +304,42 @@ def _plan(model: nn.Module, num_ranks: int, options: StrategyOptions) -> TensorP
     if options.tp_plan is None:
         return find_plan(model, num_ranks)
     return read_plan(options.tp_plan, model, num_ranks)
+
+
+def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _replace_aliases(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Let lists and dictionaries in which modules hold parameters hold the divided ones."""
+    now = _parameters_of(model)
+    new = {id(parameter): now[name] for name, parameter in before.items() if now[name] is not parameter}
+    for module in model.modules():
+        for name, value in attributes_of(module).items():
+            if name not in INTERNAL:
+                changed = map_leaves(value, lambda leaf: new.get(id(leaf), leaf))
+                if changed is not value:
+                    set_attribute(module, name, changed)
+
+
+def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) -> None:
+    """Refuse a parameter that something holds on to, though the model has a divided one in its place.
+
+    Raises:
+        TaskInvalid: What is computed with it would train nothing.
+    """
+
+    def still_held() -> list[str]:
+        return [name for name, reference in held.items() if (one := reference()) is not None and id(one) not in own]
+
+    if still_held():
+        gc.collect()
+    if names := still_held():
+        raise TaskInvalid(
+            f"{shortened(names)} is kept by something besides the model's layers (the task, or a function that was "
+            "made with it), and would stay whole and untrained there: ask the model for it when it is needed, or leave "
+            "the layer whole with --tp-plan"
+        )
 
 
 def _messages(parameters: list[nn.Parameter], most_bytes: int) -> Iterable[list[nn.Parameter]]:

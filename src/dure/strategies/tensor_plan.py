@@ -8,6 +8,7 @@ an output layer are cut by the vocabulary. What has no rule stays whole. Nothing
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from torch import nn
 
@@ -103,8 +104,19 @@ def shard_dim(style: str) -> int:
 
 
 def is_dividable(module: nn.Module) -> bool:
-    """Whether there is a rule for a module; a subclass may compute something else with the same parameters."""
-    return type(module) in (nn.Linear, nn.Embedding)
+    """Whether there is a rule for a module.
+
+    A subclass may compute something else with the same parameters, and so may an object whose `forward` was replaced,
+    or whose weight is made of others in each forward pass (weight norm, pruning).
+    """
+    if type(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
+        return False
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    return "weight" in names and names <= {"weight", "bias"}
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and is_dividable(module)
 
 
 def find_plan(model: nn.Module, num_ranks: int) -> TensorPlan:
@@ -117,7 +129,7 @@ def find_plan(model: nn.Module, num_ranks: int) -> TensorPlan:
     plan = TensorPlan()
     for prefix, parent in model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        layers = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        layers = {name: child for name, child in parent.named_children() if _is_linear(child)}
         if type(parent) is nn.Sequential:
             regions = list(_chains(parent))
         else:
@@ -143,7 +155,7 @@ def _chains(parent: nn.Sequential) -> Iterator[dict[str, str]]:
     """Yield pairs of linear layers with only elementwise modules between them; each is in one pair."""
     first: str | None = None
     for name, child in parent.named_children():
-        if type(child) is not nn.Linear:
+        if not _is_linear(child):
             first = first if type(child) in _ELEMENTWISE else None
         elif first is None:
             first = name
@@ -229,12 +241,19 @@ def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
 
 
 def _sharing(model: nn.Module) -> list[list[str]]:
-    """Return the names of the modules, two or more, that share each shared parameter."""
+    """Return the names of modules, two or more, that share parameters with each other, be it through a third one."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
+    groups: list[dict[str, None]] = []
+    for names in owners.values():
+        joined = dict.fromkeys(names)
+        for group in [group for group in groups if not group.keys().isdisjoint(joined)]:
+            groups.remove(group)
+            joined = group | joined
+        groups.append(joined)
+    return [list(group) for group in groups if len(group) > 1]
 
 
 def _leave_out_small(plan: TensorPlan, model: nn.Module, num_ranks: int) -> None:

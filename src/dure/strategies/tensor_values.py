@@ -1,11 +1,11 @@
 """Values that are divided over a tensor group between layers, and what may be done with them.
 
 A value between a `column` layer and the `row` layer that ends the region is a DTensor: the model's own code runs on it
-with the shapes that it was written for, and DTensor knows which part of it a rank has. Here is what DTensor cannot do
-with such values, or would do wrongly.
+with the shapes that it was written for, and DTensor knows which part of it a rank has. DTensor has rules for most
+operations, and some are wrong without an error. So it gets those that are known to be right, and the rest is computed
+with the whole values.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,16 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dure.errors import TaskInvalid
 from dure.strategies.batches import map_tensors
-
-
-def gathered(value: Any) -> Tensor:
-    """Return a DTensor as the whole plain tensor.
-
-    Communication: an all_gather or all_reduce, unless it is whole already.
-    """
-    whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-    return whole
+from dure.strategies.tensor_boundary import from_local, gathered, redistributed, to_local
+from dure.strategies.tensor_fused import is_fused, on_fused, whole_of_fused
+from dure.strategies.tensor_rules import COMPUTED, UNTOUCHED, changes_first, has_no_rule
+from dure.torchcompat import is_operator
 
 
 def undivided(values: Any) -> Any:
@@ -43,49 +39,148 @@ def _undivided(value: Tensor) -> Tensor:
 
 
 class DividedValues(TorchFunctionMode):
-    """What DTensor cannot do with divided values, or would do wrongly: attention by heads, and dropout.
+    """Decides for each call of torch with a DTensor among its arguments who computes it, and with what.
 
-    Each head's attention concerns no other, so ranks compute theirs alone. Dropout draws for the whole value on every
-    rank and takes the rank's part: the draws of a tensor group stay one stream, as if one device had drawn. What a
-    `fused` layer returns is cut into three as models do it, and brought together for whatever else they do with it.
+    Each head's attention concerns no other, so ranks compute theirs alone. Random numbers are drawn for the whole
+    value on every rank: the draws of a tensor group stay one stream, as if one device had drawn. A number that leaves
+    torch is that of the whole. A plain parameter that meets a divided value gets its gradient from all ranks.
     """
-
-    def __init__(self, *, has_fused: bool) -> None:
-        """Say whether there are `fused` layers, whose outputs are looked for in every argument."""
-        super().__init__()
-        self._has_fused = has_fused
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle what is handled here, for DTensors alone."""
+        """Handle one call."""
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, DTensor):
-            if is_fused(first):
-                return func(*args, **kwargs) if func in _METADATA else _on_fused(func, *args, **kwargs)
-            handler = _HANDLERS.get(func)
-            if handler is not None:
-                return handler(func, *args, **kwargs)
-        if self._has_fused:
-            args, kwargs = map_tensors((args, kwargs), lambda value: _undivided(value) if is_fused(value) else value)
-        return func(*args, **kwargs)
+        divided = _first_divided((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if divided is None or name in UNTOUCHED or is_operator(func):
+            return func(*args, **kwargs)
+        if is_fused(args[0] if args else None):
+            if changes_first(func, kwargs):
+                raise TaskInvalid(
+                    f"the model changes queries, keys and values of one layer in place ({name}), which is not done to "
+                    "their parts: change a copy of them, or make the layer gathered with --tp-plan"
+                )
+            return on_fused(func, *args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if changes_first(func, kwargs):
+            return _in_place(func, args, kwargs, divided.device_mesh)
+        if name not in COMPUTED or (name == "__getitem__" and _has_tensor(args[1])):
+            return _on_whole(func, *args, **kwargs)
+        return _as_divided(func, args, kwargs, divided.device_mesh)
+
+
+def _first_divided(values: Any) -> Any:
+    """Return the first DTensor among arguments, in lists and tuples of them too."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, DTensor):
+            return value
+        if isinstance(value, tuple | list | dict) and (found := _first_divided(value)) is not None:
+            return found
+    return None
+
+
+def _has_tensor(index: Any) -> bool:
+    return any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,)))
+
+
+def _as_divided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """Call with divided values, or, where DTensor has no rule for that, with the whole ones."""
+    given, named = _with_gradients((args, kwargs), mesh)
+    try:
+        return func(*given, **named)
+    except Exception as error:
+        if not has_no_rule(error):
+            raise
+    return _on_whole(func, *args, **kwargs)
+
+
+def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
+    """Return arguments of which DTensor knows what to do with each, and where its gradient comes from."""
+    if not _has_others(values):
+        return values
+
+    def one(value: Tensor) -> Any:
+        if isinstance(value, DTensor):
+            return whole_of_fused(value) if is_fused(value) else value
+        return from_local(value, mesh, Replicate()) if _is_followed(value) else value
+
+    return map_tensors(values, one)
+
+
+def _has_others(values: Any) -> bool:
+    """Whether there are tensors among arguments that DTensor would take for something else."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, DTensor):
+            if is_fused(value):
+                return True
+        elif isinstance(value, Tensor):
+            if _is_followed(value):
+                return True
+        elif isinstance(value, tuple | list | dict) and _has_others(value):
+            return True
+    return False
+
+
+def _is_followed(value: Tensor) -> bool:
+    # DTensor takes a plain tensor for one that all ranks have, and forgets that it has a gradient
+    return value.requires_grad and torch.is_grad_enabled()
+
+
+def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = undivided((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """Change the first argument: a plain one by whole values, a divided one by its parts or by a changed copy."""
+    first = args[0] if args else None
+    if not isinstance(first, DTensor) or kwargs.get("out") is not None:
+        return _on_whole(func, *args, **kwargs)
+    if func.__name__ in COMPUTED:
+        given, named = _with_gradients((args, kwargs), mesh)
+        try:
+            return func(*given, **named)
+        except Exception as error:
+            if not has_no_rule(error):
+                raise
+    whole, *others = undivided(args)
+    changed = whole.clone()
+    func(changed, *others, **undivided(kwargs))
+    placed = redistributed(from_local(changed, mesh, Replicate()), first.placements[0])
+    return first.copy_(placed)
+
+
+def _cat(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    # torch leaves out empty vectors, which caches begin with; DTensor does not
+    kept = [tensor for tensor in tensors if tensor.shape != (0,)]
+    return _as_divided(func, (kept, *args), kwargs, _first_divided(kept).device_mesh)
+
+
+def _draw_in_place(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fill a divided value with random numbers: those that one device would draw."""
+    whole = func(torch.empty(value.shape, dtype=value.dtype, device=value.device), *args, **kwargs)
+    with torch.no_grad():
+        value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
+    return value
 
 
 def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or p == 0:
         return value
-    if any(isinstance(placement, Partial) for placement in value.placements):
-        value = value.redistribute(placements=[Replicate()])
-    ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-    factors = functional.dropout(ones, p)
-    return value * distribute_tensor(factors, value.device_mesh, value.placements, src_data_rank=None)
+    if isinstance(value.placements[0], Partial):
+        value = redistributed(value, Replicate())
+    factors = functional.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
+    divided = distribute_tensor(factors, value.device_mesh, value.placements, src_data_rank=None)
+    return value.mul_(divided) if inplace else value * divided
 
 
 def _matmul(func: Any, one: Any, other: Any) -> Any:
     if not _are_divided_alike([one, other]):
-        return func(one, other)
-    return _like(func(one.to_local(), other.to_local()), one)
+        return _as_divided(func, (one, other), {}, _first_divided((one, other)).device_mesh)
+    return _like(func(to_local(one), to_local(other)), one)
 
 
 def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -93,119 +188,48 @@ def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = Non
         # as on one device; DTensor has no rule for it on the CPU
         return func(*undivided((query, key, value, attn_mask)), *args, **kwargs)
     (placement,) = query.placements
-    return _like(
-        func(
-            *(part.to_local() for part in (query, key, value)),
-            _part_of_mask(attn_mask, query, query.dim() - placement.dim),
-            *args,
-            **kwargs,
-        ),
-        query,
-    )
+    mask = _part_of_mask(attn_mask, query, query.dim() - placement.dim)
+    return _like(func(*map(to_local, (query, key, value)), mask, *args, **kwargs), query)
 
 
 def _are_divided_alike(values: Sequence[Any]) -> bool:
     """Whether all are divided evenly in the same dimension, and it is none of the last two."""
     first = values[0]
-    if not all(isinstance(value, DTensor) and value.placements == first.placements for value in values):
+    if not all(isinstance(value, DTensor) and not is_fused(value) for value in values):
         return False
     (placement,) = first.placements
     return (
         isinstance(placement, Shard)
+        and all(value.placements == first.placements for value in values)
         and all(value.dim() == first.dim() and placement.dim < value.dim() - 2 for value in values)
         and all(value.size(placement.dim) % value.device_mesh.size() == 0 for value in values)
     )
 
 
 def _part_of_mask(mask: Any, query: Any, from_end: int) -> Any:
-    """Return a mask's part for the heads of this rank; one that is for all heads alike is taken as it is."""
-    if isinstance(mask, DTensor):
-        mask = gathered(mask)
-    if mask is None or mask.dim() < from_end or mask.size(mask.dim() - from_end) == 1:
-        return mask
-    placement = Shard(mask.dim() - from_end)
-    return distribute_tensor(mask, query.device_mesh, [placement], src_data_rank=None).to_local()
+    """Return a mask's part for the heads of this rank; of one for all heads alike each rank adds to the gradient."""
+    if mask is None:
+        return None
+    whole = mask if isinstance(mask, DTensor) else from_local(mask, query.device_mesh, Replicate())
+    if mask.dim() < from_end or mask.size(mask.dim() - from_end) == 1:
+        return to_local(redistributed(whole, Replicate()), gradient=Partial())
+    return to_local(redistributed(whole, Shard(mask.dim() - from_end)))
 
 
 def _like(local: Tensor, value: Any) -> Tensor:
-    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False)
+    divided: Tensor = from_local(local, value.device_mesh, value.placements[0])
+    return divided
 
+
+_DRAWING_IN_PLACE = (
+    *(Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_),
+    *(Tensor.normal_, Tensor.random_, Tensor.uniform_),
+)
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_DRAWING_IN_PLACE, _draw_in_place),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     functional.dropout: _dropout,
     functional.scaled_dot_product_attention: _attention,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
 }
-
-
-# what a fused layer returns
-
-
-def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Mark a rank's part `(..., 3 width / ranks)` of queries, keys and values, one after the other, as what it is.
-
-    To DTensor it looks like a part of the last dimension, which it is not: nothing but `DividedValues` may handle it.
-    """
-    value: Any = DTensor.from_local(local, mesh, [Shard(local.dim() - 1)], run_check=False)
-    value.is_fused = True
-    return value  # type: ignore[no-any-return]
-
-
-def is_fused(value: Any) -> bool:
-    """Whether something came from `as_fused`."""
-    return getattr(value, "is_fused", False) is True and isinstance(value, DTensor)
-
-
-def whole_of_fused(value: Any) -> Tensor:
-    """Return queries, keys and values of all heads `(..., 3 width)`, in the order in which one device has them.
-
-    Communication: one all_gather.
-    """
-    local = value.to_local()
-    apart = local.unflatten(-1, (3, -1))
-    return gathered(DTensor.from_local(apart, value.device_mesh, [Shard(apart.dim() - 1)], run_check=False)).flatten(-2)
-
-
-def _on_fused(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cut into three, by whatever way; anything else is done with the whole."""
-    if func in _VIEWS and not kwargs:
-        shape = args[0] if args and isinstance(args[0], Sequence) else args
-        if (found := _viewed(value, tuple(shape))) is not None:
-            return found
-    if func in _CUTS and _cuts_in_three(func, value, *args, **kwargs):
-        thirds = value.to_local().chunk(3, -1)
-        placements = [Shard(value.dim() - 1)]
-        return tuple(DTensor.from_local(third, value.device_mesh, placements, run_check=False) for third in thirds)
-    return func(whole_of_fused(value), *args, **kwargs)
-
-
-def _viewed(value: Any, shape: tuple[int, ...]) -> Tensor | None:
-    """View as `(..., 3, heads, size)` or `(..., 3, width)`; None for any other shape."""
-    known = math.prod(size for size in shape if size != -1)
-    shape = tuple(value.numel() // known if size == -1 else size for size in shape)
-    width, num_ranks = value.size(-1) // 3, value.device_mesh.size()
-    for divided in (len(shape) - 2, len(shape) - 1):
-        is_cut = divided > 0 and shape[divided - 1] == 3 and math.prod(shape[divided:]) == width
-        if is_cut and shape[divided] % num_ranks == 0:
-            local = value.to_local().view(*shape[:divided], shape[divided] // num_ranks, *shape[divided + 1 :])
-            return DTensor.from_local(local, value.device_mesh, [Shard(divided)], run_check=False)
-    return None
-
-
-def _cuts_in_three(func: Any, value: Any, size: Any = None, dim: int = 0, **kwargs: Any) -> bool:
-    if dim not in (-1, value.dim() - 1):
-        return False
-    width = value.size(-1) // 3
-    return size == 3 if func in _CHUNKS else size in (width, [width] * 3, (width,) * 3)
-
-
-_VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
-_CHUNKS = (Tensor.chunk, torch.chunk)
-_CUTS = (*_CHUNKS, Tensor.split, torch.split)
-_METADATA = {
-    *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__),  # type: ignore[attr-defined]
-    *(Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel),  # type: ignore[attr-defined]
-}
-"""What may be asked of a value without caring for the order inside it."""

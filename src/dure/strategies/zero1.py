@@ -7,6 +7,7 @@ optimiser goes on as the one of this rank's part, whatever its class and constru
 dealt out nor sent; and checkpoints, into which each rank writes its part.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,8 @@ from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.ddp import DDP
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
+from dure.strategies.parameter_watch import Freezing
+from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_hooks import fault_of_replaced_step, run_around_all
 
@@ -59,6 +62,10 @@ class ZeRO1(DDP):
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
 
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: what a rank steps was dealt out when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
     def state_dict(self) -> StrategyState:
         """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""
         groups = [
@@ -68,12 +75,23 @@ class ZeRO1(DDP):
         optimizer = {**optimizer_to_names(self.model, self.part), "groups": groups}
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
 
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser of this rank's part."""
+        return self.part
+
     def load_state_dict(self, source: StateSource) -> None:
         """Take over the weights, and of the optimiser's state what this rank's part needs."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.part, whole=self._group_names)
         for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def needs(self) -> Needs:
+        """Return all of the weights, and of the optimiser's state that of the parameters that this rank steps."""
+        own = {id(parameter) for group in self.part.param_groups for parameter in group["params"]}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return replace(super().needs(), optimizer=rectangles((name, p) for name, p in named if id(p) in own))
 
     def replica(self) -> ReplicaState:
         """Every rank holds all weights, and state of the optimiser that no other has."""

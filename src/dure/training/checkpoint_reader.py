@@ -1,7 +1,8 @@
 """Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
 
+import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ from torch.optim import Optimizer
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.optimizer_state import optimizer_from_names
-from dure.strategies.pieces import Piece, assemble, fill
-from dure.training.checkpoint_share import STATE_NAME, Share, merged_state, rank_file_name, without_copies
+from dure.strategies.pieces import Needs, Piece, SavedTensor, piece_of
+from dure.training.checkpoint_share import (
+    PARTS,
+    STATE_NAME,
+    Share,
+    merged_state,
+    part_file_name,
+    rank_file_name,
+    without_copies,
+)
 from dure.training.durable_files import check_file, raise_if_full, read_verified, sync_directory, write_new_file
 from dure.training.manifest import Manifest, PositionEntry, TensorEntry, read_manifest
-from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out, parse
+from dure.training.needed_tensors import read_part, wanted_parts
+from dure.training.safetensors_file import DTYPE_NAMES, DTYPES, file_buffers, lay_out, parse
 from dure.training.snapshot import Position
 from dure.training.state_tree import decode
 
@@ -46,10 +56,9 @@ def _named(error: CheckpointDamaged | CheckpointMismatch, name: str) -> Checkpoi
 
 
 class Checkpoint:
-    """A checkpoint whose needed bytes have been read once, checked, and are held in memory.
+    """A checkpoint of which what is needed was read once, checked, and is held in memory.
 
-    What is held are the bytes themselves: the tensors are views of them, and nothing is read again. Let it go when
-    everything is loaded.
+    What is held are the bytes that were checked: nothing is read again. What is loaded is let go.
     """
 
     def __init__(
@@ -57,32 +66,36 @@ class Checkpoint:
         name: str,
         manifest: Manifest,
         state: Mapping[str, Any],
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        rank: int = 0,
+        held: Mapping[str, Mapping[str, list[Piece]]],
+        own: Mapping[str, Tensor],
+        first: Mapping[str, Tensor],
     ) -> None:
         """Take what was read.
 
         Args:
-            name: What errors call it.
+            name: Of the checkpoint, for errors.
             manifest: What it holds.
             state: Everything that is no tensor.
-            tensors: Of each file of the manifest's entries that is needed, its tensors by name.
-            rank: The rank whose own state is wanted.
+            held: Of `model` and `optimizer`, what was read of each tensor.
+            own: What the rank kept for itself.
+            first: What rank 0 kept for itself.
         """
         self.name = name
         self.manifest = manifest
         self._state = state
-        self._tensors = tensors
-        self._rank = rank
+        self._held = held
+        self._own = own
+        self._first = first
 
     @classmethod
-    def read(cls, path: Path, *, rank: int = 0, weights_only: bool = False) -> "Checkpoint":
+    def read(cls, path: Path, *, rank: int = 0, weights_only: bool = False, needs: Needs | None = None) -> "Checkpoint":
         """Read and check a checkpoint.
 
         Args:
             path: The checkpoint's directory.
             rank: The rank whose own state is read, where the checkpoint has one.
             weights_only: Read the model alone, as an evaluation or an export needs it.
+            needs: The part that is needed; None: everything. Files that hold nothing of it are not read.
 
         Raises:
             CheckpointDamaged: Something that is needed is missing, cut or altered; named.
@@ -90,37 +103,32 @@ class Checkpoint:
         """
         try:
             manifest = read_manifest(path)
-            needed = {STATE_NAME, *_files_of(manifest.model)}
-            if not weights_only:
-                needed |= _files_of(manifest.optimizer) | ({rank_file_name(rank)} & manifest.files.keys())
-            read = {name: _read(path, manifest, name) for name in sorted(needed)}
-            state = _parse_state(bytes(read.pop(STATE_NAME)))
-            found = cls(path.name, manifest, state, {name: parse(data, name) for name, data in read.items()}, rank)
-            found._check_entries(manifest.model)
-            if not weights_only:
-                found._check_entries(manifest.optimizer)
-            found._check_state(weights_only=weights_only)
+            state = _parse_state(bytes(_read(path, manifest, STATE_NAME)))
+            _check_state(state, manifest, weights_only=weights_only)
+            wanted = wanted_parts(manifest, state, needs)
+            parts = PARTS[:1] if weights_only else PARTS
+            held = {part: read_part(path, manifest, getattr(manifest, part), wanted[part]) for part in parts}
+            own, first = ({} if weights_only else _read_own(path, manifest, number) for number in (rank, 0))
         except (CheckpointDamaged, CheckpointMismatch) as error:
             raise _named(error, path.name) from error
-        return found
+        return cls(path.name, manifest, state, held, own, first)
 
-    def _check_entries(self, entries: Mapping[str, TensorEntry]) -> None:
-        for name, entry in entries.items():
-            for piece in entry.pieces:
-                tensor = self._tensors[piece.file].get(name)
-                if tensor is None or tuple(tensor.shape) != piece.sizes or DTYPE_NAMES[tensor.dtype] != entry.dtype:
-                    raise CheckpointDamaged(f"{piece.file} does not hold {name} as the manifest says")
+    def take_in(self, share: Share, needs: Needs) -> None:
+        """Put what is needed of a share in the place of tensors without memory, as copies.
 
-    def _check_state(self, *, weights_only: bool) -> None:
-        """Refuse a state that was written by nobody who knows how, before a part of it is used."""
-        try:
-            for value in (self._state["extra"], self._state["model_extra"], self.manifest.metrics):
-                decode(value)
-            if not weights_only:
-                entries = self.manifest.optimizer
-                decode(self._state["optimizer"], lambda name: self._pieces(name, entries[name])[0].tensor)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointDamaged(f"{STATE_NAME} is not what dure writes: {error!r}") from error
+        Args:
+            share: One of those that the checkpoint was made of.
+            needs: What the rank takes up.
+        """
+        wanted = wanted_parts(self.manifest, self._state, needs)
+        for part, tensors in share.parts.items():
+            for name, value in tensors.items():
+                piece, pieces = piece_of(value), self._held[part].get(name, [])
+                missing = [n for n, one in enumerate(pieces) if one.tensor.is_meta and one.rectangle == piece.rectangle]
+                for number in missing:
+                    needed = wanted[part].get(name)
+                    common = None if needed is None else piece.rectangle.overlap(needed)
+                    pieces[number : number + 1] = [] if common is None else [piece.cut(common)]
 
     @property
     def position(self) -> Position:
@@ -140,25 +148,37 @@ class Checkpoint:
     @property
     def optimizer(self) -> dict[str, Any]:
         """The optimiser's state by parameter names, its tensors whole and on the CPU."""
-        entries = self.manifest.optimizer
-        return dict(decode(self._state["optimizer"], lambda name: assemble(self._pieces(name, entries[name]))))
+        return self._optimizer(SavedTensor.whole)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What the strategy that saved it kept beside the optimiser's state, its tensors whole and on the CPU."""
+        own = self._state["optimizer"].get("own", {})
+        return dict(decode(own, lambda name: self._saved("optimizer", name).whole()))
+
+    def _optimizer(self, of: Callable[[SavedTensor], Any]) -> dict[str, Any]:
+        # a tensor that stands in several places is one
+        return dict(decode(self._state["optimizer"], functools.cache(lambda name: of(self._saved("optimizer", name)))))
 
     def per_rank(self, world_size: int) -> dict[str, Tensor] | None:
         """Return what the rank kept for itself, or None when the checkpoint is of another number of ranks."""
         if self.manifest.world_size != world_size:
             return None
-        return dict(self._tensors[rank_file_name(self._rank)])
+        return {name: tensor.clone() for name, tensor in self._own.items()}
+
+    def of_rank0(self) -> dict[str, Tensor]:
+        """Return what rank 0 kept for itself, for those who have nothing of their own."""
+        return {name: tensor.clone() for name, tensor in self._first.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return every tensor of the model, whole and under all its names; tied ones are the same tensor."""
-        found = {name: assemble(self._pieces(name, entry)) for name, entry in self.manifest.model.items()}
+        found = {name: self._saved("model", name).whole() for name in self.manifest.model}
         return found | {alias: found[name] for alias, name in self.manifest.aliases.items()}
 
-    def _pieces(self, name: str, entry: TensorEntry) -> list[Piece]:
-        return [
-            Piece(tensor=self._tensors[piece.file][name], offsets=piece.offsets, shape=entry.shape)
-            for piece in entry.pieces
-        ]
+    def _saved(self, part: str, name: str) -> SavedTensor:
+        entry: TensorEntry = getattr(self.manifest, part)[name]
+        pieces = self._held[part].get(name, [])
+        return SavedTensor(dtype=DTYPES[entry.dtype], shape=entry.shape, pieces=pieces)
 
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None:
         """Copy the weights into a model, whatever its device or sharding; all of them or none.
@@ -172,16 +192,17 @@ class Checkpoint:
         """
         wanted = model.state_dict()
         self._check_fits(wanted, is_part=is_part)
-        names = self.manifest.aliases
-        entries = self.manifest.model
         extra = self._state["model_extra"]
         state: dict[str, Any] = {name: decode(value) for name, value in extra.items() if name in wanted}
+        tensor = functools.cache(lambda name: self._saved("model", name).whole())
         for name, target in wanted.items():
             if isinstance(target, Tensor):
-                own = names.get(name, name)
-                pieces = self._pieces(own, entries[own])
-                state[name] = _like(target, pieces) if hasattr(target, "__create_chunk_list__") else assemble(pieces)
+                own = self.manifest.aliases.get(name, name)
+                is_sharded = hasattr(target, "__create_chunk_list__")
+                state[name] = _like(target, self._saved("model", own)) if is_sharded else tensor(own)
         self._check_ties(wanted, state)
+        for pieces in self._held["model"].values():
+            pieces.clear()
         model.load_state_dict(state, strict=True)
 
     def _check_fits(self, wanted: Mapping[str, Any], *, is_part: bool) -> None:
@@ -225,7 +246,13 @@ class Checkpoint:
                 )
 
     def load_optimizer(
-        self, model: nn.Module, optimizer: Optimizer, *, whole: Sequence[Collection[str]] | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        whole: Sequence[Collection[str]] | None = None,
+        cuts: Mapping[str, Piece] | None = None,
+        has_state: bool = True,
     ) -> None:
         """Give an optimiser over the model's parameters the saved state, bit for bit.
 
@@ -233,12 +260,16 @@ class Checkpoint:
             model: The model itself, not wrapped.
             optimizer: Built as the saved one was.
             whole: The names of all parameters, by group, where the optimiser has one rank's part of them.
+            cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
+            has_state: Whether it keeps state of parameters; other ranks do if not.
 
         Raises:
             CheckpointMismatch: The optimiser's parameter groups are not the saved ones.
         """
         try:
-            optimizer_from_names(model, optimizer, self.optimizer, whole=whole)
+            saved = self._optimizer(lambda saved: saved)
+            state = saved["state"] if has_state else {}
+            optimizer_from_names(model, optimizer, {**saved, "state": state}, whole=whole, cuts=cuts)
         except CheckpointMismatch as error:
             raise _named(error, self.name) from error
 
@@ -266,12 +297,24 @@ def checkpoint_of(shares: Sequence[Share], position: Position, rank: int) -> Che
         optimizer=shares[0].entries("optimizer", pieces),
         files={},
     )
-    tensors = {
-        name: {key: value.tensor if isinstance(value, Piece) else value for key, value in mixed.items()}
-        for share in shares
-        for name, mixed in share.files().items()
+    held = {part: _held_of(shares, part, getattr(manifest, part)) for part in PARTS}
+    name = f"in memory of step {position.step}"
+    return Checkpoint(
+        name,
+        manifest,
+        json.loads(merged_state(states)),
+        held,
+        next((share.per_rank for share in shares if share.rank == rank), {}),
+        shares[0].per_rank,
+    )
+
+
+def _held_of(shares: Sequence[Share], part: str, entries: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
+    ranks = {part_file_name(part, share.rank): share for share in shares}
+    return {
+        name: [piece_of(ranks[piece.file].parts[part][name]) for piece in entry.pieces]
+        for name, entry in entries.items()
     }
-    return Checkpoint(f"in memory of step {position.step}", manifest, json.loads(merged_state(states)), tensors, rank)
 
 
 def _read(path: Path, manifest: Manifest, name: str) -> bytearray:
@@ -281,8 +324,20 @@ def _read(path: Path, manifest: Manifest, name: str) -> bytearray:
     return read_verified(path / name, entry.num_bytes, entry.sha256)
 
 
-def _files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
-    return {piece.file for entry in entries.values() for piece in entry.pieces}
+def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    name = rank_file_name(rank)
+    return parse(_read(path, manifest, name), name) if name in manifest.files else {}
+
+
+def _check_state(state: Mapping[str, Any], manifest: Manifest, *, weights_only: bool) -> None:
+    """Refuse a state that was written by nobody who knows how, before a part of it is used."""
+    try:
+        for value in (state["extra"], state["model_extra"], manifest.metrics):
+            decode(value)
+        if not weights_only:
+            decode(state["optimizer"], manifest.optimizer.__getitem__)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointDamaged(f"{STATE_NAME} is not what dure writes: {error!r}") from error
 
 
 def _parse_state(data: bytes) -> dict[str, Any]:
@@ -295,9 +350,10 @@ def _parse_state(data: bytes) -> dict[str, Any]:
     return state
 
 
-def _like(target: Tensor, pieces: list[Piece]) -> Tensor:
+def _like(target: Tensor, saved: SavedTensor) -> Tensor:
     filled = torch.empty_like(target)
-    fill(filled, pieces)
+    local = piece_of(filled)
+    saved.fill(local.tensor, local.rectangle)
     return filled
 
 

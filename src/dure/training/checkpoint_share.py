@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.strategies.pieces import Piece, as_piece, whole
+from dure.strategies.pieces import Piece, as_piece, memory_of, whole
 from dure.training.durable_files import Buffer, write_new_file
+from dure.training.finite_check import FiniteCheck
+from dure.training.kept_tensors import check_apart, check_kind
 from dure.training.manifest import FileEntry, PieceEntry, TensorEntry
-from dure.training.safetensors_file import DTYPE_NAMES, check_dtype, file_buffers, lay_out
+from dure.training.safetensors_file import DTYPE_NAMES, file_buffers, lay_out
 from dure.training.snapshot import Snapshot
-from dure.training.state_tree import encode
+from dure.training.state_tree import NamedTensors, encode
 
 PARTS = ("model", "optimizer")
 STATE_NAME = "state.json"
@@ -52,6 +53,9 @@ class Share:
     steady: frozenset[str] = frozenset()
     """As a `Snapshot` has it."""
 
+    finite: frozenset[str] = frozenset()
+    """As a `Snapshot` has it."""
+
     def pieces(self) -> PieceTable:
         """Return the tensors that are pieces as plain JSON values, for the other ranks."""
         return {
@@ -75,21 +79,25 @@ class Share:
                 if name not in pieces[part]:
                     del tensors[name]
 
+    def steadiness(self) -> list[bool]:
+        """Return of each of `tensors` whether it changes in the optimiser's step only."""
+        steady = [
+            name in self.steady if part == "model" else bool(self.steady)
+            for part, tensors in self.parts.items()
+            for name in tensors
+        ]
+        return [*steady, *(False for _ in self.per_rank)]
+
     def files(self) -> dict[str, dict[str, Tensor | Piece]]:
         """Return the tensors of each safetensors file."""
         files = {part_file_name(part, self.rank): tensors for part, tensors in self.parts.items()}
         written = {name: tensors for name, tensors in files.items() if tensors or self.rank == 0}
         return {**written, rank_file_name(self.rank): dict(self.per_rank)}
 
-    def check_dtypes(self) -> None:
-        """Refuse what no file can hold before anything is written.
-
-        Raises:
-            TypeError: A tensor has a dtype that safetensors does not know.
-        """
-        for tensors in self.files().values():
-            for name, value in tensors.items():
-                check_dtype(name, value.tensor if isinstance(value, Piece) else value)
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, part by part, and those of this rank alone at the end."""
+        values = [value for tensors in self.parts.values() for value in tensors.values()]
+        return [*(value.tensor if isinstance(value, Piece) else value for value in values), *self.per_rank.values()]
 
     def most_bytes(self) -> int:
         """Return what this rank's files take at most; training waits, so they are not laid out for it."""
@@ -104,17 +112,24 @@ class Share:
     def write(self, directory: Path, between: Callable[[], None]) -> dict[str, FileEntry]:
         """Write this rank's files, each forced to the disk, and return their sizes and hashes.
 
+        Parameters are looked at while they are hashed: from weights that are not finite no run can go on.
+
         Args:
             directory: Where to.
             between: Called after every few megabytes; what it raises ends the writing.
 
         Raises:
             DiskFull: There is no room.
+            WeightsNotFinite: A parameter is not finite; named.
         """
         written = {}
+        model = part_file_name("model", self.rank)
         for name, mixed in self.files().items():
             tensors, offsets = _split(mixed)
-            buffers = _in_turns(file_buffers(tensors, lay_out(tensors, offsets)), between)
+            layout = lay_out(tensors, offsets)
+            check = FiniteCheck({n: tensors[n].dtype for n in self.finite & tensors.keys()} if name == model else {})
+            names = [None, *(tensor for tensor in layout.order if tensors[tensor].numel())]
+            buffers = _in_turns(zip(names, file_buffers(tensors, layout), strict=True), check, between)
             size, digest = write_new_file(directory / name, buffers)
             written[name] = FileEntry(num_bytes=size, sha256=digest)
         if self.rank == 0:
@@ -152,12 +167,16 @@ def _split(mixed: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Tensor], dict
     return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, Piece)}
 
 
-def _in_turns(buffers: Iterable[Buffer], between: Callable[[], None]) -> Iterator[Buffer]:
+def _in_turns(
+    buffers: Iterable[tuple[str | None, Buffer]], check: FiniteCheck, between: Callable[[], None]
+) -> Iterator[Buffer]:
     """Cut buffers, so that what was hashed is still near when it is written, and a thread can be stopped."""
-    for buffer in buffers:
+    for name, buffer in buffers:
         view = memoryview(buffer)
         for begin in range(0, len(view), TURN_BYTES):
-            yield view[begin : begin + TURN_BYTES]
+            turn = view[begin : begin + TURN_BYTES]
+            check(name, turn)
+            yield turn
             between()
 
 
@@ -193,26 +212,35 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
     try:
         model, aliases, model_extra = _model_parts(snapshot.model)
         is_writer = rank == 0 or is_whole or snapshot.is_spread
-        optimizer: dict[str, Any] = {}
+        optimizer = NamedTensors()
         state = {
             "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
             "model_extra": model_extra,
             "extra": encode(snapshot.extra, "extra"),
         }
-        parts = {"model": model, "optimizer": {name: as_piece(value) for name, value in optimizer.items()}}
+        parts = {"model": model, "optimizer": dict(optimizer)}
         if snapshot.is_spread:
             parts = {
                 part: {name: _as_its_own_piece(v) for name, v in tensors.items()} for part, tensors in parts.items()
             }
         elif not is_writer:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
-        share = Share(rank=rank, parts=parts, per_rank=dict(snapshot.per_rank), aliases=aliases, steady=snapshot.steady)
+        share = Share(
+            rank=rank,
+            parts=parts,
+            per_rank=dict(snapshot.per_rank),
+            aliases=aliases,
+            steady=snapshot.steady,
+            finite=snapshot.finite,
+        )
         share.state = json.dumps(state, ensure_ascii=False, allow_nan=False).encode() if is_writer else b""
-        share.check_dtypes()
+        for name, value in [*model.items(), *parts["optimizer"].items(), *share.per_rank.items()]:
+            check_kind(name, value)
+        check_apart(parts["optimizer"], model)
     except TypeError as error:
         raise TaskInvalid(
             f"this run cannot be checkpointed: {error}; nothing is pickled, so a model's and an optimiser's state may"
-            " hold tensors, numbers, strings, lists, tuples and dictionaries"
+            " hold tensors, numbers, strings, lists, tuples and dictionaries, and nothing of a class derived from these"
         ) from error
     return share
 
@@ -234,8 +262,10 @@ def merged_state(states: Sequence[bytes]) -> bytes:
         ours["state"] = {**theirs["state"], **ours["state"]}
         if len(ours["groups"]) != len(theirs["groups"]):
             raise TypeError(f"ranks have {len(ours['groups'])} and {len(theirs['groups'])} parameter groups")
-        for group, more in zip(ours["groups"], theirs["groups"], strict=True):
-            group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
+        ours["groups"] = [
+            {**more, **group, "params": list(dict.fromkeys([*group["params"], *more["params"]]))}
+            for group, more in zip(ours["groups"], theirs["groups"], strict=True)
+        ]
     return json.dumps(merged, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -253,17 +283,9 @@ def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | Piece], d
             extra[name] = encode(value, f"the model's {name}")
             continue
         piece = as_piece(value)
-        first = first_names.setdefault(_memory_of(piece) or name, name)
+        first = first_names.setdefault(memory_of(piece) or name, name)
         if first == name:
             tensors[name] = piece
         else:
             aliases[name] = first
     return tensors, aliases, extra
-
-
-def _memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
-    tensor = value.tensor if isinstance(value, Piece) else value
-    if tensor.numel() == 0 or tensor.layout != torch.strided:
-        return None
-    memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from dure.comm.groups import Group
-from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
+from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
 from dure.training.host_copies import HostCopies
@@ -116,13 +116,12 @@ class CheckpointWriter:
         Raises:
             DiskFull: It found no room.
             StateChanged: What it copied did not stay as it was.
+            WeightsNotFinite: What it was to write is not finite.
             PeerLost: Anything else.
         """
         for rank, other in enumerate(answers):
-            if other.get("is_full"):
-                raise DiskFull(other["error"])
-            if other.get("is_changed"):
-                raise StateChanged(other["error"])
+            if (kind := _TOLD.get(other.get("kind"))) is not None:
+                raise kind(other["error"])
             if "error" in other:
                 raise PeerLost(
                     f"rank {rank} could not {phase} its part of the checkpoint"
@@ -203,6 +202,7 @@ class CheckpointWriter:
         Raises:
             DiskFull: There is no room.
             CheckpointNotWritten: The system refuses.
+            WeightsNotFinite: The weights are none to go on from.
         """
         share, directory = self._share, self._directory
         assert share is not None
@@ -212,7 +212,14 @@ class CheckpointWriter:
             self._make_directory()
             return share.write(directory, between)
 
-        written = self._saying(write)
+        try:
+            written = self._saying(write)
+        except WeightsNotFinite as error:
+            raise WeightsNotFinite(
+                f"{error} after step {self.position.step}, so the checkpoint at {self.position.samples_seen} samples is"
+                " left out and those before it stay: look at the learning rate and at --clip-norm, and go on from the"
+                " last one with `dure train --resume`"
+            ) from error
         return {file: entry.model_dump() for file, entry in written.items()}
 
     def leave_word(self, word: Mapping[str, Any]) -> None:
@@ -299,8 +306,12 @@ class CheckpointWriter:
 
 def word_of(error: Exception) -> dict[str, Any]:
     """Return a failure as what the other ranks are told of it."""
-    kinds = {"is_full": isinstance(error, DiskFull), "is_changed": isinstance(error, StateChanged)}
-    return {"error": f"{error}" or type(error).__name__, **kinds}
+    kind = type(error).__name__
+    return {"error": f"{error}" or kind, **({"kind": kind} if kind in _TOLD else {})}
+
+
+_TOLD: dict[str | None, type[DureError]] = {kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)}
+"""What is the same failure on every rank, whichever found it."""
 
 
 def _word_name(rank: int) -> str:

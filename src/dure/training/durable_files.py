@@ -120,11 +120,11 @@ def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
         data = bytearray(num_bytes)  # as many as the file has: whoever wrote the number may have lied
         view, filled = memoryview(data), 0
         while filled < num_bytes:
-            got = _read_some(file.fileno(), view[filled : filled + 2**24], path)
+            got = read_some(file.fileno(), view[filled : filled + 2**24], path)
             if not got:
                 raise CheckpointDamaged(f"{path.name} ended after {filled} of {num_bytes} bytes")
             filled += got
-    _check_digest(path, sha256(data).hexdigest(), digest)
+    check_digest(path, sha256(data).hexdigest(), digest)
     return data
 
 
@@ -136,18 +136,28 @@ def check_file(path: Path, num_bytes: int, digest: str) -> None:
     """
     buffer, seen = bytearray(2**20), sha256()
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
-        while got := _read_some(file.fileno(), memoryview(buffer), path):
+        while got := read_some(file.fileno(), memoryview(buffer), path):
             seen.update(memoryview(buffer)[:got])
-    _check_digest(path, seen.hexdigest(), digest)
+    check_digest(path, seen.hexdigest(), digest)
 
 
-def _read_some(descriptor: int, into: memoryview, path: Path) -> int:
+def read_some(descriptor: int, into: memoryview, path: Path) -> int:
+    """Read as many bytes as the system gives at once, and return how many.
+
+    Raises:
+        CheckpointDamaged: The system cannot read the file.
+    """
     try:
         return os.readv(descriptor, [into])
     except OSError as error:
         raise CheckpointDamaged(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _check_digest(path: Path, seen: str, written: str) -> None:
+def check_digest(path: Path, seen: str, written: str) -> None:
+    """Compare the SHA-256 of a file with the one that was noted when it was written.
+
+    Raises:
+        CheckpointDamaged: They differ.
+    """
     if seen != written:
         raise CheckpointDamaged(f"{path.name} was altered: its SHA-256 is {seen[:16]}… and was {written[:16]}…")

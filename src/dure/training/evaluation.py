@@ -1,20 +1,25 @@
 """Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.errors import DataInvalid, TaskInvalid
 from dure.measure.records import Metric
 from dure.measure.sums import Sum
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
 from dure.strategies.replicas import DeviceThreads
+from dure.telling import tell
 from dure.training.fetch import FetchRequest, Loader
+from dure.training.metric_checks import check_count, check_sum, doubt
 from dure.training.task import Task
 
 _MOST_SAMPLES_PER_BATCH = 256
@@ -44,7 +49,8 @@ def evaluate(
     """Evaluate loss and metrics over all samples of the evaluation data.
 
     Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `math.fsum`, whose
-    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are.
+    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
+    random numbers come from its own seed, and those of training go on as if there had been no evaluation.
 
     Returns:
         `loss` and the task's metrics, each a value and the count it was divided by.
@@ -57,25 +63,104 @@ def evaluate(
     mine = _batches_of(strategy, len(counts))
     requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
-    were_training = [model.training for model in models]
-    threads = DeviceThreads(strategy.devices[: len(models)], in_order=len(models) == 1)
-    try:
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    devices = strategy.devices[: len(models)]
+    with ExitStack() as stack:
+        stack.enter_context(kept_global_randomness(*devices))
+        for module, mode in modes:
+            stack.callback(setattr, module, "training", mode)
+        calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
         for model in models:
             model.eval()
-        with torch.no_grad():
-            batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
-            for together in _grouped(batches, len(models)):
-                on_batch()
-                places = zip(models, strategy.devices, together, strict=False)
-                calls = [_evaluation_call(task, strategy, model, device, *b) for model, device, b in places]
-                sums.extend(threads.run(calls))
-    finally:
-        threads.close()
-        for model, was_training in zip(models, were_training, strict=True):
-            model.train(was_training)
+        stack.enter_context(torch.no_grad())
+        batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
+        for together in _grouped(zip(mine, batches, strict=True), len(models)):
+            on_batch()
+            places = zip(models, devices, together, strict=False)
+            calls = [(i, _evaluation_call(task, strategy, model, device, *b)) for model, device, (i, b) in places]
+            sums.extend(calls_on_devices.run(calls))
     counted = sums[: _num_own(strategy, len(counts))]
-    plain = [{name: (_number(s.total), _number(s.count)) for name, s in batch.items()} for batch in counted]
-    return _combined([batch for rank in strategy.group.all_gather_json(plain) for batch in rank])
+    plain = [
+        {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
+        for batch in counted
+    ]
+    everyones = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
+    metrics = _combined(everyones)
+    if strategy.group.rank == 0:
+        _say_doubts(task, everyones, num_samples)
+    return metrics
+
+
+_doubted: set[tuple[int, str]] = set()
+"""Metrics that were told of, by their task's identity: a task need not be hashable."""
+
+
+def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
+    """Tell people, once per metric, of a value that it can hardly have."""
+    for name in sorted({name for batch in batches for name in batch}):
+        words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
+        if words is not None and (id(task), name) not in _doubted:
+            _doubted.add((id(task), name))
+            tell(words)
+
+
+def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
+    """Refuse a metric whose count over some samples depends on how they are divided into batches.
+
+    Args:
+        at_once: Metrics of some samples in one batch.
+        in_parts: Metrics of the same samples in several.
+        num_samples: How many they are.
+
+    Raises:
+        TaskInvalid: Such a count is of batches, or of something that does not add up.
+    """
+    for name, metric in at_once.items():
+        count = in_parts[name].count if name in in_parts else metric.count
+        if name != "loss" and not math.isclose(count, metric.count, rel_tol=1e-5):
+            raise TaskInvalid(
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and {count:g} "
+                "over the same in two batches: a dure.Sum is a total over items and the number of these items, such as "
+                "dure.Sum(is_correct.sum(), len(is_correct))"
+            )
+
+
+class _SeededCalls:
+    """Runs one call per device at once, each with random numbers of its own batch."""
+
+    def __init__(self, devices: Sequence[torch.device], seed: int) -> None:
+        self._devices = devices
+        self._seed = seed
+        self._one_by_one = DeviceThreads(devices, in_order=True)
+        self._together: DeviceThreads | None = None
+        self._is_first = True
+
+    def run(self, calls: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+        """Run the calls of some batches, given by number; return their results in order."""
+        drew: list[bool] = []
+
+        def seeded(number: int, call: Callable[[], Any], device: torch.device) -> Any:
+            seed_draws(device, self._seed, number)
+            if not self._is_first:
+                return call()
+            before = GeneratorStates.now(device)
+            result = call()
+            drew.append(not GeneratorStates.now(device).is_same_as(before))
+            return result
+
+        threads = self._together or self._one_by_one
+        pairs = zip(calls, self._devices, strict=False)
+        results = threads.run([partial(seeded, number, call, device) for (number, call), device in pairs])
+        if self._is_first and len(set(self._devices)) > 1 and not any(drew):
+            # virtual devices have nothing to gain; threads share generators, so those who draw go one after the other
+            self._together = DeviceThreads(self._devices, in_order=False)
+        self._is_first = False
+        return results
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._together is not None:
+            self._together.close()
 
 
 def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
@@ -98,12 +183,14 @@ def _evaluation_call(
     def call() -> dict[str, Sum]:
         with strategy.precision.autocast():
             there = to_device(batch, device)
-            loss = task.loss(model, there)
+            loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
-            measured = task.metrics(model, there)
+            measured = strategy.computed(task.metrics, model, there)
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
+        for name, value in measured.items():
+            check_sum(name, value)
         if "loss" in measured:
             raise TaskInvalid("the task's metrics returned one named loss, as the task's own loss is: rename it")
         return {"loss": loss, **measured}
@@ -130,6 +217,10 @@ def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Me
             raise DataInvalid(f"the evaluation metric {name} has a count of 0 over all samples: nothing to divide by")
         metrics[name] = Metric(value=total / count, count=int(count) if count.is_integer() else count)
     return metrics
+
+
+def _numbers(name: str, measured: Sum) -> tuple[float, float]:
+    return _number(measured.total), check_count(name, _number(measured.count))
 
 
 def _number(value: "Tensor | float") -> float:

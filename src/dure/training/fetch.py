@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dure.data import TensorData
-from dure.data.randomness import at_epoch, kept_global_randomness, seed_for_sample
+from dure.data.randomness import GeneratorStates, at_epoch, kept_global_randomness, seed_for_batch, seed_for_sample
 from dure.errors import DataInvalid
 from dure.lifeline import die_with_parent
 from dure.stopping import STOP_SIGNALS
 from dure.strategies.batches import map_tensors, to_device
+from dure.strategies.containers import tensors_in
 from dure.training.task import Task
 
 NO_BATCH = object()
@@ -58,6 +59,9 @@ def check_dataset(data: Any, source: str) -> None:
 class SampleFetch(Dataset[Any]):
     """Fetches batches so that what is drawn for a sample depends on (seed, epoch, sample index) alone.
 
+    What `collate` draws depends on the seed, the epoch and the batch's samples: not on loader processes, restarts or
+    what was drawn before, but on how the global batch is divided.
+
     Data sets with a batched `__getitems__` are asked once per batch. Whether such a call draws from the global
     generators (a `Subset` over random transforms does) is probed on the first fetches and at every power of two; if it
     does, this and all later batches are fetched sample by sample, each under its own seed.
@@ -69,6 +73,8 @@ class SampleFetch(Dataset[Any]):
         self.seed = seed
         self.columns = _plain_columns(data, collate)
         self.is_batched = hasattr(data, "__getitems__")
+        self.has_collate_drawn = False
+        """Whether `collate` was seen to draw random numbers in this process."""
         self._num_fetches = 0
 
     def __getitems__(self, request: FetchRequest) -> Any:
@@ -76,10 +82,9 @@ class SampleFetch(Dataset[Any]):
         if self.columns is not None:
             rows = torch.from_numpy(request.indices)
             return tuple([column.index_select(0, rows) for column in self.columns])
+        self._num_fetches += 1
         if self.is_batched:
-            self._num_fetches += 1
-            fetches = self._num_fetches
-            if fetches > _PROBED_FETCHES and fetches & (fetches - 1):
+            if not self._is_probed():
                 return self._fetch_batched(request)
             with kept_global_randomness():
                 seed_for_sample(0, 0, 0)
@@ -95,7 +100,13 @@ class SampleFetch(Dataset[Any]):
         indices = request.indices.tolist()
         with at_epoch(self.seed, request.epoch), _naming("fetching", indices):
             fetched = self.data.__getitems__(indices)
-        return self._collate(fetched, indices) if isinstance(fetched, list) else fetched
+        return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
+
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        with kept_global_randomness(), at_epoch(self.seed, 0):
+            seed_for_sample(self.seed, 0, index)
+            return self.data[index]
 
     def _fetch_one_by_one(self, request: FetchRequest) -> Any:
         samples = []
@@ -105,11 +116,24 @@ class SampleFetch(Dataset[Any]):
                 seed_for_sample(self.seed, request.epoch, index)
                 with _naming("fetching", [index]):
                     samples.append(self.data[index])
-        return self._collate(samples, indices)
+        return self._collate(samples, indices, request.epoch)
 
-    def _collate(self, samples: Sequence[Any], indices: Sequence[int]) -> Any:
-        with _naming("collating", indices):
-            return self.collate(samples)
+    def _collate(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
+        if _is_default(self.collate):  # which draws nothing, and seeding takes longer than a small batch
+            with _naming("collating", indices):
+                return self.collate(samples)
+        with kept_global_randomness(), _naming("collating", indices):
+            seed_for_batch(self.seed, epoch, indices)
+            before = GeneratorStates.now() if self._is_probed() else None
+            batch = self.collate(samples)
+            if before is not None and not GeneratorStates.now().is_same_as(before):
+                self.has_collate_drawn = True
+            return batch
+
+    def _is_probed(self) -> bool:
+        """Whether this fetch is one of those in which draws are looked for: the first ones, and every power of two."""
+        fetches = self._num_fetches
+        return fetches <= _PROBED_FETCHES or not fetches & (fetches - 1)
 
 
 @contextmanager
@@ -126,11 +150,16 @@ def _naming(doing: str, indices: Sequence[int]) -> Iterator[None]:
 
 def _plain_columns(data: Any, collate: Callable[[Sequence[Any]], Any]) -> Sequence[torch.Tensor] | None:
     """Return the tensors of data that is nothing but tensors in host memory: a batch of it is one index operation."""
-    is_default = getattr(collate, "__func__", None) is Task.collate
-    is_plain = (type(data) is TensorDataset and is_default) or (type(data) is TensorData and data.transform is None)
+    is_plain = (type(data) is TensorDataset and _is_default(collate)) or (
+        type(data) is TensorData and data.transform is None
+    )
     if is_plain and all(column.device.type == "cpu" and not column.is_sparse for column in data.tensors):
         return cast(Sequence[torch.Tensor], data.tensors)
     return None
+
+
+def _is_default(collate: Callable[[Sequence[Any]], Any]) -> bool:
+    return getattr(collate, "__func__", None) is Task.collate
 
 
 def _next_draws() -> tuple[float, float, int]:
@@ -144,6 +173,20 @@ class Loader:
         self._fetch = fetch
         self._device = device
         self._num_workers = num_workers
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self._fetch.seed
+
+    @property
+    def has_collate_drawn(self) -> bool:
+        """Whether `collate` was seen to draw random numbers in this process."""
+        return self._fetch.has_collate_drawn
+
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        return self._fetch.sample(index)
 
     def without_data(self) -> "Loader":
         """Return a loader for a rank that takes no samples: its batches are empty hands."""
@@ -170,6 +213,9 @@ class Loader:
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=self._device.type == "cuda",
+            # whatever the program or Python 3.14 prefers: data need not be picklable, a fork server is not the rank's
+            # child, and a fresh interpreter could not import the task's file by the name that it has here
+            multiprocessing_context="fork",
             # by default it draws its workers' seeds from the generator that dropout draws from
             generator=torch.Generator().manual_seed(self._fetch.seed),
         )
@@ -202,7 +248,8 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
     while waiting is not _END:
         torch.accelerator.current_stream(device).wait_stream(stream)
         # the copy was allocated in the other stream: its memory must not be reused there while it is used here
-        map_tensors(waiting, lambda tensor: tensor.record_stream(torch.accelerator.current_stream(device)))
+        for tensor in tensors_in(waiting):
+            tensor.record_stream(torch.accelerator.current_stream(device))
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready

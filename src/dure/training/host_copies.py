@@ -8,7 +8,7 @@ What only the optimiser's step changes is copied beside the next forward and bac
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -65,12 +65,12 @@ class HostCopies:
 
     def missing_bytes(self, share: Share) -> int:
         """Return the memory that a copy would take beyond what is kept."""
-        sources = list(_tensors(share))
+        sources = share.tensors()
         return 0 if self._fits(sources) else max(0, _needed_bytes(sources) - self.num_bytes)
 
     def prepare(self, share: Share) -> None:
         """Get the memory that a copy takes, and let a thread touch it."""
-        sources = list(_tensors(share))
+        sources = share.tensors()
         if self._fits(sources):
             return
         self._lay_out(sources)
@@ -79,7 +79,7 @@ class HostCopies:
     def of(self, share: Share) -> Share:
         """Return a share that is a copy once it is complete; valid until the next one is made."""
         self.complete()
-        sources = list(_tensors(share))
+        sources = share.tensors()
         if not self._fits(sources):
             self._lay_out(sources)
         self._copy(sources, {id(tensor) for tensor in steady_tensors(share)} if self.is_beside else set())
@@ -148,11 +148,12 @@ class HostCopies:
         self._await_touching()
         large: list[Block] = []
         later: list[Block] = []
-        is_away = False
+        devices = set()
         for source, target in zip(sources, self._targets, strict=True):
             is_here = source.device.type == "cpu"
             if not is_here or not source.is_contiguous() or source.is_conj() or source.is_neg():
-                is_away = is_away or not is_here
+                if not is_here:
+                    devices.add(source.device)
                 target.copy_(source.detach(), non_blocking=not is_here)
             elif source.nbytes < _SMALL_BYTES:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -163,8 +164,7 @@ class HostCopies:
                 large += _blocks(target.data_ptr(), source.data_ptr(), source.nbytes)
         self.beside_bytes = sum(size for _, _, size in later)
         self._copy_blocks(large)
-        if is_away:
-            torch.accelerator.synchronize()
+        _await(devices)
         if later:
             # one thread moves nearly as much as memory can; `complete` lends it a hand
             self._waiting = iter(later)
@@ -196,6 +196,12 @@ def _blocks(target: int, source: int, size: int) -> Iterator[Block]:
         yield target + begin, source + begin, min(_BLOCK_BYTES, size - begin)
 
 
+def _await(devices: Iterable[torch.device]) -> None:
+    """Wait for the copies from each device: without a name torch waits for the current one alone."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
 def _touch(address: int, size: int) -> None:
     for target, _, block in _blocks(address, address, size):
         ctypes.memset(target, 0, block)
@@ -211,22 +217,11 @@ def _new_room(num_bytes: int, *, is_pinned: bool) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _tensors(share: Share) -> Iterator[Tensor]:
-    """Yield a share's tensors, in the order in which a copy of it takes them."""
-    for tensors in share.parts.values():
-        for value in tensors.values():
-            yield value.tensor if isinstance(value, Piece) else value
-    yield from share.per_rank.values()
-
-
 def steady_tensors(share: Share) -> Iterator[Tensor]:
     """Yield the tensors on this host that only the optimiser's step changes."""
-    for part, tensors in share.parts.items():
-        for name, value in tensors.items():
-            tensor = value.tensor if isinstance(value, Piece) else value
-            is_steady = name in share.steady if part == "model" else bool(share.steady)
-            if is_steady and tensor.device.type == "cpu":
-                yield tensor
+    for tensor, is_steady in zip(share.tensors(), share.steadiness(), strict=True):
+        if is_steady and tensor.device.type == "cpu":
+            yield tensor
 
 
 def _needed_bytes(sources: list[Tensor]) -> int:

@@ -1,27 +1,19 @@
-"""From `file.py:Class` to a task, and back."""
+"""Import of a task's class from `file.py:Class` or `package.module:Class`."""
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
 
 from dure.errors import TaskInvalid
 from dure.frames import traceback_in_user_code
-from dure.spec import unknown_name
 from dure.training.task import Task
-
-_registered: dict[str, type[Task]] = {}
+from dure.training.task_hooks import check_task_class
 
 
 def load_task_class(reference: str) -> type[Task]:
@@ -32,8 +24,6 @@ def load_task_class(reference: str) -> type[Task]:
     Raises:
         TaskInvalid: No such file or class, an import that fails (with the user's own traceback), a missing method.
     """
-    if reference in _registered:
-        return _registered[reference]
     where, _, class_name = reference.rpartition(":")
     if not where or not class_name.isidentifier():
         raise TaskInvalid(f"'{reference}' names no task: write file.py:Class or package.module:Class")
@@ -60,124 +50,6 @@ def load_task_class(reference: str) -> type[Task]:
         raise TaskInvalid(f"{class_name} in {where} is not a task: derive it from dure.Task")
     check_task_class(found)
     return found  # type: ignore[no-any-return]
-
-
-def check_task_class(cls: type[Task]) -> None:
-    """Refuse a class that lacks a needed method, or has one that cannot be called as dure calls it.
-
-    Raises:
-        TaskInvalid: Names every such method with its signature.
-    """
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    if missing:
-        raise TaskInvalid(
-            f"{cls.__name__} lacks {', '.join(map(_signature, missing))}: add what is missing to the class"
-        )
-    wrong = [name for name in _METHODS if not _takes_what_is_given(cls, name)]
-    if wrong:
-        seen = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in wrong)
-        wanted = ", ".join(map(_signature, wrong))
-        raise TaskInvalid(f"{cls.__name__} has {seen}, but dure calls {wanted}: give it these parameters")
-    if not isinstance(cls.defaults, Mapping):
-        raise TaskInvalid(
-            f"{cls.__name__}.defaults is {cls.defaults!r:.60}: make it a dict of settings, such as {{'epochs': 10}}"
-        )
-
-
-_METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
-
-
-def _signature(method: str) -> str:
-    return f"{method}({', '.join(inspect.signature(getattr(Task, method)).parameters)})"
-
-
-def _takes_what_is_given(cls: type[Task], method: str) -> bool:
-    given = len(inspect.signature(getattr(Task, method)).parameters)
-    own = inspect.getattr_static(cls, method)
-    if isinstance(own, staticmethod):
-        given -= 1
-    try:
-        inspect.signature(getattr(cls, method)).bind(*range(given - isinstance(own, classmethod)))
-    except TypeError:
-        return False
-    except ValueError:  # no signature to be had
-        return True
-    return True
-
-
-def task_reference(cls: type[Task]) -> str:
-    """Return the `file.py:Class` by which another process finds this class.
-
-    Raises:
-        TaskInvalid: The class was defined where no file can be read again, such as a notebook or a function.
-    """
-    file = (
-        inspect.getsourcefile(cls)
-        if cls.__module__ != "__main__"
-        else getattr(sys.modules["__main__"], "__file__", None)
-    )
-    if "." in cls.__qualname__ or file is None or not Path(file).exists():
-        raise TaskInvalid(
-            f"{cls.__qualname__} is not at the top level of a file, so another process cannot import it: move it "
-            "there, or pass start='inline' (one process) or start='fork'"
-        )
-    return f"{Path(file).resolve()}:{cls.__name__}"
-
-
-def register_task_class(cls: type[Task], reference: str | None = None) -> str:
-    """Make this process and its forks find a class without importing it, and return its reference.
-
-    Without a reference it gets one that no other process can use: it is for classes that no file gives back.
-    """
-    reference = reference or f"{cls.__module__}:{cls.__qualname__}"
-    _registered[reference] = cls
-    return reference
-
-
-def task_option_fields(cls: type[Task]) -> list[dataclasses.Field[Any]]:
-    """Return the task's own options: its annotated fields."""
-    return [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-
-
-def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
-    """Make the task, with its options converted to their declared types.
-
-    Raises:
-        TaskInvalid: An unknown option, a missing one, or a value of the wrong type; all of them at once.
-    """
-    hints = get_type_hints(cls)
-    fields = {field.name: field for field in task_option_fields(cls)}
-    faults = [unknown_name("task option", name, fields) for name in options if name not in fields]
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name in options:
-            try:
-                values[name] = TypeAdapter(hints[name]).validate_python(options[name])
-            except ValidationError as error:
-                told = error.errors()[0]["msg"].partition(",")[0].removeprefix("Input ")
-                faults.append(f"task option {name} is {options[name]!r} but {told}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            faults.append(f"task option {name} has no value: give --task.{name.replace('_', '-')}")
-    if faults:
-        raise TaskInvalid("; ".join(faults))
-    try:
-        return cls(**values)
-    except Exception as error:
-        raise TaskInvalid(f"{cls.__name__} cannot be made:\n{traceback_in_user_code(error)}") from error
-
-
-def plain_options(task: Task) -> dict[str, Any]:
-    """Return a task's options as JSON values, those left out from which the option could not be made again."""
-    hints = get_type_hints(type(task))
-    plain = {}
-    for field in task_option_fields(type(task)):
-        value = json.loads(json.dumps(getattr(task, field.name), default=str), parse_constant=str)
-        try:
-            TypeAdapter(hints[field.name]).validate_python(value)
-        except (ValidationError, PydanticSchemaGenerationError):
-            continue
-        plain[field.name] = value
-    return plain
 
 
 def _cure(error: BaseException, where: str) -> str:

@@ -5,6 +5,7 @@ bit anywhere in it, white space included, is seen. It stays plain JSON that a pe
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
+from dure.strategies.pieces import Rectangle
 from dure.training.durable_files import open_regular
+from dure.training.safetensors_file import DTYPES
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_MAX_BYTES = 256 * 2**20
@@ -68,7 +71,23 @@ class TensorEntry(_Strict):
         if len({(piece.offsets, piece.sizes) for piece in self.pieces}) != len(self.pieces):
             return "a piece appears twice"
         covered = sum(prod(piece.sizes) for piece in self.pieces)
-        return None if covered == prod(self.shape) else f"pieces of {covered} items for {prod(self.shape)}"
+        if covered != prod(self.shape):
+            return f"pieces of {covered} items for {prod(self.shape)}"
+        return "two pieces overlap" if _overlap(self.pieces) else None
+
+
+def _overlap(pieces: Sequence[PieceEntry]) -> bool:
+    """Return whether any two pieces have an element in common."""
+    ordered = sorted(pieces, key=lambda piece: piece.offsets)
+    while ordered:
+        first, *ordered = ordered
+        for other in ordered:
+            # those that begin beyond its end in the first dimension follow each other
+            if first.offsets and other.offsets[0] >= first.offsets[0] + first.sizes[0]:
+                break
+            if Rectangle(first.offsets, first.sizes).overlap(Rectangle(other.offsets, other.sizes)) is not None:
+                return True
+    return False
 
 
 class PositionEntry(_Strict):
@@ -111,14 +130,29 @@ class Manifest(_Strict):
 
     def fault(self) -> str | None:
         """Say what contradicts itself, if anything does."""
+        in_files: dict[str, int] = {}
         for name, entry in [*self.model.items(), *self.optimizer.items()]:
             if fault := entry.fault():
                 return f"{name}: {fault}"
             if missing := {piece.file for piece in entry.pieces} - self.files.keys():
                 return f"{name} is in {min(missing)}, which is not among the files"
+            if entry.dtype not in DTYPES:
+                return f"{name} is of {entry.dtype}, which is no dtype"
+            for piece in entry.pieces:
+                in_files[piece.file] = in_files.get(piece.file, 0) + prod(piece.sizes) * DTYPES[entry.dtype].itemsize
+        for file, num_bytes in in_files.items():
+            if num_bytes > self.files[file].num_bytes:
+                return f"{file} has {self.files[file].num_bytes} bytes for tensors of {num_bytes}"
+        if both := files_of(self.model) & files_of(self.optimizer):
+            return f"{min(both)} holds tensors of the model and of the optimiser"
         if wrong := [name for name, of in self.aliases.items() if of not in self.model]:
             return f"{wrong[0]} is an alias of a tensor that is not there"
         return None
+
+
+def files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
+    """Return the files that hold any of some tensors."""
+    return {piece.file for entry in entries.values() for piece in entry.pieces}
 
 
 def seal(manifest: Manifest) -> bytes:

@@ -4,36 +4,31 @@ What a rank puts there is what it would write of a checkpoint, so that a snapsho
 exchanged for it; only how often it is worth while is agreed on, at a few early steps and then ever more rarely.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import psutil
-import torch
 from torch import Tensor
 
-from dure import torchcompat
-from dure.strategies.optimizer_state import EXECUTION_KEYS
+from dure.measure.checksum import checksum
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of
-from dure.training.checkpoint_share import share_of
+from dure.training.device_copies import can_copy_beside
+from dure.training.live_share import LiveShare, restore_own_buffers
 from dure.training.session import Session
-from dure.training.session_state import Progression, captured, plain_state, rank_state, restore
-from dure.training.snapshot_exchange import Found, Survey, brought_up, collect
+from dure.training.session_state import Progression, restore
+from dure.training.snapshot_exchange import Found, Survey, collect
 from dure.training.snapshot_memory import (
     MOST_PLACES,
     NUM_PLACES,
     Origin,
-    ShareLayout,
-    SnapshotWriter,
     forget_after,
     newest_common,
     read_share,
 )
-from dure.training.state_tree import encode
+from dure.training.snapshot_writer import SnapshotWriter
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
@@ -44,9 +39,6 @@ MOST_OF_MEMORY = 0.5
 """Of the host's free memory that they may take."""
 _FIRST_AGREEMENT = 8
 """Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
-_as_json = json.JSONEncoder(allow_nan=False).encode
-_BUFFER = "buffer."
-"""Before the names of the buffers that a rank has for itself (BatchNorm's statistics between two broadcasts)."""
 
 
 def steps_between(cost: float, step: float) -> int:
@@ -82,7 +74,10 @@ class MemorySaver:
         self._warn = warn
         self.session = session
         self.progression = progression
-        self.every = every or 1
+        self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
+        """Steps between two, at least, if nothing else is asked for. What is copied beside a step is whole in the next
+        one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
+        self.every = every or self._least
         self._is_given = every is not None
         self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
         self._place = session.place
@@ -91,12 +86,17 @@ class MemorySaver:
         """Whether a snapshot is to be taken before the first step: hosts have come that hold none."""
         self._writer: SnapshotWriter | None = None
         self._went_on_from: Position | None = None
-        self._layout: ShareLayout | None = None
-        self._signature: list[Any] = []
+        self._share: LiveShare | None = None
         self._steps = 0
         self._next_agreement = _FIRST_AGREEMENT
         self._seconds: list[float] = []
-        self._begun = 0.0
+        """That snapshots took since ranks agreed last, …"""
+        self._step_seconds: list[float] = []
+        """… and steps."""
+        self._is_beside: bool | None = None
+        """Whether tensors on devices are copied beside the next forward and backward; None before the first."""
+        self._watched: tuple[list[Tensor], int] | None = None
+        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
 
     def is_due(self) -> bool:
         """Whether this boundary is one for a snapshot; to be asked once at each.
@@ -105,7 +105,7 @@ class MemorySaver:
         """
         if not self._descriptors:
             return False
-        if self._layout is None and not self._has_room():
+        if self._share is None and not self._has_room():
             return False
         self._steps += 1
         if not self._is_given and self._steps == self._next_agreement:
@@ -117,9 +117,10 @@ class MemorySaver:
 
         Communication: one gathered JSON message.
         """
-        self._lay_out(rank_state(self.session))
-        assert self._layout is not None
-        mine = [self._place.rank.node_rank, self._layout.num_bytes, psutil.virtual_memory().available]
+        # a host that is left alone must have all that ranks have alike
+        is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
+        self._share = LiveShare(self.session, self.progression, is_whole=is_whole)
+        mine = [self._place.rank.node_rank, self._share.layout.num_bytes, psutil.virtual_memory().available]
         said = self.session.group.all_gather_json(mine)
         nodes = {node: sum(one[1] for one in said if one[0] == node) for node, _, _ in said}
         needed, free = self._num_places * max(nodes.values()), min(one[2] for one in said)
@@ -133,88 +134,75 @@ class MemorySaver:
         return False
 
     def _agree(self) -> None:
-        step_seconds = (time.perf_counter() - self._begun - sum(self._seconds)) / max(self._steps - 1, 1)
-        mine = [median(self._seconds), step_seconds] if self._seconds else [0.0, 1.0]
-        said = self.session.group.all_gather_json(mine)
-        cost, step = max(one[0] for one in said), max(min(one[1] for one in said), 1e-6)
-        self.every = steps_between(cost, step)
+        cost = median(self._seconds) if self._seconds else 0.0
+        step = median(self._step_seconds) if self._step_seconds else 1.0
+        if self.every == 1:
+            step = max(step - cost, step / 10)  # it is a part of each
+        said = self.session.group.all_gather_json([cost, step])
+        self.every = max(self._least, steps_between(max(one[0] for one in said), min(one[1] for one in said)))
         self._next_agreement *= 4
         self._seconds.clear()
-        self._begun, self._steps = time.perf_counter(), 0
+        self._step_seconds.clear()
+        self._steps = 0
 
     def take(self, settle: Callable[[], None]) -> None:
         """Take a snapshot of this position.
 
         Args:
-            settle: Writes out the records up to it.
+            settle: Writes out the records up to it, and waits for the steps that are launched.
         """
-        begun = time.perf_counter()
-        self._begun = self._begun or begun
         settle()
+        begun = time.perf_counter()
         now, session = self.progression, self.session
         if self._writer is None:
             rank = session.group.rank
             origin = Origin(round=self._place.round, world_size=session.group.world_size, rank=rank)
             self._writer = SnapshotWriter(self._own_descriptor, self._went_on_from, self._num_places, origin)
-        own = rank_state(session)
-        if not self._is_as_laid_out(own):
-            own = self._lay_out(own)
-        assert self._layout is not None
-        torchcompat.copy_all(self._own, [*own.values()])
-        state = {"extra": encode(plain_state(session, now), "extra"), "groups": self._groups()}
+        assert self._share is not None
+        self._share.update()
         position = Position(
             samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
         )
         trusted = None if self._trusted_samples is None else self._trusted_samples()
-        self._writer.write(self._layout, _as_json(state).encode(), position, trusted)
+        share = self._share
+        if self._is_beside is None:
+            self._watch(share)
+        steady = None
+        if self.every > 1:
+            steady = share.steady if self._is_beside else [False] * len(share.steady)
+        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady, share.own)
         self._seconds.append(time.perf_counter() - begun)
 
-    # what is the same from step to step
+    def _watch(self, share: LiveShare) -> None:
+        """Note what is said to change in the optimiser's step only, where copies beside training depend on that."""
+        self._is_beside = False
+        steady = zip(share.tensors, share.steady, strict=False)
+        watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]
+        self._watched = (watched, checksum(watched)) if watched else None
 
-    def _lay_out(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        snapshot = captured(self.session, self.progression)
-        # a host that is left alone must have all that ranks have alike
-        is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
-        share = share_of(snapshot, self.session.group.rank, is_whole=is_whole)
-        # of its own, so that later states can be put into the same place
-        self._own_by_name = {name: tensor.clone() for name, tensor in own.items()}
-        share.per_rank = {**self._own_by_name, **self._own_buffers()}
-        self._own = list(self._own_by_name.values())
-        self._layout = ShareLayout(share, is_spread=snapshot.is_spread)
-        self._signature = self._parts()
-        return own
+    def before_change(self) -> float:
+        """Be done with copying what the optimiser's step is about to change; return the seconds that took.
 
-    def _is_as_laid_out(self, own: dict[str, Tensor]) -> bool:
-        if self._layout is None or own.keys() != self._own_by_name.keys():
-            return False
-        if any(self._own_by_name[name].shape != tensor.shape for name, tensor in own.items()):
-            return False
-        now = self._parts()
-        return len(now) == len(self._signature) and all(map(_is_same, now, self._signature))
+        To be called between each step's forward and backward and its optimiser. In the first after a snapshot what is
+        said to change in the optimiser's step only is looked at: a task may change weights by itself, in its loss.
+        """
+        if self._watched is None and (self._writer is None or self._writer.is_complete):
+            return 0.0
+        begun = time.perf_counter()
+        if self._watched is not None:
+            watched, before = self._watched
+            self._is_beside, self._watched = checksum(watched) == before, None
+        if self._writer is not None and not self._writer.complete():
+            self._is_beside = False  # that one is lost, and the others wait
+        waited = time.perf_counter() - begun
+        if self._seconds:
+            self._seconds[-1] += waited
+        return waited
 
-    def _parts(self) -> list[Any]:
-        """Return what tells whether the tensors are still those that were laid out."""
-        strategy = self.session.strategy
-        state = [value for values in strategy.optimizer.state.values() for value in values.values()]
-        stepped = [p.data_ptr() for group in strategy.optimizer.param_groups for p in group["params"]]
-        return [*state, *stepped, *strategy.model.buffers()]
-
-    def _own_buffers(self) -> dict[str, Tensor]:
-        session = self.session
-        if session.group.rank == 0:
-            return {}
-        kept = session.strategy.model.state_dict().keys()
-        return {f"{_BUFFER}{name}": b for name, b in session.strategy.model.named_buffers() if name in kept}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [
-            {
-                key: encode(value, key)
-                for key, value in group.items()
-                if key != "params" and key not in EXECUTION_KEYS and not isinstance(value, Tensor)
-            }
-            for group in self.session.strategy.optimizer.param_groups
-        ]
+    def note(self, step_seconds: float) -> None:
+        """Take in how long a step has lasted."""
+        if self._descriptors and not self._is_given:
+            self._step_seconds.append(step_seconds)
 
     # taking one up
 
@@ -258,10 +246,11 @@ class MemorySaver:
         if self._survey is None:
             checkpoint = self._read(found.position)
         else:
-            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found)
+            needs = self.session.strategy.needs()
+            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found, needs)
             self.must_take = not self._survey.is_everybodys(found)
         restore(self.session, self.progression, checkpoint)
-        self._load_buffers(checkpoint)
+        restore_own_buffers(self.session, checkpoint.per_rank(self.session.group.world_size) or {})
         self._went_on_from = found.position
 
     def take_at_once(self) -> None:
@@ -274,19 +263,5 @@ class MemorySaver:
         self.must_take = False
 
     def _read(self, position: Position) -> Checkpoint:
-        shares = [brought_up(read_share(descriptor, position)) for descriptor in self._descriptors]
+        shares = [read_share(descriptor, position).share for descriptor in self._descriptors]
         return checkpoint_of(shares, position, self.session.group.rank)
-
-    def _load_buffers(self, checkpoint: Checkpoint) -> None:
-        own = checkpoint.per_rank(self.session.group.world_size) or {}
-        with torch.no_grad():
-            for name, buffer in self.session.strategy.model.named_buffers():
-                if (saved := own.get(f"{_BUFFER}{name}")) is not None:
-                    buffer.copy_(saved)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one is other
-    # what holds tensors deeper down (L-BFGS's history) is laid out anew each time
-    return isinstance(one, int | float | str | None) and one == other

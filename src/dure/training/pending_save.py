@@ -201,6 +201,7 @@ class PendingSave:
         Raises:
             DiskFull: On every rank, when one found no room.
             StateChanged: On every rank, when what one copied did not stay as it was meanwhile.
+            WeightsNotFinite: On every rank, when the weights of one are not finite.
             CheckpointNotWritten: On the rank that could not write.
             PeerLost: Another rank could not write its part.
         """

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from dure.measure.records import Metric, StepRecord
-from dure.telling import has_live_line
+from dure.telling import has_live_line, is_notebook
 from dure.units import format_seconds
 
 _LIVE_SECONDS = 0.1
+_NOTEBOOK_SECONDS = 0.5
+"""A notebook saves each state of the line."""
 _PLAIN_SECONDS = 10.0
 _SMOOTHING = 0.1
 
@@ -44,6 +46,8 @@ class Progress:
         self._is_live = is_relayed_live or has_live_line(self._stream)
         self._has_color = self._is_live and not os.environ.get("NO_COLOR")
         self._interval = _LIVE_SECONDS if self._is_live else _PLAIN_SECONDS
+        if is_notebook(self._stream):
+            self._interval = _NOTEBOOK_SECONDS
         self._total_samples = total_samples
         self._next_time = 0.0 if self._is_live else time.time() + 1.0
         self._last_samples = samples_seen
@@ -52,7 +56,9 @@ class Progress:
         self._samples_per_second = 0.0
         self._data_fraction = 0.0
         self._metric = ""
-        self._is_line_open = False
+        self._erase = "" if is_notebook(self._stream) else "\x1b[K"
+        self._drawn_columns = 0
+        """Of the open line; 0: there is none."""
 
     def step(self, record: StepRecord) -> None:
         """Take note of a step, and show it if it is time."""
@@ -114,13 +120,17 @@ class Progress:
             line = line if len(line) < width else line[: width - 2] + "…"
         colored = f"\x1b[36m{line[:4]}\x1b[0m{line[4:]}" if self._has_color else line
         # relayed, a second "\r" lets what the task prints next take the line's place, not go on in it
-        self._write(f"\r{colored}\r" if self._is_relayed else f"\r{colored}\x1b[K")
-        self._is_line_open = True
+        self._write(f"\r{colored}\r" if self._is_relayed else f"{self._over()}{colored}{self._erase}")
+        self._drawn_columns = len(line)
+
+    def _over(self) -> str:
+        """Return what goes back to the begin of the open line; in a notebook, which erases nothing, over it."""
+        return "\r" if self._erase else f"\r{' ' * self._drawn_columns}\r"
 
     def _close_line(self) -> None:
-        if self._is_line_open:
-            self._write("\r\x1b[K")
-            self._is_line_open = False
+        if self._drawn_columns:
+            self._write(f"{self._over()}{self._erase}")
+            self._drawn_columns = 0
 
     def _write(self, text: str) -> None:
         try:

@@ -41,6 +41,8 @@ DCP_SHARDING_KEY = "DCP_SHARDING_INFO"
 
 PREFIX_BYTES = 8
 """Before the header stands its length, as an unsigned little-endian integer."""
+HEADER_MAX_BYTES = 256 * 2**20
+"""About a million tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,43 @@ def file_buffers(tensors: Mapping[str, Tensor], layout: FileLayout) -> Iterator[
             yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlace:
+    """A tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Of its bytes, from the beginning of the file."""
+    end: int
+
+
+def read_header(text: bytes, num_bytes: int) -> dict[str, TensorPlace]:
+    """Return where the tensors of a file are.
+
+    Args:
+        text: The header, without its length in front.
+        num_bytes: Of the whole file.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError, RecursionError: It is no header of such a file.
+    """
+    header = json.loads(text)
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in header.items():
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if not all(type(number) is int for number in (*shape, *entry["data_offsets"])):
+            raise ValueError(f"an entry has {entry}, which are no whole numbers")
+        first, end = (PREFIX_BYTES + len(text) + offset for offset in entry["data_offsets"])
+        is_within = PREFIX_BYTES + len(text) <= first and end <= num_bytes
+        if min(shape, default=0) < 0 or not is_within or end - first != prod(shape) * dtype.itemsize:
+            raise ValueError(f"an entry of shape {list(shape)} cannot stand at bytes {entry['data_offsets']}")
+        places[name] = TensorPlace(name=name, dtype=dtype, shape=shape, begin=first, end=end)
+    return places
+
+
 def parse(data: bytearray, name: str) -> dict[str, Tensor]:
     """Return the tensors of a file as views of its bytes, without a copy.
 
@@ -123,21 +162,16 @@ def parse(data: bytearray, name: str) -> dict[str, Tensor]:
     if len(data) < PREFIX_BYTES or begin > len(data):
         raise CheckpointDamaged(f"{name} is no safetensors file: its header does not fit into its {len(data)} bytes")
     try:
-        header = json.loads(data[PREFIX_BYTES:begin])
-        header.pop("__metadata__", None)
-        return {key: _view(data, begin, entry) for key, entry in header.items()}
+        places = read_header(bytes(data[PREFIX_BYTES:begin]), len(data))
+        return {key: _view(data, place) for key, place in places.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointDamaged(f"{name} is no safetensors file: {error}") from error
 
 
-def _view(data: bytearray, begin: int, entry: dict[str, Any]) -> Tensor:
-    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-    first, end = entry["data_offsets"]
-    count = prod(shape)
-    if min(shape, default=0) < 0 or first < 0 or end - first != count * dtype.itemsize or begin + end > len(data):
-        raise ValueError(f"an entry of shape {shape} cannot stand at bytes {first} to {end}")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    if (begin + first) % dtype.itemsize:
-        return torch.frombuffer(data[begin + first : begin + end], dtype=dtype).reshape(shape)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=begin + first).reshape(shape)
+def _view(data: bytearray, place: TensorPlace) -> Tensor:
+    if place.begin == place.end:
+        return torch.empty(place.shape, dtype=place.dtype)
+    if place.begin % place.dtype.itemsize:
+        return torch.frombuffer(data[place.begin : place.end], dtype=place.dtype).reshape(place.shape)
+    count = prod(place.shape)
+    return torch.frombuffer(data, dtype=place.dtype, count=count, offset=place.begin).reshape(place.shape)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from dure.telling import tell
 from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
 from dure.training.checkpoint_share import share_of
 from dure.training.checkpoint_writer import MOST_OF_MEMORY
+from dure.training.finite_check import finite_parameters
 from dure.training.host_copies import HostCopies, steady_tensors
 from dure.training.memory_saver import MemorySaver
 from dure.training.seeds import seed_rank
 from dure.training.session import Session
 from dure.training.session_state import Progression, captured, restore
-from dure.training.snapshot import Position
+from dure.training.snapshot import Position, Snapshot
 from dure.training.stop import StoppedAtOnce
 
 
@@ -56,6 +57,7 @@ class Saver:
         self._watched: tuple[list[Tensor], int] | None = None
         """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
         self._is_full_told = False
+        self._finite = finite_parameters(session.strategy.model)
 
     @property
     def is_first(self) -> bool:
@@ -95,7 +97,7 @@ class Saver:
         self.last_step, self.last_time = now.step, time.monotonic()
         try:
             pending = self.store.begin(
-                captured(self.session, now),
+                self._captured(),
                 Position(
                     samples_seen=now.samples_seen,
                     step=now.step,
@@ -124,19 +126,27 @@ class Saver:
         """Get the memory for copies early, beside the next steps: new pages cost more than the copying itself.
 
         To be called once, after a first step, when the optimiser has its state.
+
+        Raises:
+            TaskInvalid: No checkpoint could hold the state: better now than at the end of the run.
         """
         session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
+        if not session.strategy.is_in_step:
+            return
+        share = share_of(self._captured(), session.group.rank)
         epoch_samples = session.order.epoch_samples
         until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint_every_samples or epoch_samples)
         is_soon = spec.checkpoint_every_minutes is not None or until_next < session.total_samples - seen
-        if self.copies is None or not is_soon or not session.strategy.is_in_step:
+        if self.copies is None or not is_soon:
             return
-        share = share_of(captured(session, self.progression), session.group.rank)
         on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size
         if on_this_host <= MOST_OF_MEMORY * psutil.virtual_memory().available:
             self.copies.prepare(share)
             watched = list(steady_tensors(share))
             self._watched = (watched, checksum(watched)) if watched else None
+
+    def _captured(self) -> Snapshot:
+        return replace(captured(self.session, self.progression), finite=self._finite)
 
     def before_change(self) -> float:
         """Be done with reading what the optimiser's step is about to change; return the seconds that took.
@@ -311,7 +321,8 @@ class Saver:
 
     def _load(self, name: str) -> None:
         session, now = self.session, self.progression
-        checkpoint = Checkpoint.read(self.run.checkpoints / name, rank=session.group.rank)
+        path, needs = self.run.checkpoints / name, session.strategy.needs()
+        checkpoint = Checkpoint.read(path, rank=session.group.rank, needs=needs)
         restore(session, now, checkpoint)
         self.last_samples = now.samples_seen
         self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)

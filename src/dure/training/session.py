@@ -1,13 +1,12 @@
 """From a spec to everything a rank needs to train or evaluate, in the order in which it must happen."""
 
-import hashlib
+import dataclasses
 import inspect
 import math
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,20 @@ from dure.place import Place
 from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy, StrategyOptions
+from dure.strategies.loss_traits import LossTraits
 from dure.strategies.precision import Precision
 from dure.telling import tell
 from dure.torchcompat import import_late_parts, settle_engine
+from dure.training.digests import code_digest
 from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
-from dure.training.load_task import build_task, load_task_class
+from dure.training.given_task import make_task
+from dure.training.kept_state import KeptState
+from dure.training.loss_inspection import inspected_on_rank0
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.task import Task
+from dure.training.task_identity import TaskIdentity
 
 
 @dataclass(kw_only=True)
@@ -49,6 +53,12 @@ class Session:
     eval_loader: Loader | None
     eval_samples: int
     eval_batch_size: int
+    identity: TaskIdentity
+    """What is trained, to be compared with what a checkpoint was saved of."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Further differences from the undisturbed one-process run, found on the way."""
+    kept: KeptState
+    """Plain state beside that of model and optimiser."""
 
 
 def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:
@@ -108,6 +118,7 @@ def open_session(
     group: Group,
     devices: tuple[torch.device, ...],
     around_loss: Callable[[LossFunction], LossFunction] | None = None,
+    traits: LossTraits | None = None,
 ) -> Session:
     """Build task, data, model and strategy; every rank builds the same, and checks that it did.
 
@@ -117,6 +128,7 @@ def open_session(
         group: All of them.
         devices: This rank's.
         around_loss: Changes the task's loss, for failures on purpose.
+        traits: Traits of the loss that are known already; None to find them.
 
     Raises:
         TaskInvalid: A method of the task returns what it must not.
@@ -124,7 +136,8 @@ def open_session(
         RanksDisagree: Ranks that did not build the same.
     """
     startup = group.startup(None if spec.quiet else tell)
-    task = build_task(load_task_class(spec.task), spec.task_options)
+    seed_everything(spec.seed)
+    task = make_task(spec.task, spec.task_options)
     with startup.step("preparing the data"):
         if place.rank.local_rank == 0:
             task.prepare_data()
@@ -154,6 +167,12 @@ def open_session(
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
+    if traits is None:
+        with startup.step("trying the loss"):
+            traits = inspected_on_rank0(strategy, task, model, loaders[0], order)
+    strategy.traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
+    if faults := strategy.check_traits(model):
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     return Session(
         spec=spec,
@@ -167,11 +186,40 @@ def open_session(
         eval_loader=loaders[1] if eval_data is not None else None,
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
+        identity=_identity(task, order, eval_samples, loaders[0]),
+        kept=KeptState(task, strategy.model, strategy.optimizer),
     )
+
+
+def _identity(task: Task, order: SampleOrder, eval_samples: int, loader: Loader) -> TaskIdentity:
+    return TaskIdentity.of(task, order.num_samples, eval_samples, loader.sample)
 
 
 def _first_samples(loader: Loader, num_samples: int) -> Any:
     return next(loader.without_workers().batches([FetchRequest(0, np.arange(num_samples))]))
+
+
+def check_parts(session: Session, samples_seen: int) -> None:
+    """Refuse batches of which a part has one sample, where the loss takes more.
+
+    Args:
+        samples_seen: Position at which the run goes on; batches before it do not matter.
+
+    Raises:
+        SpecInvalid: Names the size of the smallest such batch.
+    """
+    fault = session.strategy.traits.fails_alone
+    if fault is None:
+        return
+    for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):
+        if size > 1 and 1 in session.strategy.parts_of(size):
+            raise SpecInvalid(
+                [
+                    f"a batch of this run has {size} samples, of which {session.spec.strategy} gives one alone to the "
+                    f"loss, and that takes more ({fault}): use --drop-last, another --global-batch-size or "
+                    "--microbatch-size, or fewer ranks"
+                ]
+            )
 
 
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
@@ -203,10 +251,11 @@ def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
                 f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: "
                 "return a torch.optim.Optimizer"
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise TaskInvalid(
-                f"{type(task).__name__}.build_optimizer returned LBFGS, which evaluates the loss several times in a "
-                "step: use one that takes a step from gradients, such as AdamW or SGD"
+                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}, whose step asks for a "
+                "closure that computes the loss again: use one that takes a step from gradients, such as AdamW or SGD"
             )
         return optimizer
 
@@ -218,7 +267,7 @@ def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder
     return {
         "Python version": platform.python_version(),
         "torch version": torch.__version__,
-        "task code": _code_digest(task),
+        "task code": code_digest(type(task)),
         "seed": spec.seed,
         "global_batch_size": spec.global_batch_size,
         "training samples": order.num_samples,
@@ -252,11 +301,6 @@ def check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
                 f"rank 0 and rank {rank} do not run the same: {field} is {value} on rank 0 and {theirs[field]} on rank "
                 f"{rank}; start all ranks with the same code, data and settings"
             )
-
-
-def _code_digest(task: Task) -> str:
-    file = inspect.getsourcefile(type(task))
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file and Path(file).is_file() else "unknown"
 
 
 def check_sync_batchnorm(session: Session, samples_seen: int) -> None:

@@ -1,16 +1,19 @@
 """What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dure.strategies.base import StrategyState
 from dure.training.checkpoint import Checkpoint
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session
 from dure.training.snapshot import Snapshot
+from dure.training.task_identity import refusal
 
 _OWN = "strategy."
 """Before the names of what a strategy keeps for one rank."""
@@ -37,15 +40,27 @@ class Progression:
 
 def captured(session: Session, progression: Progression) -> Snapshot:
     """Return a session's state and its progression, for a checkpoint."""
-    strategy = session.strategy
-    state = strategy.state_dict()
+    return snapshot_of(session, progression, session.strategy.state_dict(), rank_state(session))
+
+
+def snapshot_of(
+    session: Session, progression: Progression, state: StrategyState, own: Mapping[str, Tensor]
+) -> Snapshot:
+    """Return a session's state as a snapshot.
+
+    Args:
+        session: Whose state it is.
+        progression: How far the run is.
+        state: Of its strategy.
+        own: The `rank_state`.
+    """
     return Snapshot(
         model=state.model,
         optimizer=state.optimizer,
         is_spread=state.is_spread,
-        steady=strategy.steady_names(),
+        steady=session.strategy.steady_names(),
         extra=plain_state(session, progression),
-        per_rank=rank_state(session),
+        per_rank=own,
     )
 
 
@@ -56,6 +71,7 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
+        "identity": session.identity.to_json(),
     }
 
 
@@ -63,9 +79,10 @@ def rank_state(session: Session) -> dict[str, Tensor]:
     """Return what this rank alone has: its generators, and what its strategy keeps for it."""
     strategy = session.strategy
     return {
-        **capture_random_state(),
+        **capture_random_state(strategy.devices),
         _STREAM: _stream(strategy.random_stream),
         **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
+        **session.kept.tensors(),
     }
 
 
@@ -80,6 +97,7 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     Communication: one gathered JSON message.
     """
     strategy, group = session.strategy, session.group
+    _compare_identity(session, checkpoint)
     strategy.load_state_dict(checkpoint)
     strategy.precision.load_state(checkpoint.extra["precision"])
     strategy.expectation = checkpoint.extra["expectation"]
@@ -87,11 +105,32 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         setattr(progression, field, value)
     state = checkpoint.per_rank(group.world_size)
     drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
-    if state is None or not all(group.all_gather_json(drew == strategy.random_stream)):
-        # other ranks, or ranks that draw otherwise together: no draws can be continued, so each rank begins anew
-        # from this position
-        seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
-    else:
-        restore_random_state(state)
+    session.kept.restore(checkpoint.of_rank0() if state is None else state)
+    # a generator whose draws cannot be continued begins anew from this position: all of them where there are other
+    # ranks, or ranks that draw otherwise together; one of a device that was not there
+    seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
+    is_continued = state is not None and all(group.all_gather_json(drew == strategy.random_stream))
+    if strategy.draws and not is_continued:
+        session.notes.append(
+            f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
+        )
+    if state is not None and is_continued:
+        restore_random_state(state, strategy.devices)
         own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
         strategy.load_rank_state(own)
+
+
+def _compare_identity(session: Session, checkpoint: Checkpoint) -> None:
+    """Refuse to go on with other code or data than those that a checkpoint was saved of.
+
+    Raises:
+        TaskInvalid: They differ, and that was not accepted.
+    """
+    changes = session.identity.changes_since(checkpoint.extra.get("identity", {}))
+    if not changes:
+        return
+    if not session.spec.accept_changes:
+        raise refusal(changes, f"checkpoint {checkpoint.name}")
+    session.notes.append(
+        f"changed at {checkpoint.position.samples_seen:,} samples, and accepted: {' and '.join(changes)}"
+    )

@@ -38,5 +38,7 @@ class Snapshot:
     steady: frozenset[str] = frozenset()
     """Of the model's names those whose tensors, like the optimiser's, change in the optimiser's step only. Empty: there
     is no telling, and the optimiser's may change as well."""
+    finite: frozenset[str] = frozenset()
+    """Names of the model's parameters that were finite when it was built: they are written as long as they are."""
     per_rank: Mapping[str, Tensor] = field(default_factory=dict)
     """What belongs to this rank alone: the states of its random generators."""

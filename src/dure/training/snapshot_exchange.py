@@ -5,7 +5,6 @@ ranks have alike every host has all; a share that is a piece of the whole is of 
 may be others than those that wrote: a host was lost, came back, or comes for the first time.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dure.comm.groups import Group
 from dure.place import Place
-from dure.strategies.pieces import Piece
+from dure.strategies.pieces import Needs, Piece
 from dure.training.checkpoint import Checkpoint, Position
 from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import PARTS, Share
@@ -22,6 +21,7 @@ from dure.training.snapshot_memory import (
     PIECES,
     WHOLE,
     Held,
+    Packed,
     SavedShare,
     held,
     packed_share,
@@ -105,23 +105,41 @@ class Survey:
         return [] if is_everywhere else [next(rank for rank, one in holders if one.kind & WHOLE)]
 
 
-def collect(group: Group, place: Place, descriptors: Sequence[int], survey: Survey, found: Found) -> Checkpoint:
+def collect(
+    group: Group, place: Place, descriptors: Sequence[int], survey: Survey, found: Found, needs: Needs
+) -> Checkpoint:
     """Return a snapshot as the checkpoint that it would be, after hosts have sent each other what is missing.
 
-    Communication: of each share that is sent one gathered JSON message and one broadcast of its bytes.
+    Of a share that is sent a rank keeps what it needs, before the next one comes.
+
+    Args:
+        group: All ranks.
+        place: Of this one.
+        descriptors: Of every rank of this host, the memory of its snapshots.
+        survey: What ranks hold.
+        found: The snapshot.
+        needs: What this rank takes up of it.
+
+    Communication: of each share that is sent one gathered JSON message and two broadcasts of its bytes.
     """
     saved = {one.share.rank: one for one in _local(descriptors, found)}
+    sent: dict[int, tuple[list[int], bytes, int]] = {}
     for source in survey.to_send(found):
-        numbers: list[int] = []
-        data = b""
+        packed = Packed([], b"", b"")
         if group.rank == source:
-            numbers, data = packed_share(descriptors[place.rank.local_rank], found.position, found.round)
-        numbers, num_bytes = group.all_gather_json([numbers, len(data)])[source]
-        received = bytearray(data or num_bytes)
-        group.broadcast_bytes(received, source)
-        one = unpacked_share(numbers, received)
+            packed = packed_share(descriptors[place.rank.local_rank], found.position, found.round)
+        numbers, *sizes = group.all_gather_json([packed.numbers, len(packed.head), len(packed.data)])[source]
+        head = bytes(_broadcast(group, source, packed.head, sizes[0]))
+        sent[source] = numbers, head, sizes[1]
+        one = unpacked_share(numbers, head, None)
         saved.setdefault(one.share.rank, one)
     checkpoint = checkpoint_of(_shares(saved, found.world_size), found.position, group.rank)
+    for source, (numbers, head, num_bytes) in sent.items():
+        data = b""
+        if group.rank == source:
+            data = packed_share(descriptors[place.rank.local_rank], found.position, found.round).data
+        received = _broadcast(group, source, data, num_bytes)
+        checkpoint.take_in(unpacked_share(numbers, head, received).share, needs)
     if not survey.is_everybodys(found):
         # a rank was another one, or is new: what belongs to a rank alone is then taken up by none, as after a resume
         # with another number of ranks
@@ -129,15 +147,10 @@ def collect(group: Group, place: Place, descriptors: Sequence[int], survey: Surv
     return checkpoint
 
 
-def brought_up(saved: SavedShare) -> Share:
-    """Return a share with what changes from step to step put in its place."""
-    state, newer = json.loads(saved.share.state or b"null"), json.loads(saved.state)
-    if state is not None:
-        state["extra"] = newer["extra"]
-        for group, values in zip(state["optimizer"]["groups"], newer["groups"], strict=True):
-            group.update(values)
-        saved.share.state = json.dumps(state).encode()
-    return saved.share
+def _broadcast(group: Group, source: int, data: bytes, num_bytes: int) -> bytearray:
+    received = bytearray(data or num_bytes)
+    group.broadcast_bytes(received, source)
+    return received
 
 
 def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
@@ -149,8 +162,8 @@ def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
 def _shares(saved: dict[int, SavedShare], world_size: int) -> list[Share]:
     """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is nobody's."""
     if any(one.is_spread for one in saved.values()):
-        return [brought_up(saved[rank]) for rank in range(world_size)]
-    whole = brought_up(next(one for _, one in sorted(saved.items()) if one.share.state))
+        return [saved[rank].share for rank in range(world_size)]
+    whole = next(one.share for _, one in sorted(saved.items()) if one.share.state)
     shares = []
     for rank in range(world_size):
         own = saved[rank].share if rank in saved else Share(rank=rank, parts={part: {} for part in PARTS}, per_rank={})

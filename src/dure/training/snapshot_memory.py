@@ -13,29 +13,29 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dure import torchcompat
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_share import PARTS, Share
 from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.snapshot import Position
 
-_ENTRY = struct.Struct("<14q")
+ENTRY = struct.Struct("<14q")
 NUM_PLACES = 2
 """Which is enough to go on from the newest."""
 MOST_PLACES = 3
 """With the newest that is known to be right."""
-_HEADER_BYTES = 4096
+HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _PER_RANK = "per_rank"
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """Where a snapshot stands in the file, and what it is of."""
 
     is_whole: int
@@ -56,6 +56,7 @@ class _Entry(NamedTuple):
 
     @property
     def position(self) -> Position:
+        """Where in the run it stands."""
         return Position(samples_seen=self.samples_seen, step=self.step, epoch=self.epoch)
 
 
@@ -85,10 +86,10 @@ rank alone. Bits of one number."""
 
 
 class ShareLayout:
-    """What a rank's share consists of and where each tensor stands: the same from step to step."""
+    """Places of a share's tensors in a snapshot: usually the same from step to step."""
 
     def __init__(self, share: Share, *, is_spread: bool = False) -> None:
-        """Lay out a share; its tensors are copied from wherever they are each time it is written.
+        """Lay out a share.
 
         Args:
             share: What is written.
@@ -97,8 +98,8 @@ class ShareLayout:
         has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread
         self.kind = PIECES * (has_pieces or is_spread) + WHOLE * is_whole
-        self.tensors: list[Tensor] = []
         self.begins: list[int] = []
+        self.kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.num_bytes = 0
         parts = {part: self._place_all(tensors) for part, tensors in share.parts.items()}
         parts[_PER_RANK] = self._place_all(share.per_rank)
@@ -107,18 +108,21 @@ class ShareLayout:
             "is_spread": is_spread,
             "aliases": share.aliases,
             "parts": parts,
-            "state": share.state.decode(),
         }
         self.text = json.dumps(layout, ensure_ascii=False).encode()
+
+    def is_like(self, other: "ShareLayout") -> bool:
+        """Return whether another one has the same names, kinds and places."""
+        return self.text == other.text
 
     def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
         return {name: self._place(value) for name, value in tensors.items()}
 
     def _place(self, value: Tensor | Piece) -> dict[str, Any]:
         tensor = value.tensor if isinstance(value, Piece) else value
-        begin = _aligned(self.num_bytes)
-        self.tensors.append(tensor.detach())
+        begin = aligned(self.num_bytes)
         self.begins.append(begin)
+        self.kinds.append((tensor.dtype, tensor.shape))
         self.num_bytes = begin + tensor.numel() * tensor.element_size()
         placed: dict[str, Any] = {"dtype": DTYPE_NAMES[tensor.dtype], "sizes": list(tensor.shape), "begin": begin}
         if isinstance(value, Piece):
@@ -126,136 +130,21 @@ class ShareLayout:
         return placed
 
 
-class SnapshotWriter:
-    """Writes a rank's snapshots."""
-
-    def __init__(
-        self,
-        descriptor: int,
-        kept: Position | None = None,
-        num_places: int = NUM_PLACES,
-        origin: Origin | None = None,
-    ) -> None:
-        """Take over the memory of an earlier round.
-
-        Args:
-            descriptor: Of the memory.
-            kept: The position from which this round goes on: its snapshot is written over last. Any other one is
-                forgotten: another rank may not have it.
-            num_places: Snapshots that there may be; the earlier rounds had as many.
-            origin: Which rank this is, where it may be another one in the next round.
-        """
-        self._descriptor = descriptor
-        self._origin = origin or Origin()
-        if os.fstat(descriptor).st_size < _HEADER_BYTES:
-            os.ftruncate(descriptor, _HEADER_BYTES)
-        self._map()
-        self._entries = [_entry(self._memory, place) for place in range(num_places)]
-        self._whole: dict[int, int] = {}
-        """Samples seen by the whole snapshots, by their places."""
-        for place, entry in enumerate(self._entries):
-            if entry.is_whole and entry.position == kept:
-                self._whole[place] = entry.samples_seen
-            else:
-                self._mark(place, is_whole=0)
-        self._laid_out: list[ShareLayout | None] = [None] * num_places
-        self._targets: list[list[Tensor]] = [[] for _ in range(num_places)]
-
-    def write(self, layout: ShareLayout, state: bytes, position: Position, trusted_samples: int | None = None) -> None:
-        """Copy a share's tensors as they are now, over the older of the two snapshots.
-
-        Args:
-            layout: Of the share; passing the same object again is what makes this fast.
-            state: What changes from step to step beside the tensors.
-            position: Where in the run this is.
-            trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
-        """
-        place = self._place(trusted_samples)
-        entry = self._entries[place]
-        self._whole.pop(place, None)
-        self._mark(place, is_whole=0)
-        if self._laid_out[place] is not layout or entry.state_begin + len(state) > entry.data_begin:
-            self._lay_out(place, layout, 2 * len(state))
-            entry = self._entries[place]
-        torchcompat.copy_all(self._targets[place], layout.tensors)
-        self._memory[entry.state_begin : entry.state_begin + len(state)] = state
-        self._entries[place] = entry._replace(
-            is_whole=0,
-            samples_seen=position.samples_seen,
-            step=position.step,
-            epoch=position.epoch,
-            state_bytes=len(state),
-            round=self._origin.round,
-            world_size=self._origin.world_size,
-            rank=self._origin.rank,
-            kind=layout.kind,
-        )
-        self._put(place)
-        self._mark(place, is_whole=1)
-        self._whole[place] = position.samples_seen
-
-    def _place(self, trusted_samples: int | None) -> int:
-        """Choose what to write over: what is not whole, or the oldest that need not stay."""
-        by_age = sorted(range(len(self._entries)), key=lambda place: self._whole.get(place, -1))
-        trusted = [p for p in by_age if p in self._whole and self._whole[p] <= (trusted_samples or 0)]
-        kept = {*by_age[-1:], *trusted[-1:]}
-        return next((place for place in by_age if place not in kept), by_age[0])
-
-    def _lay_out(self, place: int, layout: ShareLayout, state_bytes: int) -> None:
-        state_begin = _aligned(len(layout.text))
-        data_begin = _aligned(state_begin + state_bytes)
-        needed = data_begin + layout.num_bytes
-        old = self._entries[place]
-        begin, room = old.begin, old.num_bytes
-        if room < needed:
-            # a new place at the end: the other one must stay as it is
-            begin, room = _aligned(os.fstat(self._descriptor).st_size), needed
-            os.ftruncate(self._descriptor, begin + room)
-            self._map()
-        entry = _Entry(
-            is_whole=0,
-            begin=begin,
-            num_bytes=room,
-            layout_bytes=len(layout.text),
-            state_begin=begin + state_begin,
-            data_begin=begin + data_begin,
-        )
-        self._entries[place], self._laid_out[place] = entry, layout
-        self._put(place)
-        self._memory[begin : begin + len(layout.text)] = layout.text
-        self._targets[place] = [
-            _view(self._memory, entry.data_begin + at, tensor.dtype, tensor.shape)
-            for at, tensor in zip(layout.begins, layout.tensors, strict=True)
-        ]
-
-    def _map(self) -> None:
-        # an older map stays where views of it do
-        self._memory = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
-
-    def _put(self, place: int) -> None:
-        self._memory[place * _ENTRY.size : (place + 1) * _ENTRY.size] = _ENTRY.pack(*self._entries[place])
-
-    def _mark(self, place: int, *, is_whole: int) -> None:
-        struct.pack_into("<q", self._memory, place * _ENTRY.size, is_whole)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SavedShare:
     """A rank's share of a snapshot, read back."""
 
     share: Share
-    """Its tensors of the model are views of the memory, valid until the next snapshot; the others are copies."""
-    state: bytes
-    """What the writer passed as `state`."""
+    """Its tensors are views of the memory, valid until the next snapshot."""
     is_spread: bool = False
 
 
 def held(descriptor: int) -> list[Held]:
     """Return the whole snapshots of a rank, at most three."""
-    if os.fstat(descriptor).st_size < _HEADER_BYTES:
+    if os.fstat(descriptor).st_size < HEADER_BYTES:
         return []
-    with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
-        entries = [_entry(memory, place) for place in range(MOST_PLACES)]
+    with mmap.mmap(descriptor, HEADER_BYTES) as memory:
+        entries = [entry_of(memory, place) for place in range(MOST_PLACES)]
     return [
         Held(position=e.position, round=e.round, world_size=e.world_size, rank=e.rank, kind=e.kind)
         for e in entries
@@ -276,62 +165,69 @@ def newest_common(descriptors: Sequence[int]) -> Position | None:
 
 def forget_after(descriptor: int, samples_seen: int) -> None:
     """Forget a rank's snapshots of later positions, so that no round goes on from them."""
-    if os.fstat(descriptor).st_size < _HEADER_BYTES:
+    if os.fstat(descriptor).st_size < HEADER_BYTES:
         return
-    with mmap.mmap(descriptor, _HEADER_BYTES) as memory:
+    with mmap.mmap(descriptor, HEADER_BYTES) as memory:
         for place in range(MOST_PLACES):
-            if _entry(memory, place).samples_seen > samples_seen:
-                struct.pack_into("<q", memory, place * _ENTRY.size, 0)
+            if entry_of(memory, place).samples_seen > samples_seen:
+                struct.pack_into("<q", memory, place * ENTRY.size, 0)
 
 
 def read_share(descriptor: int, position: Position, round_number: int | None = None) -> SavedShare:
     """Read a rank's share of a snapshot that `positions` or `held` has named."""
     memory, entry = _found(descriptor, position, round_number)
-    return _parsed(memory, entry)
+    return _parsed(memory, entry, memory)
 
 
-def packed_share(descriptor: int, position: Position, round_number: int) -> tuple[list[int], bytes]:
-    """Return a rank's share as bytes, for another host, and the numbers by which it is read there."""
+class Packed(NamedTuple):
+    """A rank's share as bytes, for another host."""
+
+    numbers: list[int]
+    """By which it is read there."""
+    head: bytes
+    """All but the tensors."""
+    data: bytes
+
+
+def packed_share(descriptor: int, position: Position, round_number: int) -> Packed:
+    """Return a rank's share of a snapshot that `held` has named, for another host."""
     memory, entry = _found(descriptor, position, round_number)
     with memory:
-        data = memory[entry.begin : entry.begin + entry.num_bytes]
-    return [
-        entry.layout_bytes,
-        entry.state_begin - entry.begin,
-        entry.state_bytes,
-        entry.data_begin - entry.begin,
-    ], data
+        head, data = (
+            memory[begin:end] for begin, end in pairwise((entry.begin, entry.data_begin, entry.begin + entry.num_bytes))
+        )
+    return Packed([entry.layout_bytes, entry.state_begin - entry.begin, entry.state_bytes], head, data)
 
 
-def unpacked_share(numbers: Sequence[int], data: bytearray) -> SavedShare:
-    """Read what `packed_share` gave; tensors of the model are views of `data`."""
-    layout_bytes, state_begin, state_bytes, data_begin = numbers
-    entry = _Entry(
-        is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes, data_begin=data_begin
-    )
-    return _parsed(data, entry)
+def unpacked_share(numbers: Sequence[int], head: bytes, data: bytearray | None) -> SavedShare:
+    """Read what `packed_share` gave; the tensors are views of `data`, or of no memory as long as that is not there."""
+    layout_bytes, state_begin, state_bytes = numbers
+    entry = Entry(is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes)
+    return _parsed(head, entry, data)
 
 
-def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, _Entry]:
+def _found(descriptor: int, position: Position, round_number: int | None) -> tuple[mmap.mmap, Entry]:
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    entries = [_entry(memory, place) for place in range(MOST_PLACES)]
+    entries = [entry_of(memory, place) for place in range(MOST_PLACES)]
     entry = next(e for e in entries if e.is_whole and e.position == position and round_number in (None, e.round))
     return memory, entry
 
 
-def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
+def _parsed(memory: "mmap.mmap | bytes", entry: Entry, data: "mmap.mmap | bytearray | None") -> SavedShare:
     layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
 
-    def tensor_of(placed: dict[str, Any], *, is_copied: bool) -> Tensor | Piece:
-        tensor = _view(memory, entry.data_begin + placed["begin"], DTYPES[placed["dtype"]], placed["sizes"])
-        tensor = tensor.clone() if is_copied else tensor
+    def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
+        dtype, sizes = DTYPES[placed["dtype"]], placed["sizes"]
+        if data is None:
+            tensor = torch.empty(sizes, dtype=dtype, device="meta")
+        else:
+            tensor = view_of(data, entry.data_begin + placed["begin"], dtype, sizes)
         if "offsets" not in placed:
             return tensor
         return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
 
     read = {
-        part: {name: tensor_of(placed, is_copied=part != "model") for name, placed in tensors.items()}
-        for part, tensors in layout["parts"].items()
+        part: {name: tensor_of(placed) for name, placed in tensors.items()} for part, tensors in layout["parts"].items()
     }
     per_rank = {name: tensor for name, tensor in read[_PER_RANK].items() if isinstance(tensor, Tensor)}
     share = Share(
@@ -339,22 +235,24 @@ def _parsed(memory: "mmap.mmap | bytearray", entry: _Entry) -> SavedShare:
         parts={part: read[part] for part in PARTS},
         per_rank=per_rank,
         aliases=layout["aliases"],
-        state=layout["state"].encode(),
+        state=bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes]),
     )
-    state = bytes(memory[entry.state_begin : entry.state_begin + entry.state_bytes])
-    return SavedShare(share=share, state=state, is_spread=layout["is_spread"])
+    return SavedShare(share=share, is_spread=layout["is_spread"])
 
 
-def _entry(memory: mmap.mmap, place: int) -> _Entry:
-    return _Entry(*_ENTRY.unpack(memory[place * _ENTRY.size : (place + 1) * _ENTRY.size]))
+def entry_of(memory: mmap.mmap, place: int) -> Entry:
+    """Read the entry of a place."""
+    return Entry(*ENTRY.unpack(memory[place * ENTRY.size : (place + 1) * ENTRY.size]))
 
 
-def _view(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def view_of(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a tensor in memory."""
     count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).reshape(tuple(shape))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return where the next tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

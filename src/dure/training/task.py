@@ -21,7 +21,8 @@ class Task(ABC):
     """The definition of a training task; everything else about a run is an execution detail.
 
     A subclass's annotated fields are its options: keyword arguments in Python, `--task.<name>` on the
-    command line. The model that `build_model` returns knows nothing of dure.
+    command line. A class with an `__init__` of its own has that one's keywords instead. The model that `build_model`
+    returns knows nothing of dure.
 
         class Digits(dure.Task):
             hidden: int = 64
@@ -33,9 +34,14 @@ class Task(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Settings that this task prefers, such as `{"epochs": 10}`: below TOML, environment and flags."""
 
+    _has_own_init: ClassVar[bool] = False
+    """Class attribute: true if `__init__` was written by hand, here or in a base, and not made from the fields."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclasses.dataclass(kw_only=True, eq=False)(cls)
+        # a generated `__init__` would hide the one that a base task wrote, and leave its attributes out
+        cls._has_own_init = "__init__" in vars(cls) or cls._has_own_init
+        dataclasses.dataclass(kw_only=True, eq=False, init=not cls._has_own_init)(cls)
 
     @abstractmethod
     def build_model(self) -> "nn.Module":
@@ -74,6 +80,16 @@ class Task(ABC):
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return state that the task keeps from step to step, of tensors and plain values, for checkpoints.
+
+        By default there is none of its own making: plain attributes that change during the run are kept by themselves.
+        """
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
 
     def prepare_data(self) -> None:
         """Fetch or unpack what the data needs. Runs on one rank of each host, before any other method."""

@@ -6,21 +6,21 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dure.data.randomness import kept_global_randomness
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
 from dure.strategies.base import LostShare
+from dure.strategies.object_state import ObjectState, used_globals
 from dure.strategies.step_facts import Requests
 from dure.training.best import Best
-from dure.training.evaluation import evaluate
+from dure.training.evaluation import check_counts, evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
 from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
-from dure.training.session import Session, check_sync_batchnorm
+from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
@@ -72,6 +72,7 @@ class Conductor:
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
+        self._told_not_kept: set[str] = set()
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """As the loop's; None while there is no loop."""
 
@@ -93,6 +94,7 @@ class Conductor:
                 self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
+            check_parts(session, position.samples_seen)
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
@@ -123,7 +125,7 @@ class Conductor:
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
                 begin_step=self.begin_step,
-                before_change=self.saver.before_change,
+                before_change=lambda: self.saver.before_change() + self.memory.before_change(),
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
@@ -155,6 +157,7 @@ class Conductor:
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
                 self.memory.take(self._settle)
+                self._say_what_is_not_kept()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             self._evaluate()
@@ -205,6 +208,7 @@ class Conductor:
             self.position.loss_sum += record.loss_sum
             self.position.loss_count += record.loss_count
             self.progress.step(record)
+            self.memory.note(record.wall_seconds)
             if outcome.skipped is not None:
                 self._say_skipped(record.step, outcome.skipped)
             if self.scalars is not None:
@@ -243,8 +247,20 @@ class Conductor:
         self.current_phase("saving")
         self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
+        self._say_what_is_not_kept()
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
+
+    def _say_what_is_not_kept(self) -> None:
+        """Declare, once each, state that no checkpoint can hold."""
+        new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
+        if not new:
+            return
+        self._told_not_kept |= new.keys()
+        texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
+        self._event("not_preserved", texts=texts)
+        for text in texts:
+            self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
 
     def _say_lost(self, lost: list[LostShare]) -> None:
         """Write down exactly which samples nobody used because their rank died."""
@@ -329,20 +345,27 @@ class Conductor:
         return is_best
 
     def _rehearse_evaluation(self) -> None:
-        """Evaluate two samples, so that a fault in the metrics shows now and not after the first epoch."""
+        """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch."""
         session = self.session
         if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
             return
-        few = min(2, session.eval_samples)
-        with kept_global_randomness():
-            metrics = evaluate(
-                session.task,
-                session.strategy,
-                session.eval_loader.without_workers(),
-                num_samples=few,
-                batch_size=few,
-            )
+        loader, few = session.eval_loader.without_workers(), min(4, session.eval_samples)
+
+        def measured(batch_size: int) -> dict[str, Metric]:
+            return evaluate(session.task, session.strategy, loader, num_samples=few, batch_size=batch_size)
+
+        before = ObjectState(
+            {"task": session.task, "model": session.strategy.model, **used_globals(type(session.task))}
+        )
+        metrics = measured(few)
         self.best.value_of(metrics)
+        check_counts(metrics, measured(max(1, few // 2)), few)
+        changed = list(before.changed())
+        before.put_back()
+        if changed and session.strategy.data_world_size * len(session.strategy.devices) > 1:
+            session.notes.append(
+                f"state that the evaluation keeps ({', '.join(changed[:4])}): of the batches that each rank evaluates"
+            )
 
     # saying
 
@@ -359,7 +382,7 @@ class Conductor:
             samples_seen=self.position.samples_seen,
             step=self.position.step,
             is_restart=self.is_restart,
-            not_preserved=strategy.not_preserved() + self._not_preserved_by_halving(),
+            not_preserved=[*strategy.not_preserved(), *self._not_preserved_by_halving(), *session.notes],
         )
         if not self.is_first:
             return
@@ -385,10 +408,9 @@ class Conductor:
 
     def _not_preserved_by_halving(self) -> list[str]:
         size = self.session.place.microbatch_size
-        if size is None:
+        if size is None or not self.session.strategy.not_preserved():
             return []
-        why = f"of microbatches of at most {size}, made smaller when memory ran out"
-        return [f"{what}: {why}" for what in self.session.strategy.changed_by_microbatches()]
+        return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]
 
     def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
         self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dure.comm.groups import Group
 from dure.device_errors import AskDriver
-from dure.errors import DureError, LossNotFinite, Misuse
+from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
 from dure.failure import describe_failure, is_peer_lost, leave_word, told_undisturbed
 from dure.heartbeat import Heartbeats
 from dure.place import CUT, Place
@@ -27,15 +27,21 @@ from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
+from dure.strategies.loss_traits import LossTraits
+from dure.strategies.pieces import Needs, rectangles
 from dure.telling import tell
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
+from dure.training.digests import class_digest
 from dure.training.evaluation import evaluate
-from dure.training.load_task import load_task_class
+from dure.training.given_task import task_class
 from dure.training.planned_faults import PlannedFaults, read_faults
 from dure.training.session import Session, check_ranks_agree, evaluation_data_or_refuse, open_rank_group, open_session
 from dure.training.stop import StoppedAtOnce, StopSignals
 from dure.training.train import Conductor
+
+LOSS_TRAITS = "loss_traits.json"
+"""Record of what an inspection of the loss found, in the run folder."""
 
 
 class Worker:
@@ -43,7 +49,7 @@ class Worker:
 
     A job is plain JSON: `{"kind": "train", "run": folder}`, with `"asked": {...}` where every rank was asked by itself,
     by a launcher, and may have been asked for something else; or `{"kind": "evaluate", "run": folder, "spec": {...},
-    "which": "best" | "last", "answer": file}`.
+    "which": "best" | "last", "answer": file}`. `"task_code"` is the digest of the task's class in the launcher.
     """
 
     def __init__(self, job: Mapping[str, Any], place: Place) -> None:
@@ -84,13 +90,16 @@ class Worker:
         self.gpus = tuple(device.index for device in devices if device.type == "cuda")
         if "asked" in self.job:
             check_ranks_agree(self.group, self.job["asked"])
+        self._check_task_code(spec)
         if spec.faults is not None and self.job["kind"] == "train":
             # of the ranks when all hosts are there
             faults = read_faults(spec.faults, max(self.run.read_spec().nproc, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
-        session = open_session(spec, self.place, self.group, devices, around_loss)
+        session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits())
         self.group = session.group
+        if self.job["kind"] == "train" and self.group.rank == 0:
+            self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
         if self.faults is not None:
             self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
@@ -104,6 +113,27 @@ class Worker:
         gc.collect()
         self.group.close()
         return stop_exit_code(stop.received or 0) if is_interrupted else 0
+
+    def _known_traits(self) -> LossTraits | None:
+        """Return the traits of the loss as this attempt's first ranks found them; an evaluation needs none."""
+        if self.job["kind"] != "train":
+            return LossTraits()
+        if self.place.round == 0 or not (self.run.path / LOSS_TRAITS).is_file():
+            return None
+        return LossTraits.from_json(self.run.read_json(LOSS_TRAITS))
+
+    def _check_task_code(self, spec: RunSpec) -> None:
+        """Refuse a class that another process imported anew, where the one that starts the run had changed it.
+
+        Raises:
+            TaskInvalid: They differ.
+        """
+        if self.job.get("task_code") not in (None, class_digest(task_class(spec.task))):
+            name = spec.task.rpartition(":")[2]
+            raise TaskInvalid(
+                f"{name} is not the same in the process that starts the run as in its file, which a spawned rank reads "
+                "(a method or a constant was replaced after the import): use --start fork, or write it into the file"
+            )
 
     def _spec(self) -> RunSpec:
         """Return what the user asked for, on the devices that are there, with microbatches as small as memory needs."""
@@ -149,8 +179,10 @@ class Worker:
         if name is None:
             further = f"train it further with `dure train --resume {self.run.path}`"
             raise Misuse(f"{self.run.path} has no usable checkpoint: {further}")
-        checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True)
-        checkpoint.load_model(session.strategy.model)
+        model = session.strategy.model
+        needs = Needs(model=rectangles(model.state_dict().items()), optimizer={})
+        checkpoint = Checkpoint.read(self.run.checkpoints / name, weights_only=True, needs=needs)
+        checkpoint.load_model(model)
         metrics = evaluate(
             session.task,
             session.strategy,
@@ -230,7 +262,7 @@ def before_fork(job: Mapping[str, Any]) -> None:
     """Import once, in the process that forks the ranks, what all of them need."""
     import_late_parts()
     spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
-    load_task_class(spec["task"])
+    task_class(spec["task"])
     load_strategy(spec["strategy"] or "single").import_late_parts()
     importlib.import_module("dure.comm.shm_backend")  # how CPU ranks of one host talk
     if spec["num_workers"]:

@@ -1,0 +1,86 @@
+"""Sentences about flags, in the words of who called: `--nproc 2` on the command line is `nproc=2` in Python."""
+
+import re
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from dure.errors import DureError, SpecInvalid
+from dure.spec.fields import RunSpec, flag_name, kinds
+
+_speaks_flags: ContextVar[bool] = ContextVar("speaks flags", default=False)
+
+_MORE_ARGUMENTS = ("config", "resume", "which", "task")
+_NAMES = {flag_name(name): name for name in (*RunSpec.model_fields, *_MORE_ARGUMENTS)}
+_COMMAND = re.compile(r"`dure train --resume (?P<run>[^`]+)`")
+_TASK_OPTION = re.compile(r"(?:\bflag )?(?<![\w-])--task\.(?P<name>[A-Za-z][\w-]*)")
+_FLAG = re.compile(r"(?<![\w-])(?P<flag>--(?P<no>no-)?(?P<name>[a-z][a-z0-9-]*))(?:[ =](?P<value>[\w.*=,/:-]*\w))?")
+_SOURCE = re.compile(r"\bflag --(?P<name>[a-z][a-z0-9-]*)(?!\.)\b")
+_OTHER_COMMAND = re.compile(r"(`dure [^`]+`)")
+
+
+@contextmanager
+def speaking_flags() -> Iterator[None]:
+    """Leave errors as they are: the command line's flags are what the caller wrote."""
+    token = _speaks_flags.set(True)
+    try:
+        yield
+    finally:
+        _speaks_flags.reset(token)
+
+
+@contextmanager
+def errors_in_arguments() -> Iterator[None]:
+    """Let errors name arguments instead of flags, unless the command line called."""
+    try:
+        yield
+    except DureError as error:
+        if not _speaks_flags.get():
+            error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
+            if isinstance(error, SpecInvalid):
+                error.faults = tuple(map(as_arguments, error.faults))
+        raise
+
+
+def as_arguments(text: str) -> str:
+    """Write a sentence's flags of known settings as the keyword arguments of `dure.train`; other commands stay."""
+    text = _COMMAND.sub(lambda match: f"`dure.train(resume={match['run']!r})`", text)
+    parts = _OTHER_COMMAND.split(text)
+    parts[::2] = map(_without_flags, parts[::2])
+    return "".join(parts)
+
+
+def _without_flags(text: str) -> str:
+    text = _SOURCE.sub(lambda match: f"argument {match['name'].replace('-', '_')}", text)
+    text = _TASK_OPTION.sub(lambda match: f"task option {match['name'].replace('-', '_')}", text)
+    return _FLAG.sub(_as_argument, text)
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    """Write one flag with its value, or with the word of the sentence that stands behind it."""
+    name, value = _NAMES.get(f"--{match['name']}"), match["value"]
+    behind = match[0][len(match["flag"]) :]
+    if name is None:
+        return match[0]
+    kind = str if name in _MORE_ARGUMENTS else kinds(RunSpec.model_fields[name])[0]
+    if kind is bool:
+        if value in ("true", "false"):
+            return f"{name}={value == 'true'}"
+        return f"{name}={not match['no']}{behind}"
+    if value is None or not _is_value(name, kind, value):
+        return f"{name}={behind}"
+    return f"{name}={value}" if _NUMBER.fullmatch(value) or value.isupper() else f'{name}="{value}"'
+
+
+def _is_value(name: str, kind: object, value: str) -> bool:
+    """Whether a word is a value of a setting, and not the next word of the sentence."""
+    if value.isupper() or _NUMBER.fullmatch(value):
+        return True
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    return any(char in value for char in "=/:*.") or (name == "strategy" and value not in _WORDS)
+
+
+_NUMBER = re.compile(r"\d[\d.]*")
+_WORDS = frozenset({"and", "or", "for", "with", "to", "that", "of", "on", "is", "out", "in", "which", "a", "the"})

@@ -1,0 +1,33 @@
+"""Gradients added up over ranks one by one: the plainest way, and the way of those that are in no bucket."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dure.comm.buckets import as_gradient_of
+from dure.comm.groups import Group
+
+
+def add_up_gradients(
+    parameters: Sequence[nn.Parameter], group: Group, add_up: Callable[[Tensor], object] | None = None
+) -> None:
+    """Add up each gradient that any rank has; one that no rank has stays None, as on one device.
+
+    Args:
+        parameters: The same on every rank, on one device.
+        group: All ranks.
+        add_up: Replaces a flat tensor by its sum over all ranks; None for the group's own way.
+
+    Communication: one all_reduce of a number per parameter, and one of each gradient.
+    """
+    if not parameters:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=parameters[0].device)
+    group.all_reduce_sum(used)
+    for parameter, by_how_many in zip(parameters, used.tolist(), strict=True):
+        if by_how_many:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+            flat = gradient.contiguous().view(-1)
+            (add_up or group.all_reduce_sum)(flat)
+            parameter.grad = as_gradient_of(parameter, flat)

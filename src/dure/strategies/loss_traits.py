@@ -1,0 +1,42 @@
+"""Traits of a task's loss that decide whether dividing a batch changes the result."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """Observations made by calling the loss on a few samples before training. JSON values only."""
+
+    reason_unknown: str | None = None
+    """Reason why nothing was observed; None if something was."""
+    draws: bool = False
+    """Whether it draws random numbers, dropout included."""
+    collate_draws: bool = False
+    """Whether `collate` does."""
+    not_additive: str | None = None
+    """Figures that show that the loss is not a mean, or a sum with its count, over samples; None if it is."""
+    learned_buffers: tuple[str, ...] = ()
+    """Buffers that forward changes by what is in the samples, BatchNorm's left out."""
+    counted_buffers: tuple[str, ...] = ()
+    """Buffers that forward changes by every call alike."""
+    changed_parameters: tuple[str, ...] = ()
+    """Parameters that the loss writes to."""
+    learned_state: tuple[str, ...] = ()
+    """Plain state of the task, the model or the optimiser that the loss changes by what is in the samples."""
+    counted_state: tuple[str, ...] = ()
+    """Plain state that every call changes alike."""
+    hooked_parameters: tuple[str, ...] = ()
+    """Parameters, and modules, with hooks that see gradients."""
+    fails_alone: str | None = None
+    """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "LossTraits":
+        """Return the traits that `dataclasses.asdict` gave, after their way through JSON."""
+        found: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+        return cls(**found)
+
+
+NOTHING_SEEN = LossTraits()

@@ -1,0 +1,350 @@
+"""State of plain Python objects: whether it has changed since, and how it is put back.
+
+A task, a module or an optimiser may keep state that no `state_dict` knows: counters, running means, generators of its
+own. It is found by walking over attributes and containers, as far as these are plain.
+"""
+
+import copy
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+_MOST_NODES = 5_000
+"""Objects and containers that one walk looks into; the rest is compared by identity."""
+_MOST_ITEMS = 1_000
+"""Items of a container that are looked into: longer ones are data, and compared by their length."""
+_MOST_COMPARED = 1 << 16
+"""Elements of a tensor or array whose values are compared between two moments."""
+_MOST_ELEMENTS = 1 << 20
+"""Elements of a tensor or array whose values are kept to be put back."""
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
+SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
+"""Kinds that hold definitions or data, not state of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One place that may change: how to see that it did, and how to put it back."""
+
+    path: str
+    has_changed: Callable[[], bool]
+    put_back: Callable[[], None]
+    value: Callable[[], Any] = lambda: None
+    """Content at this moment, to be compared with that of another moment."""
+    is_generator: bool = False
+    is_of_names: bool = False
+    """Whether the value is a dictionary of paths: those of attributes that came, or went."""
+
+
+class ObjectState:
+    """The state that some objects had when this was made."""
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        """Walk over objects.
+
+        Args:
+            roots: The objects by the names that paths begin with. Of an `nn.Module` the plain attributes are seen, its
+                own and those of the modules inside it.
+        """
+        self._nodes: list[_Node] = []
+        self._seen: dict[int, object] = {}
+        self._num_left = _MOST_NODES
+        self.opaque: list[str] = []
+        """Paths of iterators: their position can be neither seen nor put back."""
+        for name, root in roots.items():
+            self._walk(name, root)
+
+    def changed(self) -> dict[str, Any]:
+        """Return what is no longer as it was by its path, generators of random numbers left out.
+
+        The values are only to be compared with those of another call.
+        """
+        found: dict[str, Any] = {}
+        for node in self._nodes:
+            if not node.is_generator and node.has_changed():
+                found |= node.value() if node.is_of_names else {node.path: node.value()}
+        return found
+
+    def drawn(self) -> list[str]:
+        """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
+        return [node.path for node in self._nodes if node.is_generator and node.has_changed()]
+
+    def put_back(self) -> None:
+        """Bring everything back into the state that it had."""
+        for node in self._nodes:
+            if node.has_changed():
+                node.put_back()
+
+    def _walk(self, path: str, value: Any) -> None:
+        if isinstance(value, (*_ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
+            return
+        if _is_foreign(value):
+            return
+        self._num_left -= 1
+        self._seen[id(value)] = value  # alive, so that no other object gets its id
+        if isinstance(value, Tensor):
+            self._nodes.append(_tensor_node(path, value))
+        elif isinstance(value, np.ndarray):
+            if value.size <= _MOST_ELEMENTS and value.dtype != object:
+                self._nodes.append(_array_node(path, value))
+        elif (generator := _generator_node(path, value)) is not None:
+            self._nodes.append(generator)
+        elif isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._attributes(f"{path}.{name}" if name else path, module)
+        elif isinstance(value, tuple | frozenset):
+            self._items(path, enumerate(value))
+        elif isinstance(value, list | deque | set | MutableMapping):
+            self._container(path, value)
+        elif isinstance(value, Iterator):
+            self.opaque.append(path)
+        elif hasattr(value, "__dict__") and not isinstance(vars(value), types.MappingProxyType):
+            self._attributes(path, value)
+
+    def _items(self, path: str, items: Any) -> None:
+        for key, item in items:
+            self._walk(f"{path}[{key!r}]", item)
+
+    def _container(self, path: str, value: Any) -> None:
+        if len(value) > _MOST_ITEMS:
+            length = len(value)
+            self._nodes.append(_Node(path, lambda: len(value) != length, lambda: None, lambda: len(value)))
+            return
+        before = copy.copy(value)
+        is_mapping = isinstance(value, MutableMapping)
+
+        def put_back() -> None:
+            value.clear()
+            (value.update if is_mapping or isinstance(value, set) else value.extend)(before)
+
+        self._nodes.append(
+            _Node(path, lambda: not _are_same_items(before, value), put_back, lambda: _comparable(value))
+        )
+        self._items(path, list(value.items()) if is_mapping else enumerate(list(value)))
+
+    def _attributes(self, path: str, owner: Any) -> None:
+        before = {name: vars(owner)[name] for name in plain_attributes(owner)}
+
+        def now() -> dict[str, Any]:
+            return {name: vars(owner)[name] for name in plain_attributes(owner)}
+
+        def put_back() -> None:
+            for name in now().keys() - before.keys():
+                del vars(owner)[name]
+            vars(owner).update(before)
+
+        for name in before:
+            self._nodes.append(_attribute_node(f"{path}.{name}", owner, name, before[name]))
+
+        def came_or_went() -> dict[str, Any]:
+            there = now()
+            return {f"{path}.{name}": _comparable(there.get(name)) for name in there.keys() ^ before.keys()}
+
+        self._nodes.append(_Node(path, lambda: now().keys() != before.keys(), put_back, came_or_went, is_of_names=True))
+        for name, item in before.items():
+            self._walk(f"{path}.{name}", item)
+
+
+_KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "__main__")
+"""Packages of Python's own whose objects hold plain state; others' (locks, queues, files, loggers) are not touched."""
+
+
+def _is_foreign(value: object) -> bool:
+    """Whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
+    module = type(value).__module__
+    package = module.partition(".")[0]
+    is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
+    return is_pythons or module.startswith("torch.distributed")
+
+
+_TORCHS_OWN = {
+    nn.Module: frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_forward_hooks_with_kwargs"},
+    Optimizer: frozenset(vars(torch.optim.SGD([torch.zeros(1)]))),
+}
+
+
+def plain_attributes(owner: object) -> list[str]:
+    """Return the names of an object's attributes; of a module or an optimiser those that are not torch's own."""
+    torchs = next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
+    return [
+        name
+        for name, value in vars(owner).items()
+        if name not in torchs and not isinstance(value, SEALED) and not _holds_parameters(value)
+    ]
+
+
+def _holds_parameters(value: object) -> bool:
+    """Whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
+    items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(item, nn.Parameter) or type(item) is DTensor for item in items)
+
+
+def _attribute_node(path: str, owner: Any, name: str, before: Any) -> _Node:
+    missing = object()
+
+    def has_changed() -> bool:
+        return not _is_same(vars(owner).get(name, missing), before)
+
+    return _Node(
+        path, has_changed, lambda: vars(owner).__setitem__(name, before), lambda: _comparable(vars(owner).get(name))
+    )
+
+
+def _comparable(value: Any) -> Any:
+    """Return something that is equal for values that are alike, one level deep into containers."""
+    if isinstance(value, Tensor) and type(value) is not Tensor:
+        return type(value).__qualname__
+    if isinstance(value, Tensor):
+        return [
+            str(value.dtype),
+            tuple(value.shape),
+            _bits(value).tolist() if value.numel() <= _MOST_COMPARED else None,
+        ]
+    if isinstance(value, _ATOMS):
+        return repr(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.size <= _MOST_COMPARED else value.shape
+    if isinstance(value, Mapping):
+        return [(repr(key), _shown(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return [_shown(item) for item in value]
+    return type(value).__qualname__
+
+
+def _shown(item: Any) -> Any:
+    return _comparable(item) if isinstance(item, (*_ATOMS, Tensor)) else type(item).__qualname__
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if not isinstance(one, _ATOMS) or type(one) is not type(other):
+        return False
+    return bool(one == other or (one != one and other != other))  # NaN is the same as itself here
+
+
+def _are_same_items(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(map(_is_same, one, other))
+
+
+def _tensor_node(path: str, tensor: Tensor) -> _Node:
+    version = tensor._version
+    small = tensor.layout == torch.strided and tensor.numel() <= _MOST_ELEMENTS and not tensor.is_meta
+    values = tensor.detach().clone() if small else None
+
+    def has_changed() -> bool:
+        if values is None:
+            return bool(tensor._version != version)
+        return not torch.equal(_bits(tensor), _bits(values))  # a change through `.data` has no version
+
+    def put_back() -> None:
+        if values is not None:
+            tensor.detach().copy_(values)
+
+    return _Node(path, has_changed, put_back, lambda: _comparable(tensor))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes: NaN is equal to itself."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _array_node(path: str, array: Any) -> _Node:
+    before = array.copy()
+
+    def has_changed() -> bool:
+        return bool(array.tobytes() != before.tobytes())
+
+    return _Node(path, has_changed, lambda: np.copyto(array, before), lambda: _comparable(array))
+
+
+# generators of random numbers
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _generator_node(path: str, value: Any) -> _Node | None:
+    if not isinstance(value, GENERATORS):
+        return None
+    before = copy.deepcopy(generator_state(value))
+
+    def has_changed() -> bool:
+        return repr(generator_state(value)) != repr(before)
+
+    return _Node(path, has_changed, lambda: set_generator_state(value, before), is_generator=True)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of random numbers, of torch, NumPy or Python, as plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        state: Any = generator.get_state(legacy=False)
+        return _plain(state)
+    return _plain(generator.bit_generator.state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Give a generator the state that `generator_state` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_with_arrays(state))
+    else:
+        generator.bit_generator.state = _with_arrays(state)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return {"array": state.tolist(), "dtype": str(state.dtype)} if isinstance(state, np.ndarray) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if state.keys() == {"array", "dtype"}:
+        return np.array(state["array"], dtype=state["dtype"])
+    return {key: _with_arrays(value) for key, value in state.items()}
+
+
+def used_globals(cls: type) -> dict[str, object]:
+    """Return the global variables of a class's module that its functions name, where they hold state.
+
+    Functions, classes and modules among them are left out.
+    """
+    names = {name for function in _functions_of(cls) for name in function.__code__.co_names}
+    found: dict[str, object] = {}
+    for base in cls.__mro__:
+        module = vars(sys.modules.get(base.__module__) or types.ModuleType(""))
+        if base.__module__.partition(".")[0] not in ("dure", "builtins", "abc"):
+            found |= {f"global {name}": module[name] for name in names & module.keys()}
+    return {name: value for name, value in found.items() if not isinstance(value, (*_ATOMS, *SEALED))}
+
+
+def _functions_of(cls: type) -> list[types.FunctionType]:
+    members = [member for base in cls.__mro__ for member in vars(base).values()]
+    return [member for member in members if isinstance(member, types.FunctionType)]

@@ -1,0 +1,128 @@
+"""A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from dure.errors import TaskInvalid
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class Freezing(NamedTuple):
+    """Names of parameters that a loss has frozen and unfrozen."""
+
+    frozen: list[str]
+    unfrozen: list[str]
+
+
+class ParameterWatch:
+    """Compares parameters before and after each call of the loss."""
+
+    def __init__(
+        self, model: nn.Module, *, sees_writes: bool = False, named: Callable[[], NamedParameters] | None = None
+    ) -> None:
+        """Begin with the parameters as they are.
+
+        Args:
+            model: All its modules are to stay.
+            sees_writes: Whether writes are looked for too, for strategies that would undo them.
+            named: Lists the parameters before each call, where their objects change; None if they stay the same.
+        """
+        self._named = named
+        self._sees_writes = sees_writes
+        self._list(named() if named is not None else model.named_parameters())
+        self._flags = self._flags_now()
+        self._num_calls = 0
+        self._versions: list[int] = []
+        self._norms: list[Tensor] | None = None
+        self._modules = {id(module) for module in model.modules()}
+        self._hooks: list[RemovableHandle] = []
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    def _list(self, named: NamedParameters) -> None:
+        pairs = list(named)
+        self._names, self._parameters = [name for name, _ in pairs], [parameter for _, parameter in pairs]
+
+    def _flags_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
+        """Refuse a parameter or module that is registered during the run; called by torch for any module."""
+        if id(module) not in self._modules:
+            return
+        if module._parameters.get(name) is new or module._modules.get(name) is new:
+            return
+        raise TaskInvalid(
+            f"the task's loss puts a new {type(new).__name__} into the model as {name} during the run, which no "
+            "optimiser trains and no checkpoint could name: build the whole model in build_model"
+        )
+
+    def begin(self) -> None:
+        """Note the parameters before a call of the loss.
+
+        A write through `.data` leaves no version behind: for these, norms are compared at every power of two.
+        """
+        with self._lock:  # replicas on threads call their losses at once
+            self._depth += 1
+            if self._depth == 1:
+                self._hooks = [
+                    register_module_module_registration_hook(self._refuse_replacing),
+                    register_module_parameter_registration_hook(self._refuse_replacing),
+                ]
+        if self._named is not None:
+            self._list(self._named())
+        if not self._sees_writes:
+            return
+        self._num_calls += 1
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._norms = None if self._num_calls & (self._num_calls - 1) else self._norms_now()
+
+    def _norms_now(self) -> list[Tensor]:
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self._parameters]
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(parameter.detach().nan_to_num()) for parameter in local]
+
+    def end(self) -> None:
+        """Note that the call is over, however it ended."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                for hook in self._hooks:
+                    hook.remove()
+
+    def written(self) -> list[str]:
+        """Return the parameters that were written to since `begin`."""
+        if not self._sees_writes:
+            return []
+        found = [
+            name
+            for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
+            if parameter._version != version
+        ]
+        if not found and self._norms is not None:
+            pairs = zip(self._names, self._norms, self._norms_now(), strict=True)
+            found = [name for name, before, now in pairs if not torch.equal(before, now)]
+        return found
+
+    def freezing(self) -> Freezing | None:
+        """Return which parameters were frozen or unfrozen since it was asked last, or None."""
+        now = self._flags_now()
+        if now == self._flags:
+            return None
+        triples = list(zip(self._names, self._flags, now, strict=True))
+        self._flags = now
+        return Freezing(
+            frozen=[name for name, was, is_ in triples if was and not is_],
+            unfrozen=[name for name, was, is_ in triples if is_ and not was],
+        )

@@ -1,0 +1,162 @@
+"""Ways between plain tensors and values divided over a tensor group, differentiable any number of times.
+
+DTensor's own `from_local` forgets in its backward where the gradient came from, so that a loss made of gradients would
+lose them without an error. Of these functions each one's backward is another one of them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+class Traffic:
+    """Bytes that a rank sends for divided layers, by the formulas of bandwidth-optimal collectives."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.sent_bytes = 0
+        """Since it was last set to zero, forward passes with gradients and their backward alone."""
+
+    def count(self, value: DTensor, source: Placement, target: Placement) -> None:
+        """Add what it takes to bring a value from one placement to another."""
+        num_bytes = value.numel() * value.element_size()
+        if isinstance(source, Partial) and isinstance(target, Replicate):
+            self.sent_bytes += 2 * (self.num_ranks - 1) * num_bytes // self.num_ranks
+            return
+        # parts are gathered, or sums leave each rank a part; each part is sent as long as the longest
+        divided = next((p for p in (source, target) if isinstance(p, Shard)), None)
+        if divided is not None and not isinstance(source, Replicate) and num_bytes:
+            size = value.size(divided.dim)
+            self.sent_bytes += (self.num_ranks - 1) * num_bytes // size * longest_part(size, self.num_ranks)
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def counted_by(traffic: Traffic) -> Iterator[None]:
+    """Count what is sent inside."""
+    _counting.append(traffic)
+    try:
+        yield
+    finally:
+        _counting.pop()
+
+
+def longest_part(size: int, num_ranks: int) -> int:
+    """Return the size of the first rank's part, which is rounded up."""
+    return -(-size // num_ranks)
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | None = None) -> Any:
+    """Return a DTensor of every rank's local tensor.
+
+    Args:
+        local: The whole, a part or a summand, by the placement.
+        mesh: Of one axis, the tensor group.
+        placement: The same on all ranks.
+        shape: Of the whole; by default parts are taken to be of one size.
+
+    Communication: in backward, what brings the gradient to the same placement (a summand's to the whole).
+    """
+    return _FromLocal.apply(local, mesh, placement, shape, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+
+
+def to_local(value: Any, *, gradient: Placement | None = None) -> Tensor:
+    """Return this rank's tensor of a DTensor.
+
+    Args:
+        value: Divided, summands or whole.
+        gradient: Placement of the gradient that this rank will have: `Partial` where each rank uses the whole for
+            something of its own. By default it is that of the value.
+    """
+    placement = gradient or _of_gradient(value.placements[0])
+    found: Tensor = _ToLocal.apply(value, placement)  # type: ignore[no-untyped-call]
+    return found
+
+
+def redistributed(value: Any, placement: Placement, *, is_counted: bool | None = None) -> Any:
+    """Return a DTensor with another placement.
+
+    Communication: an all_gather, all_reduce or reduce_scatter; none from the whole to parts.
+    """
+    if value.placements == (placement,):
+        return value
+    is_counted = torch.is_grad_enabled() if is_counted is None else is_counted
+    return _Redistributed.apply(value, placement, is_counted)  # type: ignore[no-untyped-call]
+
+
+def gathered(value: Any) -> Tensor:
+    """Return a DTensor as the whole plain tensor.
+
+    Communication: an all_gather or all_reduce, unless it is whole already.
+    """
+    return to_local(redistributed(value, Replicate()))
+
+
+def _of_gradient(placement: Placement) -> Placement:
+    """Return the placement of a value's gradient: of a summand it is that of the sum."""
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | None, is_counted: bool
+    ) -> Any:
+        ctx.placement, ctx.is_counted = placement, is_counted
+        ctx.set_materialize_grads(False)
+        stride = None if shape is None else _contiguous_stride(shape)
+        return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        placed = redistributed(gradient, _of_gradient(ctx.placement), is_counted=ctx.is_counted)
+        # what a summand's rank does with the sum's gradient is its own
+        return to_local(placed, gradient=ctx.placement), None, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, gradient: Placement) -> Tensor:
+        ctx.mesh, ctx.shape, ctx.gradient = value.device_mesh, value.shape, gradient
+        ctx.set_materialize_grads(False)
+        local: Tensor = value.to_local()
+        return local.view_as(local)  # autograd marks what is returned, and the DTensor keeps its own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, None]:
+        if gradient is None:
+            return None, None
+        return from_local(gradient.contiguous(), ctx.mesh, ctx.gradient, ctx.shape), None
+
+
+class _Redistributed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, placement: Placement, is_counted: bool) -> Any:
+        (ctx.source,) = value.placements
+        ctx.is_counted = is_counted
+        ctx.set_materialize_grads(False)
+        if is_counted and _counting:
+            _counting[-1].count(value, ctx.source, placement)
+        return value.redistribute(placements=[placement])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+        if gradient is None:
+            return None, None, None
+        return redistributed(gradient, _of_gradient(ctx.source), is_counted=ctx.is_counted), None, None
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * max(1, shape[dim + 1])
+    return tuple(stride)

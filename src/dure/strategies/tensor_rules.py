@@ -1,0 +1,67 @@
+"""Which of torch's functions DTensor may compute with divided values.
+
+DTensor has a rule for many more. Some of these forget part of the value (`histc`, and every way to read a number), draw
+other random numbers on each rank, or fail in backward. A function that is not listed gets the whole values.
+"""
+
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ELEMENTWISE = _names("""
+    abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan
+    sinh cosh tanh sigmoid relu relu6 gelu silu elu celu selu leaky_relu hardtanh mish softplus softsign hardswish
+    hardsigmoid logsigmoid tanhshrink erf erfc clamp clamp_min clamp_max clip sign floor ceil round trunc isnan isinf
+    isfinite logical_not add sub subtract mul multiply div divide true_divide pow maximum minimum where lerp addcmul
+    addcdiv masked_fill eq ne lt le gt ge logical_and logical_or logical_xor rsub fill zero copy
+""")
+
+_BINARY = ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")
+
+_OPERATORS = frozenset(
+    f"__{name}__" for operator in _BINARY for name in (operator, f"r{operator}", f"i{operator}")
+) | _names("__neg__ __abs__ __invert__ __pos__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__")
+
+_OTHERS = _names("""
+    to type float double half bfloat16 type_as clone detach contiguous view reshape view_as reshape_as transpose
+    swapaxes swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis
+    narrow select chunk split unbind __getitem__ cat concat concatenate stack matmul mm bmm linear __matmul__
+    __rmatmul__ sum mean softmax log_softmax layer_norm rms_norm zeros_like ones_like full_like empty_like new_zeros
+    new_ones new_full new_empty
+""")
+
+COMPUTED = _ELEMENTWISE | {f"{name}_" for name in _ELEMENTWISE} | _OPERATORS | _OTHERS
+"""Names of functions that compute with divided values what they would with the whole ones."""
+
+UNTOUCHED = _names("""
+    __get__ __set__ __delete__ __hash__ __len__ __repr__ __dir__ __deepcopy__ __reduce_ex__ size dim ndimension numel
+    nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_signed is_shared is_pinned
+    is_same_size get_device data_ptr untyped_storage record_stream requires_grad_ register_hook retain_grad backward
+    register_post_accumulate_grad_hook grad has_names is_inference is_tensor is_storage result_type can_cast
+""")
+"""Names of functions that ask of a tensor what is the same for a part, or that compute nothing."""
+
+_IN_PLACE = {"__setitem__"} | {f"__i{operator}__" for operator in _BINARY}
+
+_NO_RULE = (
+    *("sharding propagation", "sharding strategy", "mixed torch.tensor and dtensor", "unevenly sharded"),
+    *("redistribution, which is disallowed", "placement changes are not supported"),
+)
+"""Words by which DTensor says that it cannot do something with divided values."""
+
+
+def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function changes a tensor that it is given: its first argument, or `out`."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return (is_in_place and name not in UNTOUCHED) or name in _IN_PLACE or kwargs.get("out") is not None
+
+
+def has_no_rule(error: Exception) -> bool:
+    """Whether an error is DTensor's, for an operation that it cannot do."""
+    if not isinstance(error, RuntimeError | NotImplementedError):
+        return False
+    return any(words in str(error).lower() for words in _NO_RULE)

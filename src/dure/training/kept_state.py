@@ -1,0 +1,127 @@
+"""Plain state of the task, its modules and the optimiser, for checkpoints: counters and the like that change.
+
+What a module or an optimiser has in its `state_dict` is kept there. Here is the rest: attributes that are no longer as
+they were when the session was built.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.errors import CheckpointMismatch
+from dure.strategies.object_state import ObjectState, used_globals
+from dure.training.kept_objects import CannotKeep, kept, restored
+from dure.training.state_tree import NamedTensors, decode, encode
+from dure.training.task import Task
+
+PREFIX = "kept."
+"""Beginning of the names under which this state stands among a rank's own."""
+_TREE = f"{PREFIX}tree"
+_FIRST_LOOKS = 4
+_ABSENT = "absent"
+_FLAGS = "requires_grad"
+
+
+class KeptState:
+    """The attributes of a session's objects that have changed since it was built."""
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: Optimizer) -> None:
+        """Note how everything is before anything is restored or trained."""
+        modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
+        self._owners: dict[str, Any] = {"task": task, "optimizer": optimizer, **modules}
+        self._globals = used_globals(type(task))
+        self._saves_itself = type(task).state_dict is not Task.state_dict
+        roots = {"optimizer": optimizer, "model": model, **self._globals}
+        self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots})
+        self._model = model
+        self._trained = _trained(model)
+        self._changed: set[tuple[str, str]] = set()
+        self._num_looks = 0
+        self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
+        """State that cannot be kept, by its path, and why."""
+
+    def look(self) -> None:
+        """Find the attributes that have changed; those found once are kept from then on."""
+        self._changed |= {self._attribute_of(path) for path in [*self._built.changed(), *self._built.drawn()]}
+
+    def _attribute_of(self, path: str) -> tuple[str, str]:
+        """Return the owner and the attribute that a path leads through; a global variable is its own."""
+        if path.startswith("global "):
+            name = path.removeprefix("global ").partition(".")[0].partition("[")[0]
+            return "globals", f"global {name}"
+        owner = max((owner for owner in self._owners if path.startswith(f"{owner}.")), key=len)
+        return owner, path.removeprefix(f"{owner}.").partition(".")[0].partition("[")[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as tensors by name: none as long as nothing has changed.
+
+        New changes are looked for in the first calls and at every power of two.
+        """
+        self._num_looks += 1
+        if self._num_looks <= _FIRST_LOOKS or not self._num_looks & (self._num_looks - 1):
+            self.look()
+        flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
+        if not self._changed and not self._saves_itself and not flags:
+            return {}
+        state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
+        if self._saves_itself:
+            state["task"] = kept(dict(self._owners["task"].state_dict()), "the task's state_dict()")
+        for owner, name in sorted(self._changed):
+            path = f"{owner}.{name}"
+            try:
+                state[path] = self._kept(owner, name, path)
+            except CannotKeep as error:
+                self.lost[path] = str(error)
+        found = NamedTensors()
+        text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
+        # of a length that seldom changes, so that snapshots need not be laid out anew for every digit
+        room = 1 << (len(text) - 1).bit_length()
+        tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
+        return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
+
+    def _kept(self, owner: str, name: str, path: str) -> Any:
+        values = self._globals if owner == "globals" else vars(self._owners[owner])
+        return kept(values[name], path) if name in values else _ABSENT
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` returned.
+
+        Raises:
+            CheckpointMismatch: It is of another task: an object that had state is not there.
+        """
+        if _TREE not in tensors:
+            return
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        state = decode(json.loads(bytes(own.pop("tree").tolist())), own.__getitem__)
+        try:
+            if "task" in state:
+                self._owners["task"].load_state_dict(restored(state.pop("task"), None, "the task's state_dict()"))
+            flags = restored(state.pop(_FLAGS), None, _FLAGS) if _FLAGS in state else {}
+            for name, parameter in self._model.named_parameters():
+                if name in flags:
+                    parameter.requires_grad_(flags[name])
+            for path, value in state.items():
+                self._restore(path, value)
+        except (CannotKeep, LookupError, AttributeError) as error:
+            raise CheckpointMismatch(f"the checkpoint holds state that does not fit this task: {error}") from error
+        self.look()
+
+    def _restore(self, path: str, value: Any) -> None:
+        owner, _, name = path.rpartition(".")
+        if owner == "globals":
+            restored(value, self._globals[name], name)
+            return
+        target = self._owners[owner]
+        if value == _ABSENT:
+            vars(target).pop(name, None)
+        else:
+            setattr(target, name, restored(value, getattr(target, name, None), path))
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    """Return which parameters are trained: a task may freeze and unfreeze them on the way."""
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}

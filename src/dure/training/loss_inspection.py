@@ -1,0 +1,267 @@
+"""Inspection of the task's loss on a few samples before training, for traits that make dividing a batch matter.
+
+Nothing is concluded from the classes of modules. The loss is called in a `Trial`, which leaves no trace, and whatever
+moved is noted: generators, buffers, parameters, plain state. Called on eight samples, and on the same eight in three
+parts, it shows whether it is a mean over samples.
+"""
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure import torchcompat
+from dure.measure.sums import Sum
+from dure.strategies.base import LossFunction, Strategy
+from dure.strategies.loss_traits import LossTraits
+from dure.strategies.object_state import ObjectState, used_globals
+from dure.strategies.trial import Trial
+from dure.training.fetch import FetchRequest, Loader
+from dure.training.order import SampleOrder
+from dure.training.task import Task
+
+NUM_SAMPLES = 8
+_PARTS = (1, 3, 4)
+_MOST_SECONDS = 5.0
+"""Time after which no further call is made."""
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
+_OTHER_TOLERANCE = 5e-2
+
+
+class LossInspection:
+    """Calls of a task's loss on its first samples."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        model: nn.Module,
+        fetch: Callable[[Sequence[int]], Any],
+        objects: Mapping[str, object],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *,
+        is_exact: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            loss: Of the task.
+            model: Whole, on the device of the batches.
+            fetch: Returns the batch of some of the first samples, by their places in the order of training.
+            objects: What the loss may keep state in, by name.
+            autocast: The context of a forward pass.
+            is_exact: Whether forward passes are in full precision.
+        """
+        self._loss = loss
+        self._model = model
+        self._fetch = fetch
+        self._objects = objects
+        self._autocast = autocast
+        self._is_exact = is_exact
+        self._watches_writes = True
+
+    def traits(self, num_samples: int) -> LossTraits:
+        """Call the loss and return what was seen; never raises what the loss raises, for training will.
+
+        Args:
+            num_samples: Samples that there are, at least 1.
+        """
+        started = time.monotonic()
+        few = min(num_samples, NUM_SAMPLES)
+        half = (few + 1) // 2
+        if opaque := ObjectState({**self._objects, "model": self._model}).opaque:
+            return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
+        try:
+            first = self._tried(range(half), as_in_training=True)
+        except Exception:
+            self._watches_writes = False
+            try:
+                first = self._tried(range(half), as_in_training=True)
+            except Exception as error:
+                return LossTraits(reason_unknown=f"the loss failed with {type(error).__name__} when it was tried")
+        is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
+        second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
+        buffers = first.buffers(self._model), second.buffers(self._model)
+        state = first.trial.state, second.trial.state
+        return LossTraits(
+            draws=first.trial.has_drawn,
+            not_additive=self._additivity(few) if few > 1 and is_quick else None,
+            learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
+            counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
+            changed_parameters=tuple(first.trial.parameters),
+            learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
+            counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
+            hooked_parameters=tuple(self._hooked()),
+            fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
+        )
+
+    def _hooked(self) -> Iterator[str]:
+        """Yield the parameters, and modules, with hooks that see gradients."""
+        for name, parameter in self._model.named_parameters():
+            if torchcompat.has_gradient_hooks(parameter):
+                yield name
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield name or type(module).__name__
+
+    def _failure_of_one(self) -> str | None:
+        try:
+            self._tried(range(1), as_in_training=True)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return None
+
+    def _additivity(self, few: int) -> str | None:
+        """Return figures of a loss whose parts do not add up, or None."""
+        whole = self._tried(range(few), as_in_training=False)
+        parts, begin = [], 0
+        for size in _PARTS:
+            if places := range(begin, min(begin + size, few)):
+                parts.append(self._tried(places, as_in_training=False))
+                begin += len(places)
+        if any(one.trial.has_drawn for one in (whole, *parts)):
+            return None  # whoever draws is known to give another loss each time
+        total, count = math.fsum(part.total for part in parts), math.fsum(part.items for part in parts)
+        if not all(map(math.isfinite, (whole.total, total, whole.items, count))) or not (count and whole.items):
+            return None
+        tolerance = _TOLERANCES.get(whole.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        scale = math.fsum(abs(part.total) for part in parts)
+        if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
+            return self._difference_of_gradients(whole, parts, tolerance)
+        return (
+            f"it is {whole.total / whole.items:.6g} for {few} samples at once, and {total / count:.6g} for the same "
+            f"samples in {len(parts)} parts"
+        )
+
+    def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]", tolerance: float) -> str | None:
+        """Return figures of gradients that do not add up though their losses do, or None."""
+        tolerance = 10 * tolerance  # a gradient is rounded more often than the loss
+        for name, gradient in whole.gradients.items():
+            others = [part.gradients[name] for part in parts if name in part.gradients]
+            scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
+            difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
+            if math.isfinite(difference) and difference > tolerance * scale:
+                return (
+                    f"its gradients are not: that of {name} for all samples at once differs by "
+                    f"{difference / scale:.2g} of its size from the sum over {len(parts)} parts"
+                )
+        return None
+
+    def _tried(self, places: Sequence[int], *, as_in_training: bool) -> "_Tried":
+        batch = self._fetch(places)
+        with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
+            self._model.train()
+            if not as_in_training:
+                for module in self._model.modules():
+                    if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
+                        module.eval()
+            with torch.enable_grad(), self._autocast():
+                result = self._loss(self._model, batch)
+            tried = _Tried.of(trial, result, len(places))
+            if not as_in_training:
+                tried.gradients.update(self._gradients(result, len(places)))
+            return tried
+
+    def _gradients(self, result: Any, num_samples: int) -> dict[str, Tensor]:
+        """Return the gradients of a loss summed over its items; none where it cannot be differentiated."""
+        total: Any = result.total if isinstance(result, Sum) else result * num_samples
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        try:
+            total.backward()  # into `.grad`, for recomputation knows no other way
+        except Exception:
+            return {}  # training will meet it
+        named = self._model.named_parameters()
+        return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def inspected_on_rank0(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
+) -> LossTraits:
+    """Inspect the task's loss on rank 0; other ranks return at once, to be told.
+
+    Args:
+        strategy: Not prepared yet.
+        task: With the loss.
+        model: Whole, on the CPU, where it is again afterwards.
+        loader: Of the training data.
+        order: Of the training data; its first samples are those of the first step.
+    """
+    device = strategy.device
+    if strategy.group.rank:
+        return LossTraits()
+    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
+        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
+    first = order.permutation(0)[:NUM_SAMPLES]
+    own = loader.without_workers()
+
+    def fetch(places: Sequence[int]) -> Any:
+        return next(own.batches([FetchRequest(0, first[list(places)])]))
+
+    model.to(device)
+    try:
+        traits = LossInspection(
+            task.loss,
+            model,
+            fetch,
+            {"task": task, **used_globals(type(task))},
+            strategy.precision.autocast,
+            is_exact=strategy.precision.name == "fp32",
+        ).traits(order.num_samples)
+    finally:
+        model.to("cpu")
+    return replace(traits, collate_draws=loader.has_collate_drawn)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+class _Tried(NamedTuple):
+    """One call of the loss."""
+
+    trial: Trial
+    total: float
+    items: float
+    """Items that the total is over."""
+    dtype: torch.dtype
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, trial: Trial, result: Any, num_samples: int) -> "_Tried":
+        is_sum = isinstance(result, Sum)
+        loss = torch.as_tensor(result.total if is_sum else result).detach()
+        count = float(result.count) if is_sum else float(num_samples)
+        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, {})
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
+        known = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            if isinstance(module, torchcompat.BatchNorm)
+            for name, _ in module.named_buffers(recurse=False)
+        }
+        return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    """Whether something changed to the same value on other samples."""
+    if one is other or name not in other:
+        return False  # of one call alone there is no telling
+    is_tensor = isinstance(one[name], Tensor)
+    return torch.equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Discard what a loss prints: it is to be seen once, in the step that it is of."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

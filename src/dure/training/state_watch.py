@@ -1,0 +1,80 @@
+"""Quick test for a session's state: the same tensors in the same memory, and the same plain values, as before.
+
+Building the state of a checkpoint takes microseconds for each tensor and each module. Comparing the objects that it is
+built from takes a tenth of that, so a snapshot is built again only after one of them has changed.
+"""
+
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.torchcompat import MODULE_CONTENTS, has_plain_optimizer_state, has_plain_state, local_tensor
+
+_IMMUTABLE = {int, float, bool, str, type(None)}
+"""Types of which the same object is the same value."""
+_VALUES = dict.values
+_PARAMETERS = itemgetter("params")
+_NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
+_KIND = attrgetter("shape", "dtype")
+
+
+class StateWatch:
+    """The objects that a state was built from, for comparison with those that are there later."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Look at a state that is being built.
+
+        Args:
+            model: Whose `state_dict` is taken.
+            optimizer: Whose `state` is taken.
+            groups: The parameter groups that are taken. Their plain values are not compared.
+        """
+        self._modules = list(model.modules())
+        self._optimizer = optimizer
+        self._non_persistent = [set(names) for names in map(_NON_PERSISTENT, self._modules)]
+        self.is_plain = (
+            has_plain_optimizer_state(optimizer)
+            and all(map(has_plain_state, self._modules))
+            and not {*map(type, optimizer.state.values())} - {dict}
+            and all(isinstance(v, Tensor) or type(v) in _IMMUTABLE for v in _leaves(optimizer))
+        )
+        """Whether a change shows by other objects. If not, nothing counts as the same."""
+        if self.is_plain:
+            self._names, self._objects = self._look(groups)
+            tensors = {id(value): value for value in self._objects if isinstance(value, Tensor)}
+            self._divided = [tensor for tensor in tensors.values() if local_tensor(tensor) is not tensor]
+            self._locals = [*map(local_tensor, self._divided)]
+            self._tensors = [*map(local_tensor, tensors.values())]
+            self._memory = self._look_at_memory()
+
+    def is_same(self, groups: list[dict[str, Any]]) -> bool:
+        """Return whether the state would be built from the same objects, but for the values of parameter groups."""
+        if not self.is_plain or {*map(type, self._optimizer.state.values())} - {dict}:
+            return False
+        names, objects = self._look(groups)
+        return (
+            names == self._names
+            and len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and all(map(is_, map(local_tensor, self._divided), self._locals))
+            and [*map(_NON_PERSISTENT, self._modules)] == self._non_persistent
+            and self._look_at_memory() == self._memory
+        )
+
+    def _look(self, groups: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        state = self._optimizer.state
+        dicts = [*chain.from_iterable(map(MODULE_CONTENTS, self._modules)), *state.values()]
+        names = [*chain.from_iterable(dicts), *map(tuple, groups)]
+        values = chain.from_iterable(map(_VALUES, dicts))
+        return names, [*values, *state, *chain.from_iterable(map(_PARAMETERS, groups))]
+
+    def _look_at_memory(self) -> list[Any]:
+        tensors = self._tensors
+        return [*map(Tensor.data_ptr, tensors), *map(_KIND, tensors), *map(Tensor.stride, tensors)]
+
+
+def _leaves(optimizer: Optimizer) -> list[Any]:
+    return [*chain.from_iterable(map(_VALUES, optimizer.state.values()))]

@@ -1,0 +1,102 @@
+"""Models and optimisers with state of their own kinds: a killed run ends with the weights of the undisturbed one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import dure
+from tests.conformance.cases import largest_difference, weights_of
+from tests.conformance.tasks import WIDTH
+from tests.faults.test_restarts import Mortal, restarts_of, train
+
+
+class Gained(nn.Linear):
+    """A layer whose output grows with the batches that it has seen, which it keeps as extra state."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += self.training
+        return super().forward(x) * (1 + 0.01 * self.seen)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Clocked(SGD):
+    """Counts steps beside `state` and `param_groups`, and steps less far in each."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["dampening"] = 1 / (1 + self.steps)
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.steps = state_dict["steps"]
+
+
+class Renewed(Optimizer):
+    """Makes its mean anew in each step, and counts in groups and in the state of each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "rounds": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + p.grad
+                p -= group["lr"] * state["mean"] / (state["steps"] + group["rounds"])
+
+
+class Odd(Mortal):
+    """The model or the optimiser with odd state."""
+
+    clocked: bool = True
+
+    def build_model(self) -> nn.Module:
+        if not self.clocked:
+            return super().build_model()
+        dtype = torch.float64
+        return nn.Sequential(nn.Linear(WIDTH, 8, dtype=dtype), nn.Tanh(), Gained(8, WIDTH, dtype=dtype))
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Clocked(model.parameters(), lr=0.1, momentum=0.9) if self.clocked else Renewed(model.parameters())
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "clocked", "rank"), [("ddp", True, 1), ("zero1", False, 1), ("parameter_server", False, 0)]
+)
+def test_run_when_a_rank_is_killed_goes_on_with_all_state_of_the_task(strategy, clocked, rank, tmp_path: Path):
+    odd: dict[str, Any] = {"clocked": clocked}
+    undisturbed = train(tmp_path, "undisturbed", strategy, 2, Odd(**odd))
+    killed = train(tmp_path, "killed", strategy, 2, Odd(place=(rank, 12), flag=str(tmp_path / "flag"), **odd))
+    assert [restart["step"] for restart in restarts_of(killed)] == [12]
+    assert largest_difference(weights_of(undisturbed), weights_of(killed)) == 0.0
+
+
+def test_run_when_resumed_from_the_disk_goes_on_with_all_state_of_the_task(tmp_path: Path):
+    whole = train(tmp_path, "whole", "ddp", 2, Odd())
+    begun = train(tmp_path, "begun", "ddp", 2, Odd(), samples=2 * 44)
+    dure.train(resume=begun, samples=200, quiet=True)
+    assert largest_difference(weights_of(whole), weights_of(begun)) == 0.0

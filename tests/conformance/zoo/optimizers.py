@@ -1,0 +1,163 @@
+"""Features: optimisers and what they keep."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
+
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, ZooTask, feature
+
+
+@feature("Optimisers", "AdamW with a schedule and clipping", clip_norm=0.5)
+class ScheduledAdamW(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW(model.parameters(), lr=0.01)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        return lambda seen: 1 - 0.8 * seen / 49
+
+
+@feature("Optimisers", "several parameter groups")
+class ParameterGroups(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        return AdamW(
+            [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.03, "weight_decay": 0.0}], lr=0.01
+        )
+
+
+class Counted(SGD):
+    """Momentum that grows with a plain count that each parameter's state has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["note"] = f"step {state['count']}"
+                state["history"] = [*state.get("history", []), state["count"]][-3:]
+                parameter.sub_(parameter.grad, alpha=group["lr"] * (1 + 0.1 * state["count"]))
+
+
+@feature("Optimisers", "plain entries in the optimiser's state")
+class PlainEntries(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Counted(model.parameters(), lr=0.05)
+
+
+class WithExtraKeys(SGD):
+    """A learning rate that follows a number which only `state_dict` carries."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.warmth = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        self.warmth += 0.2
+        for group in self.param_groups:
+            group["lr"] = 0.02 * (1 + self.warmth)
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "warmth": self.warmth}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.warmth = state["warmth"]
+        super().load_state_dict({key: value for key, value in state.items() if key != "warmth"})
+
+
+@feature("Optimisers", "keys that `state_dict` adds")
+class ExtraKeys(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return WithExtraKeys(model.parameters(), lr=0.02)
+
+
+class WithAttribute(SGD):
+    """A learning rate that follows an attribute which nothing saves."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.02 * (1 + 0.1 * self.calls)
+        return super().step(closure)
+
+
+@feature("Optimisers", "an attribute of the optimiser that nothing saves", declares=("optimiser",))
+class UnsavedAttribute(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return WithAttribute(model.parameters(), lr=0.02)
+
+
+class SAM(SGD):
+    """A step that needs the loss again: sharpness-aware minimisation."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
+@feature("Optimisers", "an optimiser that needs a closure (SAM)")
+class NeedsClosure(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SAM(model.parameters(), lr=0.05)
+
+
+class OptionalSAM(SGD):
+    """The same, as most implementations have it: the closure is optional by its signature only."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM requires a closure"
+        closure()
+        return super().step()
+
+
+@feature("Optimisers", "an optimiser that asserts a closure")
+class AssertsClosure(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return OptionalSAM(model.parameters(), lr=0.05)
+
+
+@feature("Optimisers", "L-BFGS")
+class QuasiNewton(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return LBFGS(model.parameters())
+
+
+@feature("Optimisers", "Muon for the matrices")
+class MuonOnly(ZooTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(IN, HIDDEN, bias=False), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Tanh(),
+            nn.Linear(HIDDEN, OUT, bias=False),
+        ).double()  # fmt: skip
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Muon(model.parameters(), lr=0.02)
+
+
+class GloballyNormed(Optimizer):
+    """A step whose length depends on all gradients together."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            norm = torch.sqrt(sum(p.grad.square().sum() for p in used))
+            for parameter in used:
+                parameter.sub_(parameter.grad / (1 + norm), alpha=group["lr"])
+
+
+@feature("Optimisers", "a step that looks at all gradients together")
+class GlobalNorm(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return GloballyNormed(model.parameters())

@@ -1,0 +1,54 @@
+"""Every cell of the table has its verdict, and the page says the same."""
+
+import functools
+
+import pytest
+
+from dure.strategies import STRATEGIES
+from tests.conformance.zoo.cell import reference_of, run_cell
+from tests.conformance.zoo.feature import FEATURES
+from tests.conformance.zoo.table import PAGE, is_available, page, read_verdicts, ways_of, worst
+
+ALWAYS = ("single", "ddp")
+"""Columns that every test run has; the others are among the slow tests."""
+OFTEN = (
+    "OutputMapping",
+    "TaskCounter",
+    "LearnedBuffer",
+    "MeanOverItems",
+    "Unfrozen",
+    "NoiseInLoss",
+    "CheckpointReentrant",
+)
+"""Rows that `ALWAYS` is run with every time."""
+
+CELLS = [
+    pytest.param(name, strategy, marks=[] if strategy in ALWAYS and name in OFTEN else pytest.mark.slow)
+    for name in FEATURES
+    for strategy in STRATEGIES
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    return functools.cache(lambda name: reference_of(FEATURES[name], tmp_path_factory.mktemp("one")))
+
+
+@pytest.mark.parametrize(("name", "strategy"), CELLS)
+def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path):
+    feature = FEATURES[name]
+    if not is_available(feature):
+        pytest.skip(f"needs {feature.needs} (make zoo)")
+    verdict = worst(run_cell(feature, strategy, way, references(name), tmp_path) for way in ways_of(feature, strategy))
+    assert verdict.kind == read_verdicts()[name][strategy]["kind"], verdict.detail
+
+
+def test_table_has_every_cell():
+    table = read_verdicts()
+    assert table.keys() == FEATURES.keys()
+    assert all(row.keys() == STRATEGIES.keys() for row in table.values())
+    assert {cell["kind"] for row in table.values() for cell in row.values()} <= {"exact", "declared", "refused"}
+
+
+def test_page_is_made_from_the_table():
+    assert PAGE.read_text() == page(read_verdicts()), "run `python -m tests.conformance.zoo.table --page`"

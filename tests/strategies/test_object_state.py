@@ -1,0 +1,146 @@
+"""State of plain objects: seen when it changes, and put back."""
+
+import itertools
+import logging
+import os
+import queue
+import random
+import threading
+from collections import defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dure.strategies.object_state import ObjectState, used_globals
+
+
+class Inner:
+    def __init__(self):
+        self.count = 1
+        self.last = deque([1, 2], maxlen=3)
+
+
+class Holder:
+    """One attribute of each kind that state is kept in."""
+
+    def __init__(self):
+        self.count = 0
+        self.inner = Inner()
+        self.items = [1, {"x": 2}]
+        self.tensor = torch.zeros(3)
+        self.array = np.arange(3)
+        self.table = defaultdict(list)
+        self.names = {"a"}
+        self.not_a_number = float("nan")
+
+
+CHANGES = {
+    "count": lambda h: setattr(h, "count", 5),
+    "inner.count": lambda h: setattr(h.inner, "count", 2),
+    "inner.last": lambda h: h.inner.last.append(9),
+    "items": lambda h: h.items.append(3),
+    "items[1]": lambda h: h.items[1].update(x=7),
+    "tensor": lambda h: h.tensor.data.add_(1),
+    "array": lambda h: h.array.__setitem__(0, 9),
+    "table": lambda h: h.table["z"].append(1),
+    "names": lambda h: h.names.add("b"),
+    "new": lambda h: setattr(h, "new", 1),
+}
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_state_when_something_changed_then_it_is_named_and_put_back(path):
+    holder = Holder()
+    state = ObjectState({"task": holder})
+    assert state.changed() == {}
+    CHANGES[path](holder)
+    assert list(state.changed()) == [f"task.{path}"]
+    state.put_back()
+    assert state.changed() == {}
+    assert ObjectState({"task": holder}).changed() == {}
+
+
+GENERATORS = {
+    "torch": (torch.Generator, lambda g: torch.rand(1, generator=g).item()),
+    "numpy": (np.random.default_rng, lambda g: g.random()),
+    "numpy, old": (lambda: np.random.RandomState(1), lambda g: g.rand()),
+    "python": (random.Random, lambda g: g.random()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generator_of_an_object_when_drawn_from_then_is_named_and_draws_the_same_again(kind):
+    make, draw = GENERATORS[kind]
+    holder = Holder()
+    holder.generator = make()
+    state = ObjectState({"task": holder})
+    first = draw(holder.generator)
+    assert state.drawn() == ["task.generator"]
+    assert state.changed() == {}
+    state.put_back()
+    assert state.drawn() == []
+    assert draw(holder.generator) == first
+
+
+@pytest.mark.parametrize("stream", [iter([1, 2]), itertools.count(), (i for i in [1])], ids=["iterator", "count", "generator"])
+def test_iterator_is_opaque(stream):
+    holder = Holder()
+    holder.stream = stream
+    assert ObjectState({"task": holder}).opaque == ["task.stream"]
+
+
+def test_attribute_of_a_module_when_changed_then_is_named_by_the_modules_path_and_torchs_own_are_left_out():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[1].calls = 0
+    state = ObjectState({"model": model})
+    model[1].calls += 1
+    model.train(False)
+    model[0].register_forward_hook(lambda *_: None)
+    assert list(state.changed()) == ["model.1.calls"]
+
+
+def test_values_of_changes_are_equal_for_equal_changes_alone():
+    def change_by(amount):
+        holder = Holder()
+        state = ObjectState({"task": holder})
+        holder.count += amount
+        holder.tensor += amount
+        return state.changed()
+
+    assert change_by(1) == change_by(1)
+    assert change_by(1) != change_by(2)
+
+
+def test_cycles_and_long_lists_come_to_an_end():
+    holder = Holder()
+    holder.itself = holder
+    holder.data = list(range(100_000))
+    state = ObjectState({"task": holder})
+    holder.data.append(1)
+    assert list(state.changed()) == ["task.data"]
+
+
+SEEN = [0]
+
+
+class Global:
+    def loss(self):
+        SEEN.append(1)
+        return np.zeros(1)
+
+
+def test_global_variables_that_a_class_uses_are_found_and_modules_and_functions_left_out():
+    assert used_globals(Global) == {"global SEEN": SEEN}
+
+
+def test_locks_files_and_loggers_are_left_alone():
+    holder = Holder()
+    holder.lock, holder.queue, holder.log = threading.Lock(), queue.SimpleQueue(), logging.getLogger("x")
+    with open(os.devnull) as file:
+        holder.file = file
+        state = ObjectState({"task": holder})
+    holder.log.disabled = not holder.log.disabled
+    assert (state.changed(), state.opaque) == ({}, [])
+    holder.log.disabled = not holder.log.disabled

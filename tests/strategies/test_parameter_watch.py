@@ -1,0 +1,61 @@
+"""A watch over what a loss does to parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import TaskInvalid
+from dure.strategies.parameter_watch import Freezing, ParameterWatch
+
+
+def model_of_two():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+def test_watch_when_parameters_are_frozen_and_unfrozen_then_says_which_once():
+    model = model_of_two()
+    model[0].requires_grad_(False)
+    watch = ParameterWatch(model)
+    assert watch.freezing() is None
+    model[0].weight.requires_grad_(True)
+    model[1].requires_grad_(False)
+    assert watch.freezing() == Freezing(frozen=["1.weight", "1.bias"], unfrozen=["0.weight"])
+    assert watch.freezing() is None
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_watch_when_a_parameter_is_written_to_then_names_it(through_data):
+    model = model_of_two()
+    watch = ParameterWatch(model, sees_writes=True)
+    watch.begin()
+    target = model[1].weight
+    (target.data if through_data else target.detach()).mul_(0.5)
+    watch.end()
+    assert watch.written() == ["1.weight"]
+    watch.begin()
+    watch.end()
+    assert watch.written() == []
+
+
+@pytest.mark.parametrize("name", ["1", "new"])
+def test_watch_when_a_module_is_put_into_the_model_then_refuses_it(name):
+    model = model_of_two()
+    watch = ParameterWatch(model)
+    watch.begin()
+    try:
+        with pytest.raises(TaskInvalid, match=f"puts a new Linear into the model as {name}"):
+            model.register_module(name, nn.Linear(2, 1))
+        nn.Linear(1, 1)  # one of nobody's
+        model[0].weight = model[0].weight  # the same again, as ties are renewed
+    finally:
+        watch.end()
+    model.register_module("later", nn.Linear(1, 1))
+
+
+def test_watch_when_a_parameter_is_replaced_then_refuses_it():
+    model = model_of_two()
+    watch = ParameterWatch(model)
+    watch.begin()
+    with pytest.raises(TaskInvalid, match="puts a new Parameter into the model as weight"):
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    watch.end()

@@ -1,0 +1,122 @@
+"""A trial leaves no trace, and tells what it has changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dure.strategies.trial import Trial
+
+
+class Task:
+    calls = 0
+
+
+def model_of_all_kinds():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model.note = "a"
+    model[0].weight.grad = torch.ones(3, 3)
+    return model
+
+
+def clamp(model, task):
+    with torch.no_grad():
+        model[0].weight.clamp_(-1e-3, 1e-3)
+
+
+def clamp_data(model, task):
+    model[0].weight.data.clamp_(-1e-3, 1e-3)
+
+
+def swap_data(model, task):
+    model[0].weight.data = torch.zeros(3, 3)
+
+
+def foreach(model, task):
+    torch._foreach_mul_([parameter.data for parameter in model.parameters()], 2.0)
+
+
+def forward(model, task):
+    model(torch.randn(4, 3)).sum().backward()
+
+
+def freeze(model, task):
+    model[0].requires_grad_(False)
+    model[2].eval()
+
+
+def replace(model, task):
+    model[2] = nn.Linear(3, 1)
+    model.extra = nn.Linear(1, 1)
+
+
+def count(model, task):
+    task.calls += 1
+    model.note = "b"
+
+
+DEEDS = [clamp, clamp_data, swap_data, foreach, forward, freeze, replace, count]
+
+
+def everything(model, task):
+    flags = [(p.requires_grad, None if p.grad is None else p.grad.tolist()) for p in model.parameters()]
+    state = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    return state, flags, [m.training for m in model.modules()], model.note, task.calls, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_trial_when_something_was_done_in_it_then_nothing_is_left_of_it(deed, watches_writes):
+    model, task = model_of_all_kinds(), Task()
+    before = copy.deepcopy(everything(model, task))
+    parameters = list(model.parameters())
+    with Trial(model, {"task": task}, watches_writes=watches_writes) as trial:
+        deed(model, task)
+        torch.rand(1)
+    assert everything(model, task) == before
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert trial.has_drawn
+
+
+@pytest.mark.parametrize("watches_writes", [True, False])
+def test_trial_when_the_code_in_it_fails_then_nothing_is_left_of_it(watches_writes):
+    model, task = model_of_all_kinds(), Task()
+    before = copy.deepcopy(everything(model, task))
+
+    def fail():
+        with Trial(model, {"task": task}, watches_writes=watches_writes):
+            clamp(model, task)
+            count(model, task)
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        fail()
+    assert everything(model, task) == before
+
+
+@pytest.mark.parametrize("watches_writes", [True, False])
+@pytest.mark.parametrize("deed", [clamp, clamp_data, swap_data])
+def test_trial_when_a_parameter_was_written_to_then_it_is_named(deed, watches_writes):
+    model = model_of_all_kinds()
+    with Trial(model, watches_writes=watches_writes) as trial:
+        deed(model, None)
+    assert trial.parameters == ["0.weight"]
+
+
+def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
+    model = model_of_all_kinds()
+    with Trial(model) as trial:
+        model[0].weight.data.clamp_(-100, 100)
+    assert trial.parameters == ["0.weight"]
+
+
+def test_trial_tells_buffers_with_their_values_and_plain_state():
+    model, task = model_of_all_kinds(), Task()
+    with Trial(model, {"task": task}, seed=3) as trial:
+        forward(model, task)
+        count(model, task)
+        mean = model[1].running_mean.clone()
+    assert torch.equal(trial.buffers["1.running_mean"], mean)
+    assert sorted(trial.state) == ["model.note", "task.calls"]
+    assert trial.parameters == []

@@ -1,0 +1,158 @@
+"""Plain state in checkpoints: kept, brought back into the objects that are there, or named as lost."""
+
+import random
+from collections import OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import dure
+from dure.errors import CheckpointMismatch
+from dure.training.kept_objects import CannotKeep, kept, restored
+from dure.training.kept_state import KeptState
+
+
+class Meter:
+    def __init__(self):
+        self.values = deque(maxlen=2)
+        self.total = None
+
+
+VALUES = [
+    7, -0.1, float("inf"), "text", None, True, [1, [2, "x"]], (1, 2), {3, 4}, frozenset({5}), deque([1, 2]),
+    {"a": 1, 2: "b"}, OrderedDict(x=1), defaultdict(None, {"y": [1]}), torch.arange(3.0),
+    torch.tensor(2, dtype=torch.int8), np.arange(4).reshape(2, 2), np.float32(0.1), {"deep": [{"t": torch.ones(2)}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_value_when_kept_and_restored_then_is_the_same_of_the_same_type(value):
+    back = restored(kept(value, "x"), None, "x")
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+def test_object_when_restored_then_the_one_that_is_there_has_its_state():
+    meter, other = Meter(), Meter()
+    meter.values.extend([1, 2, 3])
+    meter.total = torch.tensor(5.0)
+    values = other.values
+    assert restored(kept(meter, "meter"), other, "meter") is other
+    assert (list(other.values), other.total) == ([2, 3], torch.tensor(5.0))
+    assert other.values is values
+    assert other.values.maxlen == 2
+
+
+def test_generator_when_restored_then_goes_on_drawing():
+    for make, draw in [
+        (torch.Generator, lambda g: torch.rand(1, generator=g).item()),
+        (random.Random, random.Random.random),
+    ]:
+        generator, other = make(), make()
+        draw(generator)
+        restored(kept(generator, "g"), other, "g")
+        assert draw(generator) == draw(other)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [open, lambda: 1, nn.Linear, object(), np.array(["a", None])],
+    ids=["builtin", "function", "class", "object", "array of objects"],
+)
+def test_value_of_an_unknown_kind_cannot_be_kept(value):
+    with pytest.raises(CannotKeep, match=r"x(\.y)? is a .* which cannot be kept"):
+        kept({"y": value}["y"], "x")
+
+
+class Task(dure.Task):
+    calls = 0
+
+    def build_model(self):
+        return nn.Linear(1, 1)
+
+    def train_data(self):
+        return [0]
+
+    def build_optimizer(self, model):
+        return SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model, batch):
+        return model(batch)
+
+
+def session_of():
+    task, model = Task(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    task.meter = Meter()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return task, model, optimizer, KeptState(task, model, optimizer)
+
+
+def test_state_when_nothing_changed_then_is_nothing():
+    *_, state = session_of()
+    assert state.tensors() == {}
+
+
+def test_state_when_attributes_changed_then_another_session_goes_on_with_them():
+    task, model, optimizer, state = session_of()
+    task.calls, task.meter.total, model[1].note, optimizer.warmth = 3, 0.5, "x", [1.0]
+    model[0].requires_grad_(False)
+    tensors = state.tensors()
+    other_task, other_model, other_optimizer, other = session_of()
+    other.restore(tensors)
+    assert (other_task.calls, other_task.meter.total, other_model[1].note) == (3, 0.5, "x")
+    assert other_optimizer.warmth == [1.0]
+    assert [p.requires_grad for p in other_model.parameters()] == [False, False, True, True]
+    assert {name: t.tolist() for name, t in other.tensors().items()} == {
+        name: t.tolist() for name, t in tensors.items()
+    }
+
+
+def test_state_when_an_attribute_changed_back_and_forth_then_its_size_stays():
+    task, _, _, state = session_of()
+    sizes = set()
+    for calls in range(1, 60):
+        task.calls = calls
+        sizes |= {tensor.shape for tensor in state.tensors().values()}
+    assert len(sizes) == 1
+
+
+def test_state_that_cannot_be_kept_is_named_and_the_rest_is_kept():
+    task, *_, state = session_of()
+    task.calls, task.stream = 2, object()
+    tensors = state.tensors()
+    assert list(state.lost) == ["task.stream"]
+    other_task, *_, other = session_of()
+    other.restore(tensors)
+    assert other_task.calls == 2
+
+
+def test_state_when_the_object_that_had_it_is_gone_then_is_refused():
+    task, *_, state = session_of()
+    task.meter.total = 4.0
+    tensors = state.tensors()
+    other_task, *_, other = session_of()
+    other_task.meter = None
+    with pytest.raises(CheckpointMismatch, match=r"task\.meter had state .* and is None now"):
+        other.restore(tensors)
+
+
+class SavesItself(Task):
+    def state_dict(self):
+        return {"calls": self.calls * 2}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"] // 2
+
+
+def test_state_of_a_task_that_saves_itself_is_what_it_says():
+    task, model = SavesItself(), nn.Linear(1, 1)
+    state = KeptState(task, model, task.build_optimizer(model))
+    task.calls, task.other = 4, object()
+    tensors = state.tensors()
+    assert state.lost == {}
+    again = SavesItself()
+    KeptState(again, model, again.build_optimizer(model)).restore(tensors)
+    assert again.calls == 4

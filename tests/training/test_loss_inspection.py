@@ -1,0 +1,179 @@
+"""Inspection of a loss: every trait is found by trying, and nothing stays behind."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import dure
+from dure.training.loss_inspection import LossInspection
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Learning(nn.Module):
+    """Keeps one buffer that follows the samples, and one that counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return x
+
+
+class Batchwise(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+class Task:
+    def __init__(self):
+        self.calls = 0
+        self.average = 0.0
+        self.generator = torch.Generator().manual_seed(1)
+        self.numbers = np.random.default_rng(0)
+
+
+def plain(model, x, task):
+    return model(x).square().mean()
+
+
+def traits_of(loss=plain, layer=None, task=None, fetch=None):
+    task = task or Task()
+    torch.manual_seed(0)
+    model = nn.Sequential(*([layer] if layer else []), nn.Linear(4, 2)).double()
+    inspection = LossInspection(
+        lambda model, x: loss(model, x, task), model, fetch or (lambda places: X[list(places)]), {"task": task},
+        nullcontext, is_exact=True,
+    )  # fmt: skip
+    return inspection.traits(len(X))
+
+
+def test_plain_loss_has_no_traits():
+    assert traits_of() == type(traits_of())()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, task: model(x + torch.randn_like(x)).mean(),
+        lambda model, x, task: model(x * np.random.rand()).mean(),
+        lambda model, x, task: functional.dropout(model(x), 0.5).mean(),
+        lambda model, x, task: model(x + torch.rand(1, generator=task.generator, dtype=x.dtype)).mean(),
+        lambda model, x, task: model(x * task.numbers.random()).mean(),
+    ],
+)
+def test_draws_of_any_generator_are_found(loss):
+    assert traits_of(loss).draws
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"), [(nn.Dropout(0.5), True), (nn.Dropout(0.0), False), (nn.RReLU(), True), (nn.Tanh(), False)]
+)
+def test_draws_of_layers_are_found_whatever_their_class(layer, draws):
+    assert traits_of(layer=layer).draws is draws
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, task: model(x).square().sum(),
+        lambda model, x, task: (model(x).square().mean(1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum().clamp_min(1),
+        lambda model, x, task: model(x).std(),
+        lambda model, x, task: model(x).square().mean() + model(x.flip(0)).mul(model(x)).mean(),
+        lambda model, x, task: dure.Sum(model(x).square().mean(), len(x)),
+        lambda model, x, task: dure.Sum(model(x).square().sum(), 1),
+    ],
+)
+def test_loss_that_is_no_mean_over_samples_is_found(loss):
+    assert "for 8 samples at once" in traits_of(loss).not_additive
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x, task: dure.Sum((model(x) * (x[:, :1] > 0)).sum(), (x[:, 0] > 0).sum()),
+        lambda model, x, task: model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters()),
+        lambda model, x, task: functional.cross_entropy(model(x), (x[:, 0] > 0).long()),
+    ],
+)
+def test_loss_that_is_a_mean_over_samples_or_a_sum_with_its_count_is_left_alone(loss):
+    assert traits_of(loss).not_additive is None
+
+
+def test_layer_that_computes_over_the_batch_in_training_is_found_and_batchnorm_left_to_its_own_words():
+    assert traits_of(layer=Batchwise()).not_additive is not None
+    normalised = traits_of(layer=nn.BatchNorm1d(4))
+    assert normalised.not_additive is None
+    assert normalised.learned_buffers == normalised.counted_buffers == ()
+    assert "Expected more than 1 value" in normalised.fails_alone
+
+
+def test_buffers_are_told_apart_by_what_they_follow():
+    traits = traits_of(layer=Learning())
+    assert (traits.learned_buffers, traits.counted_buffers) == (("0.mean",), ("0.calls",))
+
+
+def test_plain_state_is_told_apart_by_what_it_follows():
+    def loss(model, x, task):
+        task.calls += 1
+        value = model(x).square().mean()
+        task.average = 0.9 * task.average + 0.1 * value.item()
+        return value
+
+    task = Task()
+    traits = traits_of(loss, task=task)
+    assert (traits.learned_state, traits.counted_state) == (("task.average",), ("task.calls",))
+    assert (task.calls, task.average) == (0, 0.0)
+
+
+def test_parameters_that_the_loss_writes_to_and_hooks_are_found():
+    def loss(model, x, task):
+        model[0].bias.data.clamp_(-1, 1)
+        return model(x).mean()
+
+    assert traits_of(loss).changed_parameters == ("0.bias",)
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(lambda gradient: gradient)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert traits_of(layer=layer).hooked_parameters == ("0.weight", "0.bias")
+
+
+def test_hooks_of_modules_are_found_and_gradients_that_do_not_add_up():
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))
+    traits = traits_of(layer=nn.Sequential(nn.Linear(4, 4), layer))
+    assert traits.hooked_parameters == ("0.1",)
+    assert "its gradients are not: that of 0.0.weight" in traits.not_additive
+
+
+def test_loss_that_fails_or_an_iterator_is_said_to_be_unknown(capsys):
+    def failing(model, x, task):
+        print("before it fails")
+        raise KeyError("x")
+
+    assert traits_of(failing).reason_unknown == "the loss failed with KeyError when it was tried"
+    task = Task()
+    task.stream = iter(range(100))
+    assert "task.stream is an iterator" in traits_of(task=task).reason_unknown
+    assert capsys.readouterr().out == ""
+
+
+def test_slow_loss_is_called_once(monkeypatch):
+    monkeypatch.setattr("dure.training.loss_inspection._MOST_SECONDS", 0.0)
+    calls = []
+
+    def loss(model, x, task):
+        calls.append(len(x))
+        return model(x).sum()
+
+    assert traits_of(loss).not_additive is None
+    assert calls == [4]

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -480,6 +480,8 @@ def optimizer_of_references(optimizer_class: Callable[[list[nn.Parameter]], Any]
 
 # -- modules, tensors and generators -----------------------------------------------------------------------------
 
+_MODULE_CALL = "_compiled_call_impl"
+
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base of every BatchNorm, torch's own SyncBatchNorm included (private in torch)."""
 
@@ -565,6 +567,35 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether functions wait for a tensor's gradient (private in torch)."""
     hooks: Any = tensor
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def module_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the function that a call of a module runs, hooks included (private in torch)."""
+    given: Any = module.__dict__.get(_MODULE_CALL)
+    return module._call_impl if given is None else cast(Callable[..., Any], given)
+
+
+def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module run another function, as `nn.Module.compile` does (private in torch).
+
+    Returns:
+        Function that takes the other one out again.
+    """
+    before = module.__dict__.get(_MODULE_CALL)
+    module.__dict__[_MODULE_CALL] = call
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop(_MODULE_CALL, None)
+        else:
+            module.__dict__[_MODULE_CALL] = before
+
+    return undo
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Return a context in which operations see subclasses of Tensor as plain tensors (private in torch)."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_operator(func: object) -> bool:

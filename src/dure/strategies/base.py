@@ -183,6 +183,8 @@ class Strategy(ABC):
         """Whether the host knows a step's facts at its end even on an accelerator, as where other ranks have none."""
         self.example: Callable[[int], Any] | None = None
         """Gives the first samples of the training data as a batch, for those who try the model before they cut it."""
+        self.objects: Mapping[str, object] = {}
+        """Objects that the task's loss may keep state in, by name."""
         self.last_gradient_time: float | None = None
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
         self.expectation: float | None = None

@@ -23,7 +23,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     """
     num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
     device = resolve_device(spec.device)
-    check_devices(device, num_here, shared=spec.share_devices)
+    check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
     if spec.backend == "nccl" and device in ("cpu", "mps"):
         raise SpecInvalid(
             [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]

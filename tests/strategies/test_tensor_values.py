@@ -3,10 +3,12 @@
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -23,7 +25,7 @@ from tests.conformance.cases import train_case, weights_of
 from tests.conformance.tasks import WIDTH as TASK_WIDTH
 from tests.conformance.tasks import Regression
 from tests.strategies.sharded_cases import backward, prepared
-from tests.strategies.tensor_cases import LENGTH, TO_ROUNDING, WIDTH, differences, mean_square
+from tests.strategies.tensor_cases import LENGTH, TO_ROUNDING, WIDTH, differences, mean_square, tokens, trained_weights
 
 
 class Pair(nn.Module):
@@ -620,6 +622,45 @@ def test_an_evaluation_of_what_is_divided_is_that_of_one_process(tmp_path):
     other = dure.train(Measured(), strategy="tensor_parallel", nproc=2, **settings)
     for name, metric in one.metrics.items():
         assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-12)
+
+
+# ranks that round differently
+
+
+class Rounding(Pair):
+    """An undivided layer whose gradient is a little other on each rank, as that of a kernel with atomics is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        normed.register_hook(lambda gradient: gradient * (1 + 1e-3 * dist.get_rank()))
+        return super().forward(normed)
+
+
+@pytest.mark.parametrize("mesh", ["data=1,tensor=2", "data=2,tensor=2"])
+def test_undivided_weights_of_ranks_that_round_differently_stay_the_same(mesh, monkeypatch):
+    monkeypatch.setattr(TensorParallel, "_may_drift", lambda self: True)
+
+    def work(group: Any) -> tuple[dict[str, Tensor], list[float]]:
+        return trained_weights("tensor_parallel", group, Rounding, mean_square, tokens(4, 3), mesh=mesh)
+
+    first, *others = [weights for weights, _ in on_ranks(4 if "data=2" in mesh else 2, work)]
+    for weights in others:
+        torch.testing.assert_close(weights, first, rtol=0, atol=0)
+
+
+def test_ranks_may_drift_on_accelerators_that_are_not_asked_to_repeat(monkeypatch):
+    strategy = object.__new__(TensorParallel)
+    strategy.mesh = SimpleNamespace(size=lambda axis: 2)
+    asked = []
+    for kind, is_deterministic in (("cpu", False), ("cuda", True), ("cuda", False)):
+        strategy.device = torch.device(kind)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=is_deterministic: answer)
+        asked.append(strategy._may_drift())
+    assert asked == [False, False, True]
 
 
 # what is refused

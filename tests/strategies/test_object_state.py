@@ -84,7 +84,9 @@ def test_generator_of_an_object_when_drawn_from_then_is_named_and_draws_the_same
     assert draw(holder.generator) == first
 
 
-@pytest.mark.parametrize("stream", [iter([1, 2]), itertools.count(), (i for i in [1])], ids=["iterator", "count", "generator"])
+@pytest.mark.parametrize(
+    "stream", [iter([1, 2]), itertools.count(), (i for i in [1])], ids=["iterator", "count", "generator"]
+)
 def test_iterator_is_opaque(stream):
     holder = Holder()
     holder.stream = stream

@@ -14,7 +14,7 @@ from dure.comm.groups import Solo
 from dure.place import Place
 from dure.rank import RankInfo
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import share_of

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.optimizer_state import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.pieces import Needs, rectangles
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_plan import SectionPlan
 
 

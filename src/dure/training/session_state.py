@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.strategies.base import StrategyState
+from dure.strategies.saved_state import StrategyState
 from dure.training.checkpoint import Checkpoint
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session

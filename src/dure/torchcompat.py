@@ -11,8 +11,9 @@ import logging
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -294,6 +295,77 @@ def divide_optimizer(
     )
 
 
+# -- hooks on the step of optimisers ---------------------------------------------------------------------------------
+
+
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Return what runs before and after an optimiser's step, but for torch's own (private in torch)."""
+    module = importlib.import_module("torch.optim.optimizer")
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *module._global_optimizer_pre_hooks.values(),
+        *module._global_optimizer_post_hooks.values(),
+    ]
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
+
+
+def is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether an optimiser has a step of its own instead of its class's; torch's schedulers count calls by one."""
+    return "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return an optimiser's step, but without its hooks (private in torch)."""
+    step = optimizer.step
+    module = importlib.import_module("torch.optim.optimizer")
+    places = [
+        *((optimizer, name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        *((module, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+    ]
+
+    def step_alone(*args: Any, **kwargs: Any) -> Any:
+        kept = [getattr(holder, name) for holder, name in places]
+        for holder, name in places:
+            setattr(holder, name, OrderedDict())
+        try:
+            return step(*args, **kwargs)
+        finally:
+            for (holder, name), hooks in zip(places, kept, strict=True):
+                setattr(holder, name, hooks)
+
+    return step_alone
+
+
+def share_step_hooks(
+    optimizer: Optimizer, part: Optimizer, merge: Callable[[dict[int, Any], dict[int, Any]], dict[int, Any]]
+) -> None:
+    """Let an optimiser run the hooks of its part's step around its own step, and the part none (private in torch).
+
+    Args:
+        optimizer: Its step calls that of `part`.
+        part: Keeps its hooks, for those who register and remove them.
+        merge: Makes the hooks that run of those of the optimiser and those of the part.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(optimizer, name, merge(getattr(optimizer, name), getattr(part, name)))
+    part.step = step_without_hooks(part)  # type: ignore[method-assign]
+
+
+@contextmanager
+def kept_global_step_hooks() -> Iterator[None]:
+    """Forget the hooks on the step of every optimiser that are registered inside (private in torch)."""
+    module = importlib.import_module("torch.optim.optimizer")
+    hooks: list[dict[int, Any]] = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
+    before = [dict(registered) for registered in hooks]
+    try:
+        yield
+    finally:
+        for registered, kept in zip(hooks, before, strict=True):
+            registered.clear()
+            registered.update(kept)
+
+
 # -- fully_shard and loss scaling ----------------------------------------------------------------------------------
 
 
@@ -408,6 +480,8 @@ def optimizer_of_references(optimizer_class: Callable[[list[nn.Parameter]], Any]
 
 # -- modules, tensors and generators -----------------------------------------------------------------------------
 
+_MODULE_CALL = "_compiled_call_impl"
+
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The base of every BatchNorm, torch's own SyncBatchNorm included (private in torch)."""
 
@@ -493,6 +567,35 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether functions wait for a tensor's gradient (private in torch)."""
     hooks: Any = tensor
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def module_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the function that a call of a module runs, hooks included (private in torch)."""
+    given: Any = module.__dict__.get(_MODULE_CALL)
+    return module._call_impl if given is None else cast(Callable[..., Any], given)
+
+
+def replace_module_call(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of a module run another function, as `nn.Module.compile` does (private in torch).
+
+    Returns:
+        Function that takes the other one out again.
+    """
+    before = module.__dict__.get(_MODULE_CALL)
+    module.__dict__[_MODULE_CALL] = call
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop(_MODULE_CALL, None)
+        else:
+            module.__dict__[_MODULE_CALL] = before
+
+    return undo
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Return a context in which operations see subclasses of Tensor as plain tensors (private in torch)."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_operator(func: object) -> bool:

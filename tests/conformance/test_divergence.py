@@ -155,7 +155,7 @@ class Stubborn(Regression):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"strategy": "single", "on_divergence": "heal"}, "strategy single cannot honour it: choose --strategy ddp"),
+        ({"strategy": "single", "on_divergence": "heal"}, "strategy single cannot honour it: choose strategy=.ddp. "),
         ({"strategy": "averaging", "nproc": 2, "check_replicas_every": 5}, "strategy averaging cannot honour it"),
         ({"nproc": 2, "on_divergence": "heal", "max_restarts": 0}, "but max_restarts is 0: raise it, or choose stop"),
         ({"nproc": 2, "on_divergence": "heal", "check_replicas_every": 0}, "so nothing would be noticed"),

@@ -124,7 +124,7 @@ def test_cifar10_summary_says_parameters_trainable_and_flops():
 def test_cifar10_pretrained_without_a_network_says_the_flag(hub):
     task = CIFAR10(image_folder="somewhere")
     with pytest.raises(
-        EnvironmentLacks, match=r"no network.*put that file into .*checkpoints'.*task option pretrained false"
+        EnvironmentLacks, match=r"no network.*put that file into .*checkpoints'.*--task.pretrained false"
     ):
         task.prepare_data()
 

@@ -46,6 +46,18 @@ class Mortal(Regression):
         return super().loss(model, batch)
 
 
+class MortalProcess(Mortal):
+    """Counts the microsteps of its process, which no restart brings back: the state of a task it would."""
+
+    @property
+    def done(self) -> int:
+        return int(os.environ.get("MICROSTEPS_DONE", "0"))
+
+    @done.setter
+    def done(self, number: int) -> None:
+        os.environ["MICROSTEPS_DONE"] = str(number)
+
+
 def train(folder: Path, name: str, strategy: str, nproc: int, task: dure.Task, **settings) -> Path:
     usual = {"snapshot_every": 1, "record_samples": True, "start": "fork"}
     usual |= {"global_batch_size": BATCH, "samples": SAMPLES}
@@ -150,7 +162,7 @@ def test_run_when_its_first_step_raises_then_it_is_not_tried_again(tmp_path):
 
 def test_run_when_its_restarts_are_used_up_then_it_says_so(tmp_path):
     with pytest.raises(WorkerFailed, match=r"2 restarts within 600 s are used up \(max_restarts=\)"):
-        train(tmp_path, "run", "ddp", 2, Mortal(place=(1, 4)), max_restarts=2)
+        train(tmp_path, "run", "ddp", 2, MortalProcess(place=(1, 4)), max_restarts=2)
     assert [restart["step"] for restart in restarts_of(tmp_path / "run")] == [4, 7]
 
 

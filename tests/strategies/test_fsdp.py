@@ -219,7 +219,7 @@ class Encoded(Regression):
         return functional.mse_loss(model.encode(x), y) + 0.01 * model.main.inner.weight.square().sum()
 
     def metrics(self, model, batch):
-        return {"size": dure.Sum(model.encode(batch[0]).abs().sum(), 1)}
+        return {"size": dure.Sum(model.encode(batch[0]).abs().sum(), len(batch[0]))}
 
 
 class Encoder(nn.Module):
@@ -416,10 +416,10 @@ class Odd(Regression):
     [
         ("sparse", {}, r"0 gives sparse gradients \(sparse=True\), which have no shards: set sparse=False, or use ddp"),
         ("dtypes", {}, "the model, outside its units, trains parameters in float32 and float64.*: use one, or ddp"),
-        ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*--strategy ddp"),
+        ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*strategy=.ddp"),
         ("", {"fsdp_units": "body.*"}, r"fsdp_units names body\.\*, which fits no module of the model: its own are"),
         ("", {"fsdp_units": "inner"}, "names inner, whose weight is shared with a module outside it"),
-        ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute twice.*fsdp-units"),
+        ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute .*fsdp_units="),
         ("", {"cpu_offload": True}, "cpu_offload moves shards from the device .* and the device is cpu: leave it out"),
         ("", {"mesh": "replica=2,shard=2"}, "nproc is 2 but mesh replica 2 x shard 2 needs 4"),
         ("", {"mesh": "data=2"}, "mesh names the axis data.*it knows replica and shard"),

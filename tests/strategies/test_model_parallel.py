@@ -129,5 +129,5 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_folder_or_a_process_is_t
 
 
 def test_cuts_are_refused_with_strategies_that_do_not_cut(tmp_path):
-    with pytest.raises(SpecInvalid, match=r"cuts.*model_parallel or pipeline"):
+    with pytest.raises(SpecInvalid, match=r"cuts.*choose strategy=.model_parallel. \(or pipeline, rpc_model\)"):
         dure.train(CharGPT(), strategy="ddp", nproc=2, cuts="blocks.1", runs_dir=tmp_path)

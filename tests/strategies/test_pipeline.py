@@ -82,7 +82,7 @@ def test_each_rank_holds_the_bytes_of_its_layers_and_of_their_optimiser_state(nu
     for (weights, state, others), mine in zip(on_pipeline(num_ranks, look, **options), layers, strict=True):
         assert weights == sum(LAYER_BYTES[layer] for layer in mine)
         assert state == 2 * weights  # AdamW keeps two numbers for each
-        assert others == 4  # one number in the place of everything else
+        assert others == 4 * 2 * (4 - len(mine))  # one number in the place of each parameter of other layers
 
 
 def test_each_rank_sends_its_activations_forward_and_their_gradients_back():
@@ -415,7 +415,7 @@ class Reading(Regression):
         (Twice(layered=True), "the task's loss calls Sequential more than once: a pipeline runs it once for each", 2),
         (Aside(layered=True), "the task's loss computed Sequential without calling it: .*or use ddp or fsdp", 2),
         (Breaking(), "KeyError: 'a block that fails'", 1),
-        (Reading(layered=True), "the loss is nan at step 1", 1),
+        (Reading(layered=True), "cut before 4 gives another gradient of 0.weight than the whole model", 2),
     ],
     ids=["twice", "aside", "broken", "reading"],
 )
@@ -461,7 +461,7 @@ def test_a_cut_over_which_another_value_goes_is_refused_with_its_name(tmp_path):
             "at most 7 sections, but 8 sections are wanted: use fewer devices, or ddp or",
         ),
         (Digits(), 2, {"cuts": "2,4"}, "cuts names 2 module(s) (2, 4), which makes 3 sections, but 2 are wanted"),
-        (Digits(), 2, {"stages_per_rank": 2}, "stages_per_rank is for --schedule interleaved"),
+        (Digits(), 2, {"stages_per_rank": 2}, 'stages_per_rank is for schedule="interleaved"'),
         (Digits(), 4, {"mesh": "data=2,pipeline=3"}, "nproc is 4 but mesh data 2 x pipeline 3 needs 6"),
     ],
     ids=["tied", "few", "interleaved", "cuts", "stages", "mesh"],

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from dure.errors import TaskInvalid
+from dure.strategies.absent_tensors import guarded
 from dure.strategies.pipeline_part import OwnPart, keep_only
 from dure.strategies.section_plan import SectionPlan
 
@@ -35,8 +37,8 @@ def test_a_part_holds_the_bytes_of_its_blocks_and_what_is_in_none(section, in_bl
     part = OwnPart(model, PLAN, [section], CPU)
     outside = 4 * 3 + 4 * 5
     assert storage_bytes(part.tensors()) == in_blocks + outside
-    # one number of each dtype stands for everything that others keep: float32, and int64 of BatchNorm's counter
-    rest = {0: 4 + 8, 1: 4}[section]
+    # one number stands for each parameter that others keep; their buffers (BatchNorm's) are copied into
+    rest = {0: 4 * 4 + (4 * 8 + 8), 1: 2 * 4}[section]
     assert storage_bytes([*model.parameters(), *model.buffers()]) == in_blocks + outside + rest
 
 
@@ -58,6 +60,33 @@ def test_what_others_keep_keeps_its_shape_and_cannot_be_used_unnoticed():
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.device) == ((4, 4), CPU)
     assert weight.isnan().all()
+    with guarded():
+        assert (weight.shape, weight.dtype, weight.requires_grad, len(weight)) == ((4, 4), torch.float32, True, 4)
+        for use in (
+            lambda: weight.sum(), lambda: weight.detach() + 1, lambda: weight.data.clamp_(0, 1), lambda: weight.T,
+            lambda: torch.ones(4) @ weight, lambda: model.blocks[0](torch.ones(1, 4)), lambda: bool(weight[0, 0] > 0),
+            lambda: nn.init.zeros_(weight), lambda: setattr(weight, "data", torch.ones(4, 4)),
+        ):  # fmt: skip
+            with pytest.raises(TaskInvalid, match=r"the weights of blocks\.0\.(weight|bias) are on another rank"):
+                use()
+
+
+def test_gradient_of_what_another_rank_trains_is_refused():
+    model = Model()
+    part = OwnPart(model, PLAN, [0], CPU)
+    part.refuse_lost_gradients()
+    model.gain.grad = torch.ones(3)
+    with pytest.raises(TaskInvalid, match="gain has a gradient on a rank that does not train it"):
+        part.refuse_lost_gradients()
+    with pytest.raises(TaskInvalid, match="gain has a gradient"):
+        part.refuse_lost_gradients([model.gain])
+
+
+def test_buffers_of_others_can_be_copied_into():
+    model = Model()
+    OwnPart(model, PLAN, [0], CPU)
+    for buffer in model.buffers():
+        buffer.copy_(buffer.clone())
 
 
 def test_a_part_takes_over_its_own_tensors_only():

@@ -1,6 +1,10 @@
 """Sections of a model, run one by one, are the model; where they are not, the rehearsal says so."""
 
+import re
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.errors import TaskInvalid
 from dure.strategies.pipeline_values import describe
-from dure.strategies.section_plan import SectionPlan, Surveyed
+from dure.strategies.precision import Precision
+from dure.strategies.section_plan import SectionPlan
 from dure.strategies.section_rehearsal import rehearse
-from dure.strategies.section_survey import survey
+from dure.strategies.section_survey import Survey, survey
 from dure.strategies.sectioned_model import SectionedModel
 from dure.torchcompat import import_torchvision
 from examples.char_gpt import GPT
@@ -19,25 +24,46 @@ from examples.char_gpt import GPT
 CPU = torch.device("cpu")
 
 
+class Tried(NamedTuple):
+    """A model's survey, and what it was called with."""
+
+    seen: Survey
+    args: tuple
+    kwargs: dict
+
+
 def surveyed(model, *args, **kwargs):
-    return Surveyed(seen=survey(model, args, kwargs), num_samples=1, args=args, kwargs=kwargs)
+    return Tried(survey(model, args, kwargs), args, kwargs)
 
 
-def plan_of(seen, *begins):
-    return SectionPlan(calls=list(seen.seen.chain.calls), begins=[0, *begins], homes={})
+def plan_of(tried, *begins):
+    return SectionPlan(
+        calls=list(tried.seen.chain.calls), begins=[0, *begins], homes=dict.fromkeys(tried.seen.homes, 0)
+    )
 
 
-def in_sections(model, seen, plan):
+def in_sections(model, tried, plan):
     """Run all sections one after the other."""
     sections = SectionedModel(model, plan)
-    known = [describe(value, "block") for value in seen.seen.outputs]
+    known = [describe(value, "block") for value in tried.seen.outputs]
     value = None
     for number in range(len(plan.begins)):
         begin, end = plan.bounds(number)
         bounds = (begin, None if number == len(plan.begins) - 1 else end)
-        value = sections.run(bounds, seen.args, seen.kwargs, received=value, known=known, device=CPU)
+        value = sections.run(bounds, tried.args, tried.kwargs, received=value, known=known, device=CPU)
     sections.close()
     return value
+
+
+def rehearsed(model, plan, tried, loss=None, loss_section=-1):
+    """Rehearse a loss, by default a sum over the squared output, as the last section or the first one computes it."""
+    strategy = SimpleNamespace(
+        example=lambda num_samples: tried.args,
+        loss=loss or (lambda model, batch: model(*batch, **tried.kwargs).square().sum()),
+        objects={},
+        precision=Precision("fp32", "cpu"),
+    )
+    return rehearse(strategy, model, plan, tried.seen, loss_section=loss_section % len(plan.begins))
 
 
 def untied_gpt():
@@ -78,8 +104,11 @@ def test_sections_of_known_models_cut_at_every_place_give_the_same_bits(name):
 def test_rehearsed_gradients_of_known_models_are_those_of_the_whole(name):
     build, args = MODELS[name]
     model = build()
-    seen = surveyed(model, *args)
-    assert rehearse(model, plan_of(seen, *seen.seen.chain.places()), seen, torch.enable_grad) is None
+    tried = surveyed(model, *args)
+    plan = plan_of(tried, *tried.seen.chain.places())
+    plan = replace(plan, homes={name: plan.section_of(call) for name, call in tried.seen.homes.items()})
+    for loss_section in (0, -1):
+        assert rehearsed(model, plan, tried, loss_section=loss_section) is None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -98,7 +127,7 @@ class Checkpointed(nn.Module):
 def test_a_recomputation_that_hides_the_graph_is_found_by_its_gradients():
     model = Checkpointed(use_reentrant=True)
     seen = surveyed(model, torch.randn(3, 2, requires_grad=True))
-    said = rehearse(model, plan_of(seen, 2), seen, torch.enable_grad)
+    said = rehearsed(model, plan_of(seen, 2), seen)
     assert said.startswith("Checkpointed cut before blocks.2 gives another gradient of blocks.")
     assert "use_reentrant=True" in said
 
@@ -120,7 +149,7 @@ class Remembering(nn.Module):
 def test_a_value_that_blocks_exchange_by_themselves_is_found_by_its_gradients():
     model = Remembering()
     seen = surveyed(model, torch.randn(3, 2))
-    assert "gives another gradient of first.weight" in rehearse(model, plan_of(seen, 1), seen, torch.enable_grad)
+    assert "gives another gradient of first.weight" in rehearsed(model, plan_of(seen, 1), seen)
 
 
 def test_a_model_that_calls_its_blocks_in_another_order_is_refused():
@@ -141,14 +170,85 @@ def test_a_model_that_calls_its_blocks_in_another_order_is_refused():
     # outside of a section it is the model that it was
     assert torch.equal(model(*seen.args, True), Turning.forward(model, *seen.args, True))
     sections.close()
-    assert all("forward" not in block.__dict__ for block in (model.a, model.b))
+    assert all("_compiled_call_impl" not in block.__dict__ for block in (model.a, model.b))
 
 
 def test_values_of_skipped_blocks_are_nan_so_that_their_use_would_be_heard():
+    taken = []
+
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            taken.append(x)
+            return self.c(self.b(x))
+
+    model = Looking()
+    seen = surveyed(model, torch.randn(1, 2))
+    in_sections(model, seen, plan_of(seen, 2))
+    assert [bool(value.isnan().all()) for value in taken] == [False, False, True]
+
+
+def test_hooks_of_skipped_blocks_do_not_run():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     seen = surveyed(model, torch.randn(1, 2))
-    taken = []
-    model[1].register_forward_pre_hook(lambda module, args: taken.append(args[0]))
-    in_sections(model, seen, plan_of(seen, 2))
-    assert not taken[0].isnan().any()
-    assert taken[1].isnan().all()
+    calls = []
+    for number, block in enumerate(model):
+        block.register_forward_pre_hook(lambda module, args, number=number: calls.append(number))
+        block.register_full_backward_hook(lambda module, inputs, outputs: None)
+    in_sections(model, seen, plan_of(seen, 1, 2))
+    assert calls == [0, 1, 2]
+
+
+def test_block_that_was_not_called_on_the_first_samples_is_refused_when_it_is():
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.rare = (nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(self.rare(x) if x.shape[0] > 1 else x)
+
+    model = Rare()
+    seen = surveyed(model, torch.randn(1, 2))
+    with pytest.raises(TaskInvalid, match="Rare called rare where b was called on the first samples"):
+        in_sections(model, seen._replace(args=(torch.randn(2, 2),)), plan_of(seen, 1))
+
+
+LOSSES = {
+    "weights of the first section": lambda m, x: m(x).square().sum() + m[0].weight.square().sum(),
+    "weights of the last section": lambda m, x: m(x).square().sum() + m[2].weight.square().sum(),
+    "values of weights": lambda m, x: m(x).square().sum() * (1 + m[0].weight.detach().square().sum()),
+    "derivatives by the batch": lambda m, x: _penalised(m, x.requires_grad_()),
+    "two calls": lambda m, x: (m(x) * m(x)).sum(),
+}
+
+
+def _penalised(model, x):
+    total = model(x).square().sum()
+    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+    return total + gradient.square().sum()
+
+
+@pytest.mark.parametrize(("loss", "section", "said"), [
+    ("weights of the first section", -1, "cut before 1 gives another gradient of 0.weight than the whole model"),
+    ("weights of the first section", 0, None),
+    ("weights of the last section", -1, None),
+    ("weights of the last section", 0, "gives another gradient of 2.weight"),
+    ("values of weights", -1, "gives another gradient of|gives a loss of nan where the whole model gives"),
+    ("derivatives by the batch", -1, "cannot be computed .RuntimeError: .*without derivatives through it"),
+    ("derivatives by the batch", 0, "cannot be computed .RuntimeError: .*without derivatives through it"),
+    ("two calls", 0, None),
+    ("two calls", -1, "calls Sequential more than once"),
+])  # fmt: skip
+def test_loss_that_uses_more_than_the_output_is_found(loss, section, said):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    seen = surveyed(model, torch.randn(3, 2))
+    found = rehearsed(model, plan_of(seen, 1), seen, lambda model, batch: LOSSES[loss](model, *batch), section)
+    assert found is None if said is None else re.search(said, found)
+    assert all(parameter.grad is None and not parameter.isnan().any() for parameter in model.parameters())

@@ -492,7 +492,7 @@ class Measured(Regression):
         return super().loss(model, batch) + model[0].weight.square().sum()
 
     def metrics(self, model, batch):
-        return {"norm": dure.Sum(model[0].weight.norm(), 1), "first": dure.Sum(model[0](batch[0]).sum(), 1)}
+        return {"norm": dure.Sum(model[0].weight.norm(), 1), "first": dure.Sum(model[0](batch[0]).sum(), len(batch[0]))}
 
 
 def test_an_evaluation_of_what_is_divided_is_that_of_one_process(tmp_path):

@@ -90,10 +90,10 @@ def test_metric_when_it_can_be_then_nothing_is_said(name, batches):
 def test_run_when_a_metric_is_doubtful_then_it_is_said_once_and_the_run_goes_on(tmp_path, capfd):
     methods = {
         "eval_data": lambda self: ROWS,
-        "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]) * 3, 1)},
+        "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]) * 3, len(batch[0]))},
     }
     train(type("T", (Small,), methods), tmp_path, epochs=2)
-    assert capfd.readouterr().err.count("dure: the metric acc is 6, which is no fraction") == 1
+    assert capfd.readouterr().err.count("dure: the metric acc is 3, which is no fraction") == 1
 
 
 def test_run_when_a_count_cannot_be_then_it_is_refused_before_the_first_step(tmp_path):
@@ -102,3 +102,23 @@ def test_run_when_a_count_cannot_be_then_it_is_refused_before_the_first_step(tmp
         train(type("T", (Small,), methods), tmp_path)
     assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_when_totals_add_up_and_counts_do_not_then_the_metric_is_refused(tmp_path):
+    methods = {
+        "eval_data": lambda self: ROWS,
+        "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]), 1)},
+    }
+    with pytest.raises(
+        WorkerFailed, match=r"metric acc counts 1 over \d samples at once and 2 over the same"
+    ) as caught:
+        train(type("T", (Small,), methods), tmp_path)
+    assert caught.value.exit_code == 2
+
+
+def test_run_when_a_metric_is_a_mean_over_each_batch_then_it_is_taken(tmp_path):
+    methods = {
+        "eval_data": lambda self: ROWS,
+        "metrics": lambda self, model, batch: {"spread": dure.Sum(batch[0].float().mean(), 1)},
+    }
+    train(type("T", (Small,), methods), tmp_path)

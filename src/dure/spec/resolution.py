@@ -309,7 +309,8 @@ def _strategy_faults(
         is_default = value == RunSpec.model_fields[setting].get_default(call_default_factory=True)
         if is_default or setting in traits.settings or setting in bad:
             continue
-        able = " or ".join(name for name, row in strategies.items() if setting in row.settings)
+        first, *others = (name for name, row in strategies.items() if setting in row.settings)
+        able = f"{first} (or {', '.join(others)})" if others else first
         faults.append(
             f"{_say(draft, setting)}: {setting} is {value} but strategy {spec.strategy} cannot honour it:"
             f" choose --strategy {able}, or leave it out"

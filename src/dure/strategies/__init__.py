@@ -13,6 +13,7 @@ _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s ow
 _COMPRESSION = "--compression: the gradient is approximated; see compression_error in the records"
 REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies under which ranks hold the same."""
+_HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
 
 STRATEGIES: dict[str, StrategyInfo] = {
@@ -257,6 +258,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "clipping: by the norm of each rank's own gradient",
                 "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
                 _RANDOM,
+                _HOOKS,
             ),
             needs="a model that fits one device; a learning rate that suits the share of one rank",
             sent_bytes=(
@@ -283,6 +285,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "clipping: by the norm of each rank's own gradient",
                 "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
                 _RANDOM,
+                _HOOKS,
             ),
             needs="a model that fits one device with two copies more; evaluations no more often than outer steps",
             sent_bytes=(

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
-from dure.strategies.declarations import BatchDivision, RandomAndBatchNorm, by_division, by_strategy
+from dure.strategies.declarations import BatchDivision, Findings, by_division, by_strategy
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
@@ -81,6 +81,8 @@ class Strategy(ABC):
         """Whether the host knows a step's facts at its end even on an accelerator, as where other ranks have none."""
         self.example: Callable[[int], Any] | None = None
         """Gives the first samples of the training data as a batch, for those who try the model before they cut it."""
+        self.objects: Mapping[str, object] = {}
+        """Objects that the task's loss may keep state in, by name."""
         self.last_gradient_time: float | None = None
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
         self.expectation: float | None = None
@@ -277,16 +279,17 @@ class Strategy(ABC):
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
-        model = RandomAndBatchNorm(draws=self.draws, has_batchnorm=has_batchnorm)
+        has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
+        found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         is_many = self.group.world_size * len(self.devices) > 1
-        declared = by_strategy(self.info, self.options, model) if is_many else []
+        declared = by_strategy(self.info, self.options, found) if is_many else []
         division = BatchDivision(
             num_parts=len(self.parts_of(self.options.global_batch_size)),
             calls_per_step=self.calls_per_step(),
             is_one_share=self.data_world_size == 1,
             is_one_device=self.data_world_size * len(self.devices) == 1,
         )
-        return declared + by_division(division, self.traits, model, declared)
+        return declared + by_division(division, self.traits, found, declared)
 
     @property
     def draws(self) -> bool:

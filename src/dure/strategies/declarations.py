@@ -9,12 +9,14 @@ from dure.strategies.options import StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RandomAndBatchNorm:
-    """Properties of model and loss that several declarations depend on."""
+class Findings:
+    """Properties of model, loss and optimiser that several declarations depend on."""
 
     draws: bool
     """Whether random numbers are drawn in training."""
     has_batchnorm: bool
+    has_step_hooks: bool
+    """Whether the optimiser's step has hooks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,50 +32,49 @@ class BatchDivision:
     """Whether the batch is divided neither over ranks nor over devices."""
 
 
-def by_strategy(info: StrategyInfo, options: StrategyOptions, model: RandomAndBatchNorm) -> list[str]:
+def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -> list[str]:
     """Return those declarations of a strategy's row that apply to a model and to options."""
     return [
         text
         for text in info.does_not_preserve
-        if (not text.startswith("BatchNorm") or (model.has_batchnorm and not options.sync_batchnorm))
-        and (not text.startswith("random numbers") or model.draws)
+        if (not text.startswith("BatchNorm") or (found.has_batchnorm and not options.sync_batchnorm))
+        and (not text.startswith("random numbers") or found.draws)
         and (not text.startswith("--compression") or options.compression is not None)
+        and (not text.startswith("step hooks") or found.has_step_hooks)
     ]
 
 
-def by_division(
-    division: BatchDivision, traits: LossTraits, model: RandomAndBatchNorm, declared: Sequence[str]
-) -> list[str]:
+def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
     """Return the differences that come from dividing a batch, without those that are declared already."""
     parts = division.num_parts
     if parts == division.calls_per_step == 1:
         return []
     several_calls = division.calls_per_step > 1
     owner = "each microbatch's own" if division.is_one_device else "each rank's own"
-    found = []
+    texts = []
     if traits.reason_unknown is not None:
-        found.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
-    if model.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and division.is_one_share:
-        found.append("BatchNorm: statistics of each microbatch's own samples")
-    if model.draws and not any(text.startswith("random numbers") for text in declared):
-        found.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
+        texts.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
+    if found.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and division.is_one_share:
+        texts.append("BatchNorm: statistics of each microbatch's own samples")
+    if found.draws and not any(text.startswith("random numbers") for text in declared):
+        texts.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
     if traits.collate_draws:
-        found.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
+        texts.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
     if traits.not_additive is not None:
-        found.append(
+        texts.append(
             f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
             "weighted by their samples (return dure.Sum(total, count) if it has another count)"
         )
     if names := (*traits.learned_buffers, *traits.counted_buffers * several_calls):
-        found.append(f"buffers learned in forward ({few(names)}): from {owner} samples, and rank 0's are kept")
+        texts.append(f"buffers learned in forward ({few(names)}): from {owner} samples, and rank 0's are kept")
     if paths := (*traits.learned_state, *traits.counted_state * several_calls):
-        found.append(f"state that the loss keeps ({few(paths)}): {owner}")
+        texts.append(f"state that the loss keeps ({few(paths)}): {owner}")
     if traits.hooked_parameters:
-        found.append(
+        texts.append(
             f"hooks on gradients ({few(traits.hooked_parameters)}): they see {owner} gradient before all are "
             "added up, which is the same for linear ones alone"
         )
-    return found
+    return texts
 
 
 def few(names: Sequence[str], most: int = 4) -> str:

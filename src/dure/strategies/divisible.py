@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.data.randomness import kept_global_randomness
+from dure.torchcompat import step_without_hooks
 
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
 _PER_GROUP = 2
@@ -62,6 +63,7 @@ class _Trial:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._step_alone = step_without_hooks(optimizer)  # hooks act on the model, which is not to be changed
         self._groups = list(optimizer.param_groups)
         chosen = [[p for p in group["params"] if p.requires_grad][:_PER_GROUP] for group in self._groups]
         self._parameters = [parameter for group in chosen for parameter in group]
@@ -130,7 +132,7 @@ class _Trial:
         for gradients in self._gradients:
             for position, parameter in chosen.items():
                 parameter.grad = cut(gradients[position]).clone()
-            self._optimizer.step()
+            self._step_alone()
         return {position: parameter.detach() for position, parameter in chosen.items()}
 
 

@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.errors import SpecInvalid
 from dure.strategies.batches import map_tensors
 from dure.strategies.divisible import reason_not_to_cut
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.saved_state import StateSource, StrategyState
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 
 class LocalShards:
@@ -125,6 +127,8 @@ class ShardedStrategy(ReducedFacts):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser for which an element's step depends on the rest of its tensor, which other ranks have."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
         reason = reason_not_to_cut(optimizer)
         name = type(optimizer).__name__
         if reason is None:
@@ -145,6 +149,9 @@ class ShardedStrategy(ReducedFacts):
 
     def distribute(self) -> None:
         """Give the optimiser local tensors; from here on `trainable` are these too."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         named = list(self.model.named_parameters())
         frozen = [(name, _local(p).detach()) for name, p in named if not p.requires_grad]

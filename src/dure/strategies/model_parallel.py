@@ -19,15 +19,13 @@ from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.section_costs import held_bytes
-from dure.strategies.section_plan import CURE, SectionPlan, Surveyed, look_at, plan_sections
+from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
-
-_SURVEYED_SAMPLES = 4
 
 
 class ModelParallel(LocalSums):
@@ -59,19 +57,19 @@ class ModelParallel(LocalSums):
 
     def _decide(self, model: nn.Module) -> SectionPlan:
         num_sections = len(self.devices)
-        surveyed = look_at(self, model, _SURVEYED_SAMPLES) if num_sections > 1 else None
+        seen = look_at(self, model) if num_sections > 1 else None
         plan, faults = plan_sections(
-            model, surveyed, num_sections, self.options.cuts,
-            costs=lambda seen: self._held_bytes(model, surveyed, seen), keeps_batch_apart=True,
+            model, seen, num_sections, self.options.cuts,
+            costs=lambda seen: self._held_bytes(model, seen), keeps_batch_apart=True,
         )  # fmt: skip
         if plan is None:
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         return plan
 
-    def _held_bytes(self, model: nn.Module, surveyed: Surveyed | None, seen: Survey) -> list[float]:
-        assert surveyed is not None
+    def _held_bytes(self, model: nn.Module, seen: Survey) -> list[float]:
         of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
-        return held_bytes(dict(model.named_modules()), seen, of_a_microbatch / surveyed.num_samples)
+        blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
+        return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 
     # what goes from device to device
 

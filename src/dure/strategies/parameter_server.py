@@ -30,6 +30,7 @@ from dure.strategies.precision import Precision
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
@@ -76,6 +77,8 @@ class ParameterServer(LocalSums):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: no server has them."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
         reason = reason_not_to_divide(optimizer)
         if reason is None:
             return []
@@ -89,6 +92,7 @@ class ParameterServer(LocalSums):
         """Begin with rank 0's weights everywhere, and share out what the optimiser steps."""
         if faults := self.check_optimizer(self.optimizer):
             raise TaskInvalid("; ".join(faults))
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         self._broadcast([*self.model.parameters(), *self.model.buffers()], self.everyone)
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}

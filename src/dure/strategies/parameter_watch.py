@@ -50,7 +50,8 @@ class ParameterWatch:
         self._num_calls = 0
         self._versions: list[int] = []
         self._norms: list[Tensor] | None = None
-        self._modules = {id(module) for module in model.modules()}
+        # by their attributes, which a stand-in for the model shares
+        self._modules = {id(vars(module)) for module in model.modules()}
         self._hooks: list[RemovableHandle] = []
         self._depth = 0
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class ParameterWatch:
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
-        if id(module) not in self._modules:
+        if id(vars(module)) not in self._modules:
             return
         if module._parameters.get(name) is new or module._modules.get(name) is new:
             return

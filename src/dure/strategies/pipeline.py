@@ -6,13 +6,14 @@ stays what it is, microbatches may be of unequal sizes and none is padded (`pipe
 so that gradients only add up. Along the other axis of the mesh whole pipelines share each batch as ranks of ddp do.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
@@ -21,8 +22,11 @@ from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
+from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch
+from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
+from dure.strategies.object_state import ObjectState
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs
@@ -39,8 +43,9 @@ from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_plan import CURE, SectionPlan
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
-from dure.strategies.stand_in import StandIn, call_of
+from dure.strategies.stand_in import call_of, called_again, stand_in
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2
@@ -100,6 +105,19 @@ class Pipeline(ReducedFacts):
         num_stages = _num_stages(num_ranks, options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own stages."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
+        reason = reason_not_to_divide(optimizer)
+        if reason is None:
+            return []
+        return [
+            f"the optimiser {type(optimizer).__name__} cannot step each stage by itself, because {reason}: use one "
+            "that steps each parameter by itself, such as AdamW or SGD, or --strategy ddp"
+        ]
+
     # the cut
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -108,7 +126,7 @@ class Pipeline(ReducedFacts):
         Communication: one gathered JSON message, the plan.
         """
         is_teller = self.group.rank == 0
-        told = decide(self, model, self.num_stages, self.microbatch_samples()) if is_teller else None
+        told = decide(self, model, self.num_stages) if is_teller else None
         told = self.group.all_gather_json(told)[0]
         if told["faults"]:
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
@@ -117,13 +135,16 @@ class Pipeline(ReducedFacts):
 
     def distribute(self) -> None:
         """Keep this rank's stages, of the model and of the optimiser, and let go of the others."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         self.part = OwnPart(self.model, self.plan, self.stages, self.device)
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
-        self._evaluated = _EvaluatedModel(self.model, self.sweeps.evaluate, self.part)
+        self._evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
         self._clock = StepClock(self.device)
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._schedules: dict[Any, Schedule] = {}
@@ -170,9 +191,15 @@ class Pipeline(ReducedFacts):
             if self._failure is not None:
                 raise self._failure from None
             raise
+        self.part.refuse_lost_gradients()
         for index in sorted(self._found):
             self.add_term(self._found[index])
         self._calls = []
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may not use what other ranks keep."""
+        with guarded():
+            return function(*args)
 
     def _schedule_name(self) -> str:
         if self.num_stages == 1:
@@ -184,8 +211,13 @@ class Pipeline(ReducedFacts):
         if microbatch.is_stand_in:
             return None
         states = GeneratorStates.now(self.device) if self.leads_share else None
-        with self.precision.autocast():
-            args, kwargs = call_of(self.loss, self.model, microbatch.batch)
+        # the rank that calls the loss again begins with the state that it has now
+        changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
+        state = ObjectState(self.objects) if changes else None
+        with self._watching(), self.precision.autocast():
+            args, kwargs = self.computed(call_of, self.loss, self.model, microbatch.batch)
+        if state is not None:
+            state.put_back()
         seed = common_seed()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
         return _Call(microbatch, args, kwargs, states, seed, known)
@@ -218,7 +250,7 @@ class Pipeline(ReducedFacts):
             if is_last:
                 return self._loss_root(index, call, begin, received)
             assert lanes is not None
-            with drawing_from(self.device, call.seed, begin), self.precision.autocast():
+            with drawing_from(self.device, call.seed, begin), self.precision.autocast(), guarded():
                 value = self.sections.run(
                     (begin, end), call.args, call.kwargs, received=received, known=call.known, device=self.device
                 )
@@ -234,10 +266,7 @@ class Pipeline(ReducedFacts):
         def answer(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_called
             if is_called:
-                raise TaskInvalid(
-                    f"the task's loss calls {type(self.model).__name__} more than once: a pipeline runs it once for "
-                    f"each microbatch; call it once, or use {CURE}"
-                )
+                raise TaskInvalid(called_again(self.model))
             is_called = True
             with drawing_from(self.device, call.seed, begin):
                 return self.sections.run(
@@ -248,7 +277,7 @@ class Pipeline(ReducedFacts):
         assert call.states is not None
         call.states.put_back()
         try:
-            term = self.loss_term(StandIn(self.model, answer), call.microbatch, self._global_samples)
+            term = self.loss_term(stand_in(self.model, answer), call.microbatch, self._global_samples)
         finally:
             here.put_back()
         self._found[index] = term
@@ -379,18 +408,6 @@ class Pipeline(ReducedFacts):
         """Let go of the schedules, which hold process groups."""
         self._schedules.clear()
         self._schedule = None
-
-
-class _EvaluatedModel(StandIn):
-    """What an evaluation calls: its state is what this rank has."""
-
-    def __init__(self, model: nn.Module, answer: Any, part: OwnPart) -> None:
-        super().__init__(model, answer)
-        self._part = [part]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this rank's part."""
-        return self._part[0].state_dict(*args, **kwargs)
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:

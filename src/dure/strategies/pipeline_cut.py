@@ -7,42 +7,28 @@ import torch
 from torch import nn
 
 from dure.strategies.base import Strategy
-from dure.strategies.section_costs import counted_operations, measured_seconds
 from dure.strategies.section_plan import SectionPlan, look_at, plan_sections
 from dure.strategies.section_rehearsal import rehearse
-from dure.strategies.section_survey import Survey
-
-_MOST_SAMPLES = 16
 
 
-def decide(strategy: Strategy, model: nn.Module, num_stages: int, microbatch_samples: int) -> dict[str, Any]:
+def decide(strategy: Strategy, model: nn.Module, num_stages: int) -> dict[str, Any]:
     """Return the plan and what is wrong with it, as JSON values.
 
-    Cuts that are not given are found by measured seconds of each block, forward and backward; in a deterministic run by
-    counted operations, so that a repeated run has the same cuts.
+    Cuts that are not given are found by counted operations, forward and backward: the same in every run of a task.
 
     Args:
         strategy: With the task's loss, its data, and its options.
         model: Whole, on the CPU, where it is again afterwards.
         num_stages: How many stages.
-        microbatch_samples: The model is tried on so many samples, or on fewer.
     """
     if num_stages == 1:
         return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
     host = _host(strategy.device, model)
-    is_like_a_step = host.type == strategy.device.type
-
-    def costs(seen: Survey) -> list[float]:
-        blocks = dict(model.named_modules())
-        if strategy.options.deterministic or not is_like_a_step:
-            return counted_operations(blocks, seen)
-        return measured_seconds(blocks, seen, strategy.precision.autocast)
-
     model.to(host)
-    surveyed = look_at(strategy, model, min(microbatch_samples, _MOST_SAMPLES))
-    plan, faults = plan_sections(model, surveyed, num_stages, strategy.options.cuts, costs=costs)
-    if plan is not None and surveyed is not None and is_like_a_step:  # elsewhere it would take too long
-        fault = rehearse(model, plan, surveyed, strategy.precision.autocast)
+    seen = look_at(strategy, model)
+    plan, faults = plan_sections(model, seen, num_stages, strategy.options.cuts, costs=lambda seen: seen.operations)
+    if plan is not None and seen is not None and host.type == strategy.device.type:  # elsewhere it would take too long
+        fault = rehearse(strategy, model, plan, seen, loss_section=num_stages - 1)
         faults = [fault] if fault is not None else []
     model.to("cpu")
     return {"faults": faults, "plan": None if plan is None else asdict(plan)}

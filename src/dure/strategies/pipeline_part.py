@@ -7,18 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.errors import TaskInvalid
+from dure.strategies.absent_tensors import hollow, made_absent
 from dure.strategies.optimizer_state import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.saved_state import StateSource, StrategyState
-from dure.strategies.section_plan import SectionPlan
+from dure.strategies.section_plan import CURE, SectionPlan
 
 
 class OwnPart(nn.Module):
     """The tensors of some sections under the whole model's names.
 
-    The model stays what it is, with all its modules and names. Parameters and buffers of blocks that other ranks keep
-    are each one number of NaN seen in their shape: no memory, and nothing that could be used unnoticed. Those outside
-    of the blocks are small; every rank has them, and one rank trains each.
+    The model stays what it is, with all its modules and names. Parameters of blocks that other ranks keep are each one
+    number of NaN seen in their shape, and like buffers of such blocks refuse to be used (`absent_tensors`). Those
+    outside of the blocks are small; every rank has them, and one rank trains each.
     """
 
     def __init__(self, model: nn.Module, plan: SectionPlan, sections: Iterable[int], device: torch.device) -> None:
@@ -41,16 +43,15 @@ class OwnPart(nn.Module):
         self.loose = {name: owners[name] for name in sorted(owners) if not name.startswith(self._in_blocks)}
         """What is in no block, and the section that keeps it."""
         self._own_loose = {name for name, section in self.loose.items() if section in mine}
-        nothing: dict[torch.dtype, Tensor] = {}
         for name in owners:
             before = _tensor(model, name)
             if self.is_here(name):
                 _replace(model, name, before.to(device))
             else:
-                if before.dtype not in nothing:
-                    value = float("nan") if before.is_floating_point() or before.is_complex() else 0
-                    nothing[before.dtype] = torch.full((), value, dtype=before.dtype, device=device)
-                _replace(model, name, nothing[before.dtype].expand(before.shape))
+                nothing = hollow(before, device)
+                # buffers are copied into, when a step is skipped or a rank restarts
+                _replace(model, name, nothing if isinstance(before, nn.Parameter) else nothing.clone())
+                made_absent(_tensor(model, name), name)
 
     def is_own(self, name: str) -> bool:
         """Whether this rank is the one to keep what has a name in the model's state."""
@@ -70,6 +71,25 @@ class OwnPart(nn.Module):
     def trainable(self) -> list[nn.Parameter]:
         """Return this rank's parameters that are trained."""
         return [p for name, p in self.whole.named_parameters() if self.is_own(name) and p.requires_grad]
+
+    def refuse_lost_gradients(self, found: Iterable[Tensor] | None = None) -> None:
+        """Refuse gradients of parameters that another rank trains.
+
+        Args:
+            found: Tensors that have one; those with `.grad` by default.
+
+        Raises:
+            TaskInvalid: Names the parameter; nobody would add its gradient to the others.
+        """
+        have = None if found is None else {id(tensor) for tensor in found}
+        for name, parameter in self.whole.named_parameters():
+            has_gradient = parameter.grad is not None if have is None else id(parameter) in have
+            if has_gradient and not self.is_own(name):
+                raise TaskInvalid(
+                    f"{name} has a gradient on a rank that does not train it: the task's loss, or the model's code "
+                    "between its blocks, uses it in a section in which it did not on the first samples; use it at one "
+                    f"place on every batch, or use {CURE}"
+                )
 
     def own_buffers(self) -> list[Tensor]:
         """Return this rank's buffers."""

@@ -8,7 +8,7 @@ Other ranks follow the loop by the facts of each step, and compute in the thread
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +21,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
+from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
@@ -31,18 +32,17 @@ from dure.strategies.pipeline_draws import common_seed, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
-from dure.strategies.rpc_model_calls import HOST, Call, Driven, Failed, Result, on_host
+from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, on_host
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_costs import held_bytes
-from dure.strategies.section_plan import CURE, SectionPlan, look_at, plan_sections
+from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.section_rehearsal import rehearse
 from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
-from dure.strategies.stand_in import StandIn
+from dure.strategies.stand_in import stand_in
 from dure.strategies.step_facts import Requests, StepFacts
-
-_SURVEYED_SAMPLES = 4
+from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 
 class RpcModel(ReducedFacts):
@@ -74,6 +74,8 @@ class RpcModel(ReducedFacts):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: every section steps its own."""
+        if fault := fault_of_hooks(optimizer):
+            return [fault]
         reason = reason_not_to_divide(optimizer)
         if reason is None:
             return []
@@ -100,16 +102,16 @@ class RpcModel(ReducedFacts):
         num_sections = self.group.world_size
         if num_sections == 1:
             return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
-        surveyed = look_at(self, model, _SURVEYED_SAMPLES)
+        seen = look_at(self, model)
 
         def costs(seen: Survey) -> list[float]:
-            assert surveyed is not None
             of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
-            return held_bytes(dict(model.named_modules()), seen, of_a_microbatch / surveyed.num_samples)
+            blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
+            return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 
-        plan, faults = plan_sections(model, surveyed, num_sections, self.options.cuts, costs=costs)
-        if plan is not None and surveyed is not None:
-            fault = rehearse(model, plan, surveyed, self.precision.autocast)
+        plan, faults = plan_sections(model, seen, num_sections, self.options.cuts, costs=costs)
+        if plan is not None and seen is not None:
+            fault = rehearse(self, model, plan, seen, loss_section=0)
             faults = [] if fault is None else [fault]
         return {"faults": faults, "plan": None if plan is None else asdict(plan)}
 
@@ -120,13 +122,14 @@ class RpcModel(ReducedFacts):
         """
         if faults := self.check_optimizer(self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
         super().distribute()
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
         self.part = OwnPart(self.model, self.plan, [self.group.rank], self.device)
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
-        self._evaluated = Driven(self.model, self._call, self.part)
+        self._evaluated = stand_in(self.model, self._call, self.part.state_dict)
         self._gradients: dict[int, Tensor] = {}
         self._sent_bytes = 0
         self._open_context = ExitStack()
@@ -198,7 +201,7 @@ class RpcModel(ReducedFacts):
         begin, end = self.plan.bounds(self.group.rank)
         is_last = self.group.rank == self.group.world_size - 1
         draws = drawing_from(self.device, call.seed, begin)
-        with torch.set_grad_enabled(call.has_gradient), draws, self.precision.autocast():
+        with torch.set_grad_enabled(call.has_gradient), draws, self.precision.autocast(), guarded():
             value, _, learned = self.sections.learn(
                 (begin, None if is_last else end), call.args, call.kwargs, received=received.value,
                 known=received.known, device=self.device,
@@ -226,7 +229,7 @@ class RpcModel(ReducedFacts):
             return
         from torch.distributed import autograd
 
-        model = StandIn(self.model, self._call)
+        model = stand_in(self.model, self._call)
         for microbatch in microbatches:
             # a context of its own: a second backward in one context waits forever (2.11 and 2.13)
             self._open_context.close()
@@ -246,11 +249,17 @@ class RpcModel(ReducedFacts):
         for answer in under_way:
             answer.wait()
 
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may not use what other ranks keep."""
+        with guarded():
+            return function(*args)
+
     def add_gradients(self, context_id: int) -> None:
         """Add the gradients that a context has of this rank's parameters."""
         from torch.distributed import autograd
 
         found = autograd.get_gradients(context_id)
+        self.part.refuse_lost_gradients(found.keys())
         for parameter in self.trainable:
             gradient = found.get(parameter)
             if gradient is None:

@@ -4,13 +4,11 @@ import traceback
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dure.errors import FAILED, DureError
 from dure.strategies.batches import map_tensors
-from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_values import Description
-from dure.strategies.stand_in import StandIn
 
 HOST = torch.device("cpu")
 """Where tensors are while they travel."""
@@ -60,15 +58,3 @@ def _travelling(tensor: Tensor) -> Tensor:
     # a leaf arrives as a leaf, with a gradient of its own that nobody would ask for
     is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
     return (tensor.view_as(tensor) if is_leaf else tensor).to(HOST)
-
-
-class Driven(StandIn):
-    """What an evaluation calls; its state is what this rank has."""
-
-    def __init__(self, model: nn.Module, answer: Any, part: OwnPart) -> None:
-        super().__init__(model, answer)
-        self._part = [part]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this rank's part."""
-        return self._part[0].state_dict(*args, **kwargs)

@@ -1,91 +1,101 @@
-"""What the blocks of a model cost: seconds as measured, operations as counted, or bytes held."""
+"""Costs of a model's blocks: operations, counted in one forward pass, and bytes held.
 
-import copy
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+Nothing is measured by a clock: the cut of a model follows from the task alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dure.strategies.batches import map_tensors
-from dure.strategies.section_survey import Survey, tensors_of
-
-Autocast = Callable[[], AbstractContextManager[Any]]
-
-_REPEATS = 3
-_FLOPS_PER_BYTE = 4.0
-"""What moving a byte counts beside an operation of a matrix product: no block is for nothing."""
+_OPERATIONS_PER_ELEMENT = 16.0
+"""Weight of an element that is written and kept for backward, in operations of a matrix product: no block is free."""
+_RECURRENT = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 
-def measured_seconds(blocks: Mapping[str, nn.Module], seen: Survey, autocast: Autocast) -> list[float]:
-    """Return the seconds of each call, forward and backward: the shortest of a few, after one that does not count.
+class BlockCost(AbstractContextManager["BlockCost"]):
+    """What one call of a block computes, and what it keeps for backward."""
 
-    Measured on copies, so that neither buffers nor gradients of the model change.
-    """
-    costs = []
-    for call, (args, kwargs) in zip(seen.chain.calls, seen.inputs, strict=True):
-        twin = copy.deepcopy(blocks[call])
-        costs.append(min(_seconds_once(twin, args, kwargs, autocast) for _ in range(_REPEATS + 1)))
-    return costs
+    def __init__(self, not_kept: set[int]) -> None:
+        """Prepare to count.
+
+        Args:
+            not_kept: Addresses of storages that are no cost of a call: parameters and buffers.
+        """
+        self._not_kept = not_kept
+        self._kept: dict[int, tuple[int, int]] = {}
+        self._counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_recurrent_operations(), _of_rnn))
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> "BlockCost":
+        """Begin to count."""
+        kept, not_kept = self._kept, self._not_kept
+
+        # The graph of a block's output has this function and what it returns. Were the output among them, itself
+        # or by way of `self`, that would be a cycle which nothing collects, with the model in it.
+        def count(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in not_kept:
+                    kept[storage.data_ptr()] = storage.nbytes(), storage.nbytes() // tensor.itemsize
+            return tensor.detach()
+
+        self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
+        # the one kernel whose products are counted on every device
+        self._contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
+        self._contexts.enter_context(self._counter)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End to count."""
+        self._contexts.close()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for backward, each memory once."""
+        return sum(size for size, _ in self._kept.values())
+
+    def operations(self, results: Sequence[Tensor]) -> float:
+        """Return the operations, forward and backward: the same whatever the precision.
+
+        Those of matrix products, convolutions and attention count three times, for forward and both gradients. What
+        computes element by element is priced by its elements.
+        """
+        moved = sum(elements for _, elements in self._kept.values()) + sum(tensor.numel() for tensor in results)
+        return 3.0 * self._counter.get_total_flops() + _OPERATIONS_PER_ELEMENT * moved
 
 
-def _seconds_once(block: nn.Module, args: Any, kwargs: Any, autocast: Autocast) -> float:
-    args, kwargs = map_tensors((args, dict(kwargs)), _leaf)
-    device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
-    start = _now(device)
-    with torch.enable_grad(), autocast():
-        results = [t for t in tensors_of(block(*args, **kwargs)) if t.requires_grad]
-        total = torch.stack([t.float().sum() for t in results]).sum() if results else None
-    if total is not None:
-        total.backward()
-    return _now(device) - start
+def _recurrent_operations() -> list[Any]:
+    return [getattr(torch.ops.aten, name) for name in _RECURRENT if hasattr(torch.ops.aten, name)]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    # a copy: a block may work in place
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+def _of_rnn(input_shape: Sequence[int], weights: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the operations of recurrent layers: every weight matrix is applied to every token."""
+    # a list of all weights, or the two matrices of one layer
+    shapes: list[Sequence[int]] = [weights, args[0]] if isinstance(weights, torch.Size) else weights
+    return 2 * math.prod(input_shape[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-def counted_operations(blocks: Mapping[str, nn.Module], seen: Survey) -> list[float]:
-    """Return the operations of each call, forward and backward: the same in every run, on every machine.
-
-    Those of matrix products, convolutions and attention, three times for forward and both gradients, and the bytes that
-    are kept for backward, for what computes element by element.
-    """
-    costs = []
-    for position, call in enumerate(seen.chain.calls):
-        args, kwargs = map_tensors(seen.inputs[position], torch.clone)
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            copy.deepcopy(blocks[call])(*args, **kwargs)
-        moved = seen.saved_bytes[position] + sum(
-            t.numel() * t.element_size() for t in tensors_of(seen.outputs[position])
-        )
-        costs.append(3.0 * counter.get_total_flops() + _FLOPS_PER_BYTE * moved)
-    return costs
-
-
-def held_bytes(blocks: Mapping[str, nn.Module], seen: Survey, samples_per_sample: float) -> list[float]:
+def held_bytes(
+    blocks: Mapping[str, nn.Module], calls: Sequence[str], saved_bytes: Sequence[int], samples_per_sample: float
+) -> list[float]:
     """Return the bytes that each call makes its device hold: parameters with their gradients, and activations.
 
     Args:
         blocks: By name.
-        seen: A survey of a few samples.
-        samples_per_sample: Samples of a microbatch for each one of the survey's.
+        calls: Block of every call.
+        saved_bytes: Bytes that every call keeps for backward, of a few samples.
+        samples_per_sample: Samples of a microbatch for each of those few.
     """
     costs = []
-    for position, call in enumerate(seen.chain.calls):
-        is_first = seen.chain.calls.index(call) == position
-        state = parameter_bytes(blocks[call]) if is_first else 0
-        costs.append(state + seen.saved_bytes[position] * samples_per_sample)
+    for position, (call, saved) in enumerate(zip(calls, saved_bytes, strict=True)):
+        state = parameter_bytes(blocks[call]) if calls.index(call) == position else 0
+        costs.append(state + saved * samples_per_sample)
     return costs
 
 

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from dure.data.randomness import kept_global_randomness
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
 from dure.strategies.section_survey import Survey, survey
 from dure.strategies.sections import begins_of, cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import call_of
+from dure.strategies.trial import Trial
 
 CURE = "ddp or fsdp"
+SURVEYED_SAMPLES = 4
+"""Samples that a model is tried on, whatever a microbatch has: a restart with smaller ones must not move a cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,42 +62,36 @@ class SectionPlan:
         return self.begins[section], ends[section]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surveyed:
-    """What was seen of a model with a batch, for those who count costs or rehearse."""
-
-    seen: Survey
-    num_samples: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def look_at(strategy: Strategy, model: nn.Module, num_samples: int) -> Surveyed | None:
-    """Watch a forward pass of a model on its first samples; None where there is no batch to do it with.
+def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
+    """Watch a forward pass of a model on the first samples; None where there is no batch to do it with.
 
     Args:
         strategy: With the task's loss and its data.
-        model: Wherever it is; the batch is moved to it. It is left as it was, and so are the generators.
-        num_samples: At most so many.
+        model: Wherever it is; the batch is moved to it. It is left as it was, and so are the task and the generators.
     """
     if strategy.example is None:
         return None
-    device = next(model.parameters()).device
-    batch = to_device(strategy.example(num_samples), device)
-    with kept_global_randomness(device), strategy.precision.autocast():
+    batch = first_batch(strategy, model)
+    with Trial(model, strategy.objects, watches_writes=False), strategy.precision.autocast():
         args, kwargs = call_of(strategy.loss, model, batch)
-        return Surveyed(seen=survey(model, args, kwargs), num_samples=num_samples, args=args, kwargs=kwargs)
+        return survey(model, args, kwargs)
+
+
+def first_batch(strategy: Strategy, model: nn.Module) -> Any:
+    """Return the first samples, as many as a model is tried on, on the model's device."""
+    assert strategy.example is not None
+    return to_device(strategy.example(SURVEYED_SAMPLES), next(model.parameters()).device)
 
 
 def plan_sections(
-    model: nn.Module, surveyed: Surveyed | None, num_sections: int, cuts: str | None, *,
+    model: nn.Module, seen: Survey | None, num_sections: int, cuts: str | None, *,
     costs: Callable[[Survey], Sequence[float]], keeps_batch_apart: bool = False,
 ) -> tuple[SectionPlan | None, list[str]]:  # fmt: skip
     """Decide where a model is cut.
 
     Args:
         model: All of it.
-        surveyed: Of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
+        seen: Survey of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
         num_sections: How many sections.
         cuts: The words of `--cuts`, or None to find the most even ones.
         costs: Gives the cost of every call.
@@ -106,16 +102,14 @@ def plan_sections(
         The plan, or why there is none, a sentence each.
     """
     chain, homes = registered_chain(model), dict[str, int]()
-    if surveyed is not None:
-        chain, homes = surveyed.seen.chain, dict(surveyed.seen.homes)
-        if keeps_batch_apart:
-            chain = surveyed.seen.with_batch_on_first_device()
+    if seen is not None:
+        chain, homes = seen.with_batch_on_first_device() if keeps_batch_apart else seen.chain, dict(seen.homes)
     names = cut_names(cuts)
     if faults := faults_of(chain, num_sections, names, CURE):
         return None, faults
     if num_sections == 1:
         return SectionPlan(calls=list(chain.calls), begins=[0], homes=dict.fromkeys(homes, 0)), []
-    prices = costs(surveyed.seen) if surveyed is not None and names is None else _registered_costs(model, chain.calls)
+    prices = costs(seen) if seen is not None and names is None else _registered_costs(model, chain.calls)
     begins = begins_of(chain, num_sections, names, prices)
     sections = {name: bisect_right(begins, position) - 1 for name, position in homes.items()}
     is_last_enough = chain.why_not(len(chain.calls)) is None

@@ -1,122 +1,244 @@
-"""A model cut into sections and run as such, beside the whole: the same output and the same gradients, or a reason."""
+"""A rehearsal of a model in sections: the task's loss and its gradients beside those of the whole model.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+It finds what a survey cannot see: blocks that exchange values by themselves, recomputation that cuts the graph, and
+losses that use more of the model than its output. All sections run in one process, each without the others' weights.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dure.data.randomness import GeneratorStates, kept_global_randomness
+from dure.data.randomness import GeneratorStates
+from dure.errors import TaskInvalid
+from dure.measure.sums import Sum
+from dure.strategies.absent_tensors import hollow
+from dure.strategies.base import Strategy
 from dure.strategies.batches import map_tensors
+from dure.strategies.object_state import ObjectState
 from dure.strategies.pipeline_values import describe
-from dure.strategies.section_plan import CURE, SectionPlan, Surveyed
-from dure.strategies.section_survey import kept_buffers, tensors_of
+from dure.strategies.section_plan import CURE, SectionPlan, first_batch
+from dure.strategies.section_survey import Survey
 from dure.strategies.sectioned_model import SectionedModel
+from dure.strategies.stand_in import call_of, called_again, stand_in
+from dure.strategies.step_facts import checked_loss
+from dure.strategies.trial import Trial
 
-Gradients = dict[str, Tensor | None]
+
+class _Outcome(NamedTuple):
+    """A loss and its gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
 
 
-def rehearse(
-    model: nn.Module, plan: SectionPlan, surveyed: Surveyed, autocast: Callable[[], AbstractContextManager[Any]]
-) -> str | None:
-    """Compare the sections with the whole model on the batch of a survey.
+def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
+    """Compare the sections with the whole model on the first samples. The model, the task and generators are kept.
 
-    What a survey cannot see is found here: blocks that exchange values by themselves, or a recomputation that cuts the
-    graph between them.
+    Args:
+        strategy: With the task's loss and its data.
+        model: Whole.
+        plan: Its sections.
+        seen: Survey on the same samples.
+        loss_section: Section of the rank that computes the loss, the first or the last one.
 
     Returns:
         One sentence if they differ.
     """
-    tensors = tensors_of((surveyed.args, surveyed.kwargs)) or list(model.parameters())
-    device = tensors[0].device
-    with kept_global_randomness(device), kept_buffers(model), torch.enable_grad():
-        states = GeneratorStates.now(device)
-        whole = _whole(model, surveyed, autocast)
-        states.put_back()
-        cut = _in_sections(model, plan, surveyed, autocast, device)
-    for name, gradient in whole.items():
-        if not _are_close(gradient, cut[name]):
+    where = f"{type(model).__name__} cut before {plan.first_blocks()}"
+    batch = first_batch(strategy, model)
+    try:
+        rehearsal = _Rehearsal(strategy, model, plan, seen, batch)
+        with Trial(model, strategy.objects, seed=0, watches_writes=False):
+            whole = rehearsal.whole()
+        with Trial(model, strategy.objects, seed=0, watches_writes=False), rehearsal.cut():
+            parts = rehearsal.by_last() if loss_section else rehearsal.by_first()
+    except TaskInvalid as error:
+        return str(error)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return (
+            f"{where} cannot be computed ({said}): each section has its own weights, and the loss has the model's "
+            f"output alone, without derivatives through it; cut elsewhere with --cuts, or use {CURE}"
+        )
+    for name, _ in model.named_parameters():
+        if not _are_close(whole.gradients.get(name), parts.gradients.get(name)):
             return (
-                f"{type(model).__name__} cut before {plan.first_blocks()} gives another gradient of {name} than the "
-                f"whole model: something goes from section to section by another "
-                f"way than what blocks return (torch.utils.checkpoint with use_reentrant=True around a block, or a "
-                f"value that a block keeps); cut elsewhere with --cuts, or use {CURE}"
+                f"{where} gives another gradient of {name} than the whole model: the loss uses it itself, or something "
+                "goes from section to section by another way than what blocks return (torch.utils.checkpoint with "
+                f"use_reentrant=True around a block, or a value that a block keeps); cut elsewhere with --cuts, or use "
+                f"{CURE}"
             )
+    if not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss)):
+        return (
+            f"{where} gives a loss of {parts.loss:.6g} where the whole model gives {whole.loss:.6g}: the loss uses "
+            f"weights of another section, or values that a block keeps; cut elsewhere with --cuts, or use {CURE}"
+        )
     return None
 
 
-def _whole(model: nn.Module, surveyed: Surveyed, autocast: Callable[[], AbstractContextManager[Any]]) -> Gradients:
-    args, kwargs = map_tensors((surveyed.args, surveyed.kwargs), torch.clone)
-    with autocast():
-        total = _probe(model(*args, **kwargs))
-    # by backward() into `.grad`, for recomputation knows no other way
-    total.backward()
-    return _taken_gradients(model)
+class _Rehearsal:
+    """One loss, computed by the whole model, or by sections one after the other."""
 
+    def __init__(self, strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, batch: Any) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._plan = plan
+        self._known = [describe(value, call) for value, call in zip(seen.outputs, plan.calls, strict=True)]
+        self._batch = batch
+        self._device = next(model.parameters()).device
+        self._last = len(plan.begins) - 1
+        owners = plan.owners(model)
+        self._parameters = [(p, p.data, owners[name]) for name, p in model.named_parameters()]
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._present: int | None = None
+        self._chains: list[list[list[tuple[Tensor, Tensor]]]] = []
+        """For each call of the model and each section, the tensors that it gave, with the leaves that took over."""
+        self._gradients: dict[str, Tensor] = {}
 
-def _in_sections(
-    model: nn.Module, plan: SectionPlan, surveyed: Surveyed,
-    autocast: Callable[[], AbstractContextManager[Any]], device: torch.device,
-) -> Gradients:  # fmt: skip
-    sections = SectionedModel(model, plan)
-    known = [describe(value, call) for value, call in zip(surveyed.seen.outputs, plan.calls, strict=True)]
-    passes: list[tuple[list[Tensor], list[Tensor]]] = []
-    received: Any = None
-    try:
-        for number in range(len(plan.begins)):
-            begin, end = plan.bounds(number)
-            args, kwargs = map_tensors((surveyed.args, surveyed.kwargs), torch.clone)
-            leaves = tensors_of(received)
-            bounds = (begin, None if number == len(plan.begins) - 1 else end)
-            with autocast():
-                # copies: blocks may work in place
-                given = map_tensors(received, torch.clone)
-                value = sections.run(bounds, args, kwargs, received=given, known=known, device=device)
-            passes.append((leaves, tensors_of(value)))
-            received = map_tensors(value, _leaf)
-    finally:
-        sections.close()
-    roots: list[Tensor] = [_probe(value)]
-    arrived: list[Tensor | None] = [None]
-    for number in reversed(range(len(passes))):
+    def whole(self) -> _Outcome:
+        """Return the loss and the gradients of the whole model."""
+        root = self._loss(self._model)
+        # by backward() into `.grad`, for recomputation knows no other way
+        root.backward()
+        return self._outcome(root)
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Divide the model for the time of the context."""
+        self._sections = SectionedModel(self._model, self._plan)
+        try:
+            yield
+        finally:
+            self._sections.close()
+
+    def by_last(self) -> _Outcome:
+        """Return the outcome where every section runs the loss up to the model's call, and the last one all of it."""
+        begin = at = GeneratorStates.now(self._device)
+        state = ObjectState(self._strategy.objects)
+        received: Any = None
+        self._chains.append([])
+        is_called = False
+        for number in range(self._last):
+            with self._only(number):
+                begin.put_back()
+                with torch.enable_grad(), self._strategy.precision.autocast():
+                    args, kwargs = call_of(self._strategy.loss, self._model, self._own_batch())
+                state.put_back()  # each rank has its own
+                if number:
+                    at.put_back()
+                received = self._handed_on(self._run(number, args, kwargs, received))
+                at = GeneratorStates.now(self._device)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_called
+            if is_called:
+                raise TaskInvalid(called_again(self._model))
+            is_called = True
+            at.put_back()
+            return self._run(self._last, args, kwargs, received)
+
+        begin.put_back()
+        return self._differentiated(answer, self._last)
+
+    def by_first(self) -> _Outcome:
+        """Return the outcome where the first section's rank runs the loss, and others answer its call of the model."""
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            received: Any = None
+            self._chains.append([])
+            for number in range(self._last + 1):
+                with self._only(number):
+                    received = self._handed_on(self._run(number, args, kwargs, received))
+            return received
+
+        return self._differentiated(answer, 0)
+
+    def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
+        with self._only(loss_section):
+            root = self._loss(stand_in(self._model, answer))
+            root.backward(retain_graph=True)
+            self._take_gradients()
+        for chain in self._chains:
+            for section in reversed(range(len(chain))):
+                with self._only(section):
+                    self._go_back(chain[section])
+        return self._outcome(root)
+
+    def _go_back(self, given: list[tuple[Tensor, Tensor]]) -> None:
+        """Run the backward pass of a section from the gradients of what the next one took."""
+        roots = [tensor for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
+        arrived = [leaf.grad for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
         if roots:
-            torch.autograd.backward(roots, arrived)
-        if number:
-            sent, taken = passes[number - 1][1], passes[number][0]
-            given = [(root, leaf.grad) for root, leaf in zip(sent, taken, strict=True)]
-            given = [(root, gradient) for root, gradient in given if gradient is not None and root.requires_grad]
-            roots, arrived = [root for root, _ in given], [gradient for _, gradient in given]
-    return _taken_gradients(model)
+            torch.autograd.backward(roots, arrived, retain_graph=True)
+            self._take_gradients()
 
+    def _loss(self, model: nn.Module) -> Tensor:
+        with torch.enable_grad(), self._strategy.precision.autocast():
+            result = self._strategy.loss(model, self._own_batch())
+        return checked_loss(result.total if isinstance(result, Sum) else result)
 
-def _taken_gradients(model: nn.Module) -> Gradients:
-    """Return all gradients, and leave none."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return found
+    def _own_batch(self) -> Any:
+        # a copy: the loss may change it
+        return map_tensors(self._batch, torch.clone)
 
+    def _run(self, section: int, args: Any, kwargs: Any, received: Any) -> Any:
+        begin, end = self._plan.bounds(section)
+        bounds = (begin, None if section == self._last else end)
+        given = map_tensors(received, torch.clone)  # blocks may work in place
+        with torch.enable_grad(), self._strategy.precision.autocast():
+            return self._sections.run(bounds, args, kwargs, received=given, known=self._known, device=self._device)
 
-def _probe(output: Any) -> Tensor:
-    """Return a scalar that depends on every element of an output, on each in another way."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors_of(output):
-        if tensor.requires_grad:
-            flat = tensor.flatten()
-            weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device)
-            total = total.to(flat.device) + (flat.double() * weights).sum()
-    return total
+    def _handed_on(self, value: Any) -> Any:
+        """Return what a section gave in leaves of another graph."""
+        pairs: list[tuple[Tensor, Tensor]] = []
 
+        def as_leaf(tensor: Tensor) -> Tensor:
+            pairs.append((tensor, tensor.detach().requires_grad_(tensor.is_floating_point())))
+            return pairs[-1][1]
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+        self._chains[-1].append(pairs)
+        return map_tensors(value, as_leaf)
+
+    @contextmanager
+    def _only(self, section: int) -> Iterator[None]:
+        """Let the parameters of other sections be NaN for the time of the context."""
+        before, self._present = self._present, section
+        self._place()
+        try:
+            yield
+        finally:
+            self._present = before
+            self._place()
+
+    def _place(self) -> None:
+        for parameter, data, owner in self._parameters:
+            parameter.data = data if self._present in (None, owner) else hollow(data, self._device)
+
+    def _take_gradients(self) -> None:
+        """Add up the gradients of the section's own parameters, and drop all others as its rank would."""
+        for parameter, _, owner in self._parameters:
+            name, gradient = self._names[id(parameter)], parameter.grad
+            if gradient is not None and self._present in (None, owner):
+                gradient = gradient.to_dense()
+                self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
+            parameter.grad = None
+
+    def _outcome(self, root: Tensor) -> _Outcome:
+        self._take_gradients()
+        found, self._gradients = self._gradients, {}
+        return _Outcome(float(root.detach()), found)
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two gradients are the same but for rounding; none is as good as zeros."""
-    if one is None or other is None:
-        return all(gradient is None or not bool(gradient.any()) for gradient in (one, other))
+    found = [gradient for gradient in (one, other) if gradient is not None]
+    if len(found) < 2:
+        return not any(bool(gradient.any()) for gradient in found)
+    if not found[0].numel() or bool(found[0].isnan().any()):
+        return True  # nothing can be told from it
     # sums in another order differ by some epsilon; a path that is missing changes a gradient by its own size
-    tolerance = 16 * torch.finfo(one.dtype).eps ** 0.5
-    return bool(((one - other).abs().max() <= tolerance * one.abs().max()) | one.isnan().any())
+    tolerance = 16 * torch.finfo(found[0].dtype).eps ** 0.5
+    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dure.strategies.section_costs import BlockCost
 from dure.strategies.sections import Barrier, Chain, find_blocks, tied
+from dure.torchcompat import module_call, replace_module_call
 
 _READS = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "equal"]
@@ -35,12 +37,12 @@ class Survey:
     """Parameters and buffers that are in no block that was called, and the call before which each is first used."""
     apart: tuple[Barrier, ...] = ()
     """What must stay together besides when the batch, and every buffer, is on one device only."""
-    inputs: tuple[tuple[Any, Any], ...] = ()
-    """Positional and keyword arguments of every call."""
     outputs: tuple[Any, ...] = ()
     """What every call returned."""
     saved_bytes: tuple[int, ...] = ()
-    """What every call keeps for backward, parameters left out."""
+    """Bytes that every call keeps for backward, parameters left out."""
+    operations: tuple[float, ...] = ()
+    """Operations of every call, forward and backward, as `BlockCost` counts them."""
 
     def with_batch_on_first_device(self) -> Chain:
         """Return the chain for sections on devices of their own, of which the first alone has the batch."""
@@ -72,17 +74,11 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @contextmanager
 def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Put `switch(name, forward)` into the place of every block's `forward`."""
-    before = {name: block.__dict__.get("forward") for name, block in blocks.items()}
-    try:
+    """Let calls of every block run `switch(name, call)`, where `call` is what they ran before."""
+    with ExitStack() as stack:
         for name, block in blocks.items():
-            block.forward = switch(name, block.forward)
+            stack.callback(replace_module_call(block, switch(name, module_call(block))))
         yield
-    finally:
-        for name, block in blocks.items():
-            del block.forward
-            if before[name] is not None:
-                block.__dict__["forward"] = before[name]
 
 
 @contextmanager
@@ -131,9 +127,9 @@ class _Origin:
 class _Seen:
     calls: list[str] = field(default_factory=list)
     barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
-    inputs: list[tuple[Any, Any]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     saved_bytes: list[int] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
     apart: dict[int, Barrier] = field(default_factory=dict)
 
 
@@ -156,35 +152,25 @@ class _Watch(TorchFunctionMode):
     def _position(self) -> int:
         return len(self._seen.calls)
 
-    def switch(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a block's `forward`, watched from outside."""
+    def switch(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's call, watched from outside."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
-                return forward(*args, **kwargs)
+                return call(*args, **kwargs)
             self._use(tensors_of((args, kwargs)), f"{name} takes it")
-            self._seen.inputs.append((args, kwargs))
-            kept: dict[int, int] = {}
-            not_kept = self._storages
-
-            # The graph of a block's output has this function and what it returns. Were the output among them, itself
-            # or by way of `self`, that would be a cycle which nothing collects, with the model in it.
-            def count(tensor: Tensor) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in not_kept:
-                    kept[storage.data_ptr()] = storage.nbytes()
-                return tensor.detach()
-
             self._is_inside = True
             try:
-                with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                    result = forward(*args, **kwargs)
+                with BlockCost(self._storages) as cost:
+                    result = call(*args, **kwargs)
             finally:
                 self._is_inside = False
-            self._seen.saved_bytes.append(sum(kept.values()))
+            results = tensors_of(result)
+            self._seen.saved_bytes.append(cost.saved_bytes)
+            self._seen.operations.append(cost.operations(results))
             self._seen.calls.append(name)
             self._seen.outputs.append(result)
-            self._mark(tensors_of(result), _Origin(self._position, name))
+            self._mark(results, _Origin(self._position, name))
             return result
 
         return watched
@@ -274,7 +260,7 @@ class _Watch(TorchFunctionMode):
             chain=Chain(model=type(model).__name__, calls=tuple(seen.calls), barriers=tuple(barriers)),
             homes=homes,
             apart=tuple(seen.apart.values()),
-            inputs=tuple(seen.inputs),
             outputs=tuple(seen.outputs),
             saved_bytes=tuple(seen.saved_bytes),
+            operations=tuple(seen.operations),
         )

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid
 from dure.strategies.pipeline_values import Description, describe, rebuilt
 from dure.strategies.section_plan import CURE, SectionPlan
+from dure.strategies.sections import find_blocks
+from dure.torchcompat import module_call, replace_module_call
 
 
 class _SectionEnd(BaseException):
@@ -44,25 +46,19 @@ class SectionedModel:
     """Runs one section of a model at a time."""
 
     def __init__(self, model: nn.Module, plan: SectionPlan) -> None:
-        """Put a switch into every block of the plan; without a pass it does nothing."""
+        """Put a switch into the call of every block; without a pass it does nothing."""
         self.model = model
         self.plan = plan
         self._pass: _Pass | None = None
-        self._blocks = {name: model.get_submodule(name) for name in dict.fromkeys(plan.calls)}
-        self._before = {name: block.__dict__.get("forward") for name, block in self._blocks.items()}
-        self._hooks = []
-        for name, block in self._blocks.items():
-            block.__dict__["forward"] = partial(self._forward, name, block.forward)
-            self._hooks.append(block.register_forward_hook(self._after))
+        blocks = find_blocks(model) if plan.calls else {}
+        self._undo = [
+            replace_module_call(block, partial(self._call, name, module_call(block))) for name, block in blocks.items()
+        ]
 
     def close(self) -> None:
         """Take the switches out again."""
-        for name, block in self._blocks.items():
-            del block.__dict__["forward"]
-            if self._before[name] is not None:
-                block.__dict__["forward"] = self._before[name]
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
 
     def run(
         self, bounds: tuple[int, int | None], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, received: Any,
@@ -113,10 +109,11 @@ class SectionedModel:
             self._pass = None
         return value, now.last, now.learned
 
-    def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer a block's call; of a skipped block not even the hooks run."""
         now = self._pass
         if now is None:
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         calls = self.plan.calls
         expected = calls[now.position] if now.position < len(calls) else "nothing more"
         if expected != name:
@@ -124,23 +121,18 @@ class SectionedModel:
                 f"{type(self.model).__name__} called {name} where {expected} was called on the first samples: a model "
                 f"that is cut into sections must call its blocks in one order, whatever the batch; use {CURE}"
             )
-        if now.position < now.begin:
-            return rebuilt(now.known[now.position], partial(placeholder, now.device))
-        return forward(*args, **kwargs)
-
-    def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
-        now = self._pass
-        if now is None:
-            return None
         now.position += 1
-        if now.position == now.begin:
-            return now.received
-        if now.position > now.begin and now.is_learning:
-            now.learned.append(describe(output, self.plan.calls[now.position - 1]))
-            now.last = output if now.position == len(self.plan.calls) else None
+        if now.position <= now.begin:
+            if now.position == now.begin:
+                return now.received
+            return rebuilt(now.known[now.position - 1], partial(placeholder, now.device))
+        output = call(*args, **kwargs)
+        if now.is_learning:
+            now.learned.append(describe(output, name))
+            now.last = output if now.position == len(calls) else None
         if now.position == now.end:
             raise _SectionEnd(output)
-        return None
+        return output
 
 
 def placeholder(device: torch.device, dtype: torch.dtype, shape: list[int]) -> Tensor:

@@ -1,5 +1,6 @@
-"""What stands in for the model when the task's loss calls it: notes the call, or answers it in another way."""
+"""Proxy of the model for the task's loss: the model in every respect but that its call is answered by a function."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,44 +8,58 @@ from torch import nn
 
 from dure.errors import TaskInvalid
 
+Answer = Callable[..., Any]
 
-class StandIn(nn.Module):
-    """Looks like the model to a task; a call is answered by a function."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any]) -> None:
-        """Stand in for a model.
+class _StandIn:
+    """Mixin in front of the model's own class; instances share the model's `__dict__`, attributes and all."""
 
-        Args:
-            model: Its parameters, its mode and everything else that the task may ask for are shown.
-            answer: Gets a call's arguments and returns the model's output.
-        """
-        super().__init__()
-        self.model = model
-        self.training = model.training
-        self._answer = answer
+    __slots__ = ()
+    _answer: Answer
+    _state: Callable[..., Any] | None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the function answer."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the function's answer."""
         return self._answer(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Answer everything but a call from the model itself."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("model"), name)
+    @property
+    def forward(self) -> Answer:
+        """The function, with the signature of the model's own `forward`."""
+        # a property comes before an instance's attribute of this name
+        own: Any = super()
+        return functools.wraps(self.__dict__.get("forward") or own.forward)(self._answer)
 
-    def __getitem__(self, key: Any) -> Any:
-        """Answer from the model, if it is one that has items."""
-        return self.model[key]  # type: ignore[index]
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state that the strategy shows, or the model's."""
+        if self._state is not None:
+            return self._state(*args, **kwargs)
+        own: Any = super()
+        return own.state_dict(*args, **kwargs)
 
-    def __iter__(self) -> Any:
-        """Answer from the model, if it is one that has items."""
-        return iter(self.model)  # type: ignore[call-overload]
+
+def stand_in(model: nn.Module, answer: Answer, state: Callable[..., Any] | None = None) -> Any:
+    """Return a proxy of a model: of its class, with its attributes, parameters and methods.
+
+    Args:
+        model: Shared with the proxy, so that what is set on one is set on both.
+        answer: Gets a call's arguments and returns the model's output.
+        state: Takes the place of `state_dict`; None keeps the model's.
+    """
+    own_class: Any = type(model)
+    proxy = object.__new__(_class_for(own_class))
+    object.__setattr__(proxy, "__dict__", model.__dict__)
+    object.__setattr__(proxy, "_answer", answer)
+    object.__setattr__(proxy, "_state", state)
+    return proxy
+
+
+@functools.cache
+def _class_for(cls: Any) -> Any:
+    return type(cls.__name__, (_StandIn, cls), {"__slots__": ("_answer", "_state"), "__module__": cls.__module__})
 
 
 class _Called(BaseException):
-    """Ends the task's loss where it calls the model; nothing that a task catches."""
+    """End of the task's loss where it calls the model; no task catches it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -64,10 +79,23 @@ def call_of(
         raise _Called(args, kwargs)
 
     try:
-        loss(StandIn(model, stop), batch)
+        loss(stand_in(model, stop), batch)
     except _Called as called:
         return called.call
-    raise TaskInvalid(
+    raise TaskInvalid(not_called(model))
+
+
+def not_called(model: nn.Module) -> str:
+    """Return the sentence about a loss that does not call the model."""
+    return (
         f"the task's loss computed {type(model).__name__} without calling it: a model that is cut into sections is run "
         "by one call of the model itself; call model(...), or use ddp or fsdp"
+    )
+
+
+def called_again(model: nn.Module) -> str:
+    """Return the sentence about a loss that calls the model twice."""
+    return (
+        f"the task's loss calls {type(model).__name__} more than once: a pipeline runs it once for each microbatch; "
+        "call it once, or use ddp or fsdp"
     )

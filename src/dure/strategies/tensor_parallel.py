@@ -61,8 +61,6 @@ _DRAW_BITS = 20
 class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
 
-    undoes_writes = True
-
     changes_in_step_only = True
 
     @classmethod

@@ -22,6 +22,7 @@ from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.saved_state import StateSource, StrategyState
+from dure.strategies.step_hooks import fault_of_replaced_step, run_around_all
 
 
 class ZeRO1(DDP):
@@ -38,6 +39,8 @@ class ZeRO1(DDP):
         name = type(optimizer).__name__
         if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
             return [f"the optimiser {name} holds no trainable parameter, so there is nothing to divide: use ddp"]
+        if fault := fault_of_replaced_step(optimizer):
+            return [fault]
         reason = reason_not_to_divide(optimizer)
         if reason is None:
             return []
@@ -53,7 +56,9 @@ class ZeRO1(DDP):
         super().distribute()
         self.part = self.optimizer
         self._group_names = group_names(self.model, self.part)
+        groups = [dict(group) for group in self.part.param_groups]
         self.optimizer = divide(self.part)
+        run_around_all(self.optimizer, self.part, groups)
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
 

@@ -105,7 +105,7 @@ def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], n
 
 
 def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
-    """Refuse a metric whose count over some samples depends on how they are divided into batches.
+    """Refuse a metric whose totals add up over batches though its counts do not: nothing is a mean of that.
 
     Args:
         at_once: Metrics of some samples in one batch.
@@ -113,15 +113,17 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
         num_samples: How many they are.
 
     Raises:
-        TaskInvalid: Such a count is of batches, or of something that does not add up.
+        TaskInvalid: Such a count is of batches. It is right beside a total that is a mean over its batch.
     """
     for name, metric in at_once.items():
-        count = in_parts[name].count if name in in_parts else metric.count
-        if name != "loss" and not math.isclose(count, metric.count, rel_tol=1e-5):
+        parts = in_parts.get(name, metric)
+        totals = metric.value * metric.count, parts.value * parts.count
+        is_total_additive = totals[0] != 0 and math.isclose(*totals, rel_tol=1e-3)
+        if name != "loss" and is_total_additive and not math.isclose(parts.count, metric.count, rel_tol=1e-5):
             raise TaskInvalid(
-                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and {count:g} "
-                "over the same in two batches: a dure.Sum is a total over items and the number of these items, such as "
-                "dure.Sum(is_correct.sum(), len(is_correct))"
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and "
+                f"{parts.count:g} over the same in two batches: a dure.Sum is a total over items and the number of "
+                "these items, such as dure.Sum(is_correct.sum(), len(is_correct))"
             )
 
 

@@ -21,7 +21,7 @@ from dure import torchcompat
 from dure.measure.sums import Sum
 from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
-from dure.strategies.object_state import ObjectState, used_globals
+from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.order import SampleOrder
@@ -188,7 +188,7 @@ def inspected_on_rank0(
     """Inspect the task's loss on rank 0; other ranks return at once, to be told.
 
     Args:
-        strategy: Not prepared yet.
+        strategy: Not prepared yet, with its `objects`.
         task: With the loss.
         model: Whole, on the CPU, where it is again afterwards.
         loader: Of the training data.
@@ -211,7 +211,7 @@ def inspected_on_rank0(
             task.loss,
             model,
             fetch,
-            {"task": task, **used_globals(type(task))},
+            strategy.objects,
             strategy.precision.autocast,
             is_exact=strategy.precision.name == "fp32",
         ).traits(order.num_samples)

@@ -23,6 +23,7 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
+from dure.strategies.object_state import used_globals
 from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.telling import tell
@@ -168,6 +169,7 @@ def open_session(
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
+    strategy.objects = {"task": task, **used_globals(type(task))}
     if traits is None:
         with startup.step("trying the loss"):
             traits = inspected_on_rank0(strategy, task, model, loaders[0], order)

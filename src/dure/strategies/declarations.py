@@ -13,10 +13,10 @@ class Findings:
     """Properties of model, loss and optimiser that several declarations depend on."""
 
     draws: bool
-    """Whether random numbers are drawn in training."""
+    """True if random numbers are drawn in training."""
     has_batchnorm: bool
     has_step_hooks: bool
-    """Whether the optimiser's step has hooks."""
+    """True if the optimiser's step has hooks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +27,9 @@ class BatchDivision:
     calls_per_step: int
     """Calls of the loss in one process and step, at most."""
     is_one_share: bool
-    """Whether the ranks do not divide the batch."""
+    """True if the ranks do not divide the batch."""
     is_one_device: bool
-    """Whether the batch is divided neither over ranks nor over devices."""
+    """True if the batch is divided neither over ranks nor over devices."""
 
 
 def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -> list[str]:

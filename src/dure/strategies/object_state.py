@@ -1,4 +1,4 @@
-"""State of plain Python objects: whether it has changed since, and how it is put back.
+"""State of plain Python objects: seen when it changes, and put back.
 
 A task, a module or an optimiser may keep state that no `state_dict` knows: counters, running means, generators of its
 own. It is found by walking over attributes and containers, as far as these are plain.
@@ -37,7 +37,7 @@ SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One place that may change: how to see that it did, and how to put it back."""
+    """Place that may change, with functions that see the change and undo it."""
 
     path: str
     has_changed: Callable[[], bool]
@@ -186,7 +186,7 @@ _KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "_
 
 
 def _is_foreign(value: object) -> bool:
-    """Whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
+    """Return whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
     module = type(value).__module__
     package = module.partition(".")[0]
     is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
@@ -214,7 +214,7 @@ def plain_attributes(owner: object) -> list[str]:
 
 
 def _holds_parameters(value: object) -> bool:
-    """Whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
+    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
     return any(isinstance(item, nn.Parameter) or type(item) is DTensor for item in items)
 

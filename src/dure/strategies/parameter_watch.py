@@ -31,7 +31,7 @@ class Freezing(NamedTuple):
 
 
 class ParameterWatch:
-    """Compares parameters before and after each call of the loss."""
+    """Comparison of parameters before and after each call of the loss."""
 
     def __init__(
         self, model: nn.Module, *, sees_writes: bool = False, named: Callable[[], NamedParameters] | None = None

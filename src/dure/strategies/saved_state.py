@@ -12,17 +12,17 @@ from dure.strategies.pieces import Piece
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyState:
-    """What a checkpoint keeps of a strategy: tensors under the model's own names, whole or as this rank's pieces."""
+    """State of a strategy in a checkpoint: tensors under the model's own names, whole or as this rank's pieces."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     """The answer of `optimizer_to_names`; beside it under `own` what this strategy alone needs to go on."""
     is_spread: bool = False
-    """Whether other ranks have tensors, or state, that rank 0 has not."""
+    """True if other ranks have tensors, or state, that rank 0 has not."""
 
 
 class SavedPosition(Protocol):
-    """Where in the run a checkpoint stands."""
+    """Position of a checkpoint in the run."""
 
     @property
     def step(self) -> int:
@@ -50,4 +50,4 @@ class StateSource(Protocol):
 
     @property
     def position(self) -> SavedPosition:
-        """Where in the run it was saved."""
+        """Position in the run at which it was saved."""

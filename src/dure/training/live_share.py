@@ -39,7 +39,7 @@ class LiveShare:
     own: list[Tensor]
     """The last ones, others each time: of this rank's generators, and what its strategy keeps for it."""
     steady: list[bool]
-    """Which of them change in the optimiser's step only."""
+    """True for each tensor that only the optimiser's step changes."""
     state: bytes
     """`Share.state`: everything that is no tensor, as it is now."""
 

@@ -43,7 +43,7 @@ class StateWatch:
             and not {*map(type, optimizer.state.values())} - {dict}
             and all(isinstance(v, Tensor) or type(v) in _IMMUTABLE for v in _leaves(optimizer))
         )
-        """Whether a change shows by other objects. If not, nothing counts as the same."""
+        """True if a change shows by other objects. If not, nothing counts as the same."""
         if self.is_plain:
             self._names, self._objects = self._look(groups)
             leaves = _leaves(optimizer)

@@ -94,7 +94,8 @@ class LiveShare:
         if state is not None and all("params" in group for group in groups):
             self._groups = [(_as_json(group.pop("params")), _PlainText(group)) for group in groups]
             self._state = state
-            self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', _as_json(tree["model_extra"])
+            model_extra, identity = _as_json(tree["model_extra"]), _as_json(tree["extra"]["identity"])
+            self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', model_extra, identity
 
     def _live_state(self) -> list[dict[str, Any]]:
         return [*self._session.strategy.stepped.state.values()]
@@ -114,10 +115,10 @@ class LiveShare:
             state = self._state.now(self._live_state())
         except TypeError:  # a tensor has its name in the whole
             return None
-        optimizer, model_extra = self._constant
+        optimizer, model_extra, identity = self._constant
         plain = plain_state(self._session, self._progression)
         progression = self._far.now(plain.pop("progression"))[2:]
-        extra = f'{{"progression": {{{progression}}}{self._extra.now(plain)}}}'
+        extra = f'{{"progression": {{{progression}}}{self._extra.now(plain)}, "identity": {identity}}}'
         return (
             f'{optimizer}, "state": {{{state}}}, "groups": [{", ".join(groups)}]}}, '
             f'"model_extra": {model_extra}, "extra": {extra}}}'

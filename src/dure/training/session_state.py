@@ -59,19 +59,18 @@ def snapshot_of(
         optimizer=state.optimizer,
         is_spread=state.is_spread,
         steady=session.strategy.steady_names(),
-        extra=plain_state(session, progression),
+        extra={**plain_state(session, progression), "identity": session.identity.to_json()},
         per_rank=own,
     )
 
 
 def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
-    """Return what is the same on all ranks and no tensor."""
+    """Return what is the same on all ranks, no tensor, and may change from step to step."""
     strategy = session.strategy
     return {
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
-        "identity": session.identity.to_json(),
     }
 
 

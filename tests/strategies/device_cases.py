@@ -10,8 +10,8 @@ from torch.optim import SGD, Optimizer
 
 from dure.comm.groups import Solo
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import Requests
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dure.comm.groups import Group
 from dure.measure.shares import shares
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.training.order import SampleOrder

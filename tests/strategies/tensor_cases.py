@@ -11,8 +11,8 @@ from torch.optim import SGD
 
 from dure.comm.groups import Group, Solo
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import Requests
 from tests.comm.gloo_ranks import on_ranks

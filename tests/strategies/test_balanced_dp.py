@@ -10,7 +10,7 @@ from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, balanced_dp
 from dure.strategies.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
-from dure.strategies.base import StrategyOptions
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from tests.strategies.device_cases import TO_ROUNDING, WIDTH, Net, difference, mean_square, rows, trained_weights
 from tests.strategies.test_base import ROWS, prepared, step

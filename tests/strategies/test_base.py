@@ -12,8 +12,8 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from dure.measure.sums import Sum
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import TopK
 from dure.strategies.compression_hooks import PowerSGD
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import NO_REQUESTS
 from tests.comm.gloo_ranks import on_ranks

@@ -12,8 +12,8 @@ from torch.nn import functional
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies.base import StrategyOptions
 from dure.strategies.fsdp import FSDP
+from dure.strategies.options import StrategyOptions
 from dure.training.checkpoint import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (

@@ -10,8 +10,8 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import SpecInvalid
 from dure.strategies import STRATEGIES
-from dure.strategies.base import StrategyOptions
 from dure.strategies.model_parallel import ModelParallel
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from examples.char_gpt import CharGPT
 from tests.strategies.test_base import ROWS, step

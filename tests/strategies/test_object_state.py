@@ -146,3 +146,23 @@ def test_locks_files_and_loggers_are_left_alone():
     holder.log.disabled = not holder.log.disabled
     assert (state.changed(), state.opaque) == ({}, [])
     holder.log.disabled = not holder.log.disabled
+
+
+def test_changes_when_taken_are_named_once_but_for_names_that_came():
+    holder = Holder()
+    holder.count, holder.items, holder.act = 0, [1], nn.functional.relu
+    state = ObjectState({"task": holder})
+    assert state.take_changed() == []
+    holder.count, holder.late = 1, 2
+    holder.items.append(2)
+    assert sorted(state.take_changed()) == ["task.count", "task.items", "task.late"]
+    holder.count = 2
+    assert state.take_changed() == ["task.late"]
+
+
+def test_attribute_when_it_was_a_function_and_becomes_a_number_then_is_named():
+    holder = Holder()
+    holder.act = nn.functional.relu
+    state = ObjectState({"task": holder})
+    holder.act = 3
+    assert list(state.changed()) == state.take_changed() == ["task.act"]

@@ -12,8 +12,8 @@ from torch import nn
 import dure
 from dure.errors import SpecInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server_shards import Message, plan_shards
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import Requests

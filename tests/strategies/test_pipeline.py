@@ -16,8 +16,8 @@ import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.measure.clock import StepClock
 from dure.strategies import STRATEGIES
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.pipeline import Pipeline, fault_of_backend
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.precision import Precision

@@ -11,8 +11,8 @@ from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.ring_ddp import BucketReducer
 from dure.strategies.step_facts import Requests

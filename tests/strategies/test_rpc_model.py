@@ -10,8 +10,8 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies import STRATEGIES
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.rpc_model import RpcModel
 from dure.strategies.step_facts import Requests

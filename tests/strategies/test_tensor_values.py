@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import TaskInvalid
-from dure.strategies.base import StrategyOptions
+from dure.strategies.options import StrategyOptions
 from dure.strategies.tensor_parallel import TensorParallel
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING as SUM_ROUNDING

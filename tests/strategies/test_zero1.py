@@ -10,8 +10,8 @@ from torch import Tensor, nn, optim
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.step_facts import Requests
 from dure.training.checkpoint import verify

@@ -119,6 +119,18 @@ def test_state_when_an_attribute_changed_back_and_forth_then_its_size_stays():
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("calls", [1, 5, 11])
+def test_state_when_it_first_changes_after_any_number_of_saves_then_the_next_has_it(calls):
+    task, model, _, state = session_of()
+    for _ in range(calls):
+        assert state.tensors() == {}
+    task.meter.total, model[1].late = 0.5, 7
+    tensors = state.tensors()
+    other_task, other_model, _, other = session_of()
+    other.restore(tensors)
+    assert (other_task.meter.total, other_model[1].late) == (0.5, 7)
+
+
 def test_state_that_cannot_be_kept_is_named_and_the_rest_is_kept():
     task, *_, state = session_of()
     task.calls, task.stream = 2, object()

@@ -9,7 +9,7 @@ from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import LossNotFinite
 from dure.strategies import STRATEGIES
-from dure.strategies.base import StrategyOptions
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.single import Single
 from dure.strategies.step_facts import Requests

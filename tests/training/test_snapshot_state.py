@@ -1,5 +1,6 @@
 """Snapshots in memory beside checkpoints: whatever a task does to its state, both hold the same after every step."""
 
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from dure.comm.groups import Solo
 from dure.place import Place
 from dure.rank import RankInfo
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import StrategyOptions
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.training.checkpoint_reader import checkpoint_of
 from dure.training.checkpoint_share import share_of
+from dure.training.live_share import LiveShare
 from dure.training.memory_saver import MemorySaver
 from dure.training.session_state import Progression, captured
 from dure.training.snapshot import Position
@@ -164,6 +166,28 @@ class Plain(SGD):
         return loss
 
 
+class Counted(SGD):
+    """Plain numbers in the state of each parameter, which the last one gets first; one becomes a tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.steps += 1
+        for number, p in reversed([*enumerate(self.param_groups[0]["params"])]):
+            state = self.state[p]
+            state["steps"] = 1000 * number + self.steps
+            state["mean"] = state.get("mean", torch.zeros(2)).add_(number)
+            state["best"] = math.nan if self.steps % 2 else number / 7
+            if number % 2:
+                del state["mean"]
+            if number == 2 and self.steps > 3:
+                state["best"] = torch.ones(1)
+        return loss
+
+
 class Other(SGD):
     """A key beside `state` and `param_groups`."""
 
@@ -249,6 +273,7 @@ CASES = {
     "a hook": (Hooked, momentum()),
     "a buffer kept later": (Persisted, momentum()),
     "plain optimiser state": (Net, momentum(Plain)),
+    "plain numbers for each parameter": (Net, lambda model: Counted(model.parameters(), lr=0.1)),
     "a key of the optimiser's own": (Net, momentum(Other)),
     "state of the whole": (Net, momentum(Shared)),
     "new tensors in each step": (Net, lambda model: Renewed(model.parameters())),
@@ -305,7 +330,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
             assert_same(mine, theirs, f"{where}.{number}")
     else:
-        assert one == other, where
+        assert one == other or (one != one and other != other), where
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -328,10 +353,17 @@ def test_snapshot_when_the_state_changes_in_any_way_holds_what_a_checkpoint_woul
         assert_same(contents(saver._read(position)), contents(expected))
 
 
-def test_share_when_only_positions_and_learning_rates_change_is_not_built_again(monkeypatch):
-    from dure.training.live_share import LiveShare
-
-    session, progression = session_of(Net(), momentum(Scheduled)), Progression()
+@pytest.mark.parametrize(
+    ("build_optimizer", "expected"),
+    [
+        # momentum comes with the first step, and the option of the schedule in the second
+        pytest.param(momentum(Scheduled), [0, 1, 2], id="learning rates"),
+        # state comes with the first step; from the fourth on a number is a tensor, another one in each step
+        pytest.param(lambda model: Counted(model.parameters(), lr=0.1), [0, 1, 4, 5], id="numbers of parameters"),
+    ],
+)
+def test_share_when_only_plain_numbers_change_is_not_built_again(build_optimizer, expected, monkeypatch):
+    session, progression = session_of(Net(), build_optimizer), Progression()
     model, optimizer = session.strategy.model, session.strategy.optimizer
     built: list[int] = []
     build = LiveShare._build
@@ -342,5 +374,4 @@ def test_share_when_only_positions_and_learning_rates_change_is_not_built_again(
         optimizer.step()
         progression.step = step
         share.update()
-    # momentum comes with the first step, and the option of the schedule in the second
-    assert built == [0, 1, 2]
+    assert built == expected

@@ -187,7 +187,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its stretch of memory, in whatever order of its dimensions."""
+    """Return whether a tensor fills its stretch of memory, in whatever order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:

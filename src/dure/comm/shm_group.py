@@ -19,7 +19,7 @@ from dure.torchcompat import calls_of_gloo, give_gloo
 NAME = "dure_shm"
 
 _GRACE_SECONDS = 1.0
-"""How long calls that nobody waited for may go on when the group is destroyed."""
+"""Seconds that calls which nobody waited for may go on when the group is destroyed."""
 
 
 class QueuedGroup(dist.ProcessGroup):

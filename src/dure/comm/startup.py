@@ -16,11 +16,11 @@ _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
 _BEAT_SECONDS = 1.0
 """Between two signs of life, and between two looks for those of others."""
 FIRST_NOTICE_SECONDS = 10.0
-"""What takes longer is reported, and again each time it has doubled."""
+"""Seconds after which a step is reported, and again each time they have doubled."""
 
 
 class Store(Protocol):
-    """What is used of a store of torch."""
+    """Methods of torch's stores that are used."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -96,7 +96,7 @@ class _Step:
         self._timeout_seconds = timeout_seconds
         self._prefix = f"start/{number}"
         self._seen: dict[int, tuple[int, float]] = {}
-        """By rank: its last known count, and when that was new."""
+        """Last known count of each rank, and the time when that was new."""
 
     def beat(self) -> None:
         self._store.add(f"{self._prefix}/beats/{self.rank}", 1)
@@ -142,7 +142,7 @@ class _Step:
 
 
 class _Notices:
-    """Reports what takes long."""
+    """Reports of steps that take long."""
 
     def __init__(self, report: Callable[[str], None] | None, what: str) -> None:
         self._report, self._what = report, what

@@ -74,7 +74,7 @@ def _as_argument(match: re.Match[str]) -> str:
 
 
 def _is_value(name: str, kind: object, value: str) -> bool:
-    """Whether a word is a value of a setting, and not the next word of the sentence."""
+    """Return whether a word is a value of a setting, and not the next word of the sentence."""
     if value.isupper() or _NUMBER.fullmatch(value):
         return True
     if typing.get_origin(kind) is typing.Literal:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dure.measure.shares import shares
 from dure.strategies.averaged_state import average_optimizer_state
-from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.naive_ddp import NaiveDDP
 from dure.strategies.parameter_watch import Freezing
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.torchcompat import BatchNorm, copy_all, run_backward
 

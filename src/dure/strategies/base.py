@@ -2,10 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,120 +16,19 @@ from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
+from dure.strategies.declarations import BatchDivision, Findings, by_division, by_strategy
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names
-from dure.strategies.parameter_watch import Freezing, ParameterWatch
-from dure.strategies.pieces import Needs, Piece, rectangles
+from dure.strategies.options import StrategyOptions
+from dure.strategies.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
+from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
-from dure.strategies.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
-
-_WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
-"""torch's words where code writes to a parameter that another rank keeps, and that is expanded from one number here."""
+from dure.strategies.saved_state import StateSource, StrategyState
+from dure.strategies.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
-    """The settings that strategies read, under the names they have in `RunSpec`; each takes what concerns it."""
-
-    clip_norm: float | None = None
-    on_nonfinite: str = "stop"
-    deterministic: bool = False
-    sync_batchnorm: bool = False
-    compile: bool = False
-    mesh: str | None = None
-    comm: str = "auto"
-    bucket_bytes: int = 25 * 2**20
-    gradient_as_bucket_view: bool = True
-    find_unused_parameters: bool = False
-    device0_share: float | None = None
-    device: str = "auto"
-    precision: str = "fp32"
-    global_batch_size: int = 64
-    microbatch_size: int | None = None
-    cuts: str | None = None
-    schedule: str | None = None
-    stages_per_rank: int | None = None
-    reshard_after_forward: bool | None = None
-    fsdp_units: str | None = None
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    tp_plan: str | None = None
-    average_every: int | None = None
-    warmup_steps: int = 0
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    servers: int | None = None
-    transport: str = "c10d"
-    sync: bool = True
-    staleness: int | None = None
-    timeout_seconds: float = 600.0
-    compression: str | None = None
-    compression_fraction: float = 0.01
-    compression_rank: int = 1
-    message_size: int = 10_000_000
-    delay_allreduce: bool = False
-    allreduce_always_fp32: bool = False
-    gradient_average: bool = True
-    gradient_predivide_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LostShare:
-    """A share of a batch that nobody computed, because its rank died and the others went on."""
-
-    rank: int
-    step: int
-    data_rank: int
-    data_world_size: int
-    is_partly_used: bool
-    """Whether some of the parameters were stepped with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyState:
-    """What a checkpoint keeps of a strategy: tensors under the model's own names, whole or as this rank's pieces."""
-
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    """The answer of `optimizer_to_names`; beside it under `own` what this strategy alone needs to go on."""
-    is_spread: bool = False
-    """Whether other ranks have tensors, or state, that rank 0 has not."""
-
-
-class SavedPosition(Protocol):
-    """Where in the run a checkpoint stands."""
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps done."""
-
-
-class StateSource(Protocol):
-    """A checkpoint as a strategy sees it."""
-
-    def load_model(self, model: nn.Module, *, is_part: bool = False) -> None: ...
-
-    def load_optimizer(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        whole: Sequence[Collection[str]] | None = None,
-        cuts: Mapping[str, Piece] | None = None,
-        has_state: bool = True,
-    ) -> None: ...
-
-    @property
-    def own(self) -> Mapping[str, Any]:
-        """The saved `StrategyState.optimizer["own"]`, its tensors whole and on the CPU; nothing if there was none."""
-
-    @property
-    def position(self) -> "SavedPosition":
-        """Where in the run it was saved."""
 
 
 class Strategy(ABC):
@@ -188,10 +86,8 @@ class Strategy(ABC):
         self.last_gradient_time: float | None = None
         """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
         self.expectation: float | None = None
-        """The power of two that stands in for a step's count of items until the true one is known; None for means.
-
-        It belongs into checkpoints: under fp16 it decides with the loss scale whether a gradient overflows.
-        """
+        """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
+        keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 
@@ -374,10 +270,7 @@ class Strategy(ABC):
         """Take it over; only a run resumed on as many ranks has one."""
 
     def replica(self) -> ReplicaState | None:
-        """Return what this rank holds and other ranks hold too, bit by bit, between any two steps; None for nothing.
-
-        Whether there are others that hold it too is for whoever compares to find out.
-        """
+        """Return the tensors that are equal bit by bit on all ranks that hold them, between any two steps, or None."""
         return None
 
     def before_reading(self) -> None:
@@ -386,17 +279,17 @@ class Strategy(ABC):
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
+        has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
+        found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         is_many = self.group.world_size * len(self.devices) > 1
-        texts = [
-            text
-            for text in self.info.does_not_preserve
-            if is_many
-            and (not text.startswith("BatchNorm") or (has_batchnorm and not self.options.sync_batchnorm))
-            and (not text.startswith("random numbers") or self.draws)
-            and (not text.startswith("--compression") or self.options.compression is not None)
-            and (not text.startswith("step hooks") or torchcompat.step_hooks(self.optimizer))
-        ]
-        return texts + self._changed_by_division(texts, has_batchnorm=has_batchnorm)
+        declared = by_strategy(self.info, self.options, found) if is_many else []
+        division = BatchDivision(
+            num_parts=len(self.parts_of(self.options.global_batch_size)),
+            calls_per_step=self.calls_per_step(),
+            is_one_share=self.data_world_size == 1,
+            is_one_device=self.data_world_size * len(self.devices) == 1,
+        )
+        return declared + by_division(division, self.traits, found, declared)
 
     @property
     def draws(self) -> bool:
@@ -412,37 +305,6 @@ class Strategy(ABC):
         num_microbatches = -(-counts[0] // most)
         return [max(1, part) for count in counts for part in shares(count, num_microbatches)]
 
-    def _changed_by_division(self, told: Sequence[str], *, has_batchnorm: bool) -> list[str]:
-        """Return what of this task's loss depends on how a batch is divided, beside what was told."""
-        parts, traits = len(self.parts_of(self.options.global_batch_size)), self.traits
-        if parts == self.calls_per_step() == 1:
-            return []
-        rank0 = "each rank's own" if self.data_world_size * len(self.devices) > 1 else "each microbatch's own"
-        found = []
-        if traits.reason_unknown is not None:
-            found.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
-        if has_batchnorm and not any(text.startswith("BatchNorm") for text in told) and self.data_world_size == 1:
-            found.append("BatchNorm: statistics of each microbatch's own samples")
-        if self.draws and not any(text.startswith("random numbers") for text in told):
-            found.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
-        if traits.collate_draws:
-            found.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
-        if traits.not_additive is not None:
-            found.append(
-                f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
-                "weighted by their samples (return dure.Sum(total, count) if it has another count)"
-            )
-        if names := (*traits.learned_buffers, *traits.counted_buffers * (self.calls_per_step() > 1)):
-            found.append(f"buffers learned in forward ({_few(names)}): from {rank0} samples, and rank 0's are kept")
-        if paths := (*traits.learned_state, *traits.counted_state * (self.calls_per_step() > 1)):
-            found.append(f"state that the loss keeps ({_few(paths)}): {rank0}")
-        if traits.hooked_parameters:
-            found.append(
-                f"hooks on gradients ({_few(traits.hooked_parameters)}): they see {rank0} gradient before all are "
-                "added up, which is the same for linear ones alone"
-            )
-        return found
-
     def calls_per_step(self) -> int:
         """Return how often this process calls the loss in one step, at most."""
         return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
@@ -454,7 +316,7 @@ class Strategy(ABC):
             model: Whole, as the task built it.
         """
         written = self.traits.changed_parameters
-        return [self._write_fault(written)] if written and self.undoes_writes else []
+        return [write_fault(written, self.info.name)] if written and self.undoes_writes else []
 
     def close(self) -> None:
         """Let go of threads and engines."""
@@ -492,26 +354,11 @@ class Strategy(ABC):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Watch over the parameters during a call of the loss, and act on what it did to them."""
-        self.watch.begin()
-        try:
+        with self.watch.during_call(self.info.name):
             yield
-        except RuntimeError as error:
-            if self.undoes_writes and _WRITTEN_PLACEHOLDER in str(error):
-                raise TaskInvalid(self._write_fault(["one of another rank"])) from error
-            raise
-        finally:
-            self.watch.end()
-        if written := self.watch.written():
-            raise TaskInvalid(self._write_fault(written))
         freezing = self.watch.freezing()
         if freezing is not None:
             self.follow_freezing(freezing)
-
-    def _write_fault(self, names: Sequence[str]) -> str:
-        return (
-            f"the task's loss writes to parameters ({_few(names)}), which {self.info.name} would undo: change them in "
-            "an optimiser of your own, compute with a changed copy (torch.nn.utils.parametrize), or use ddp"
-        )
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.
@@ -524,10 +371,7 @@ class Strategy(ABC):
 
     def refuse_freezing(self, names: Sequence[str], what: str) -> NoReturn:
         """Raise the sentence about parameters that were frozen or unfrozen during the run."""
-        raise TaskInvalid(
-            f"the task's loss {what} {_few(names)} during the run, and {self.info.name} divided the work when the run "
-            "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
-        )
+        raise TaskInvalid(freezing_fault(names, what, self.info.name))
 
     def train_all(self) -> None:
         """Train whatever requires a gradient now, or did before: gradients of both are zeroed."""
@@ -546,18 +390,10 @@ class Strategy(ABC):
             self.expectation = 2.0 ** round(math.log2(count))
 
     def _correct_count(self) -> None:
-        if self.expectation is None:
-            return
-        count = self.counted_items()
-        factor = self.expectation / count
-        gradients = [p.grad for p in self.trainable if p.grad is not None]
-        torchcompat.multiply_(gradients, factor)
+        if self.expectation is not None:
+            gradients = [p.grad for p in self.trainable if p.grad is not None]
+            torchcompat.multiply_(gradients, self.expectation / self.counted_items())
 
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
-
-
-def _few(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -84,7 +84,7 @@ def role_by_size(value: Any, num_samples: int) -> Role:
 
 
 def is_by_sample(value: Sequence[Any], num_samples: int) -> bool:
-    """Whether a list of as many items as there are samples has one for each, and not a few tensors of all samples."""
+    """Return whether a list of that many items has one for each sample, and not a few tensors of all samples."""
     tensors = [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, tuple):
         # a pair of numbers is more often a size than something of two samples
@@ -95,12 +95,12 @@ def is_by_sample(value: Sequence[Any], num_samples: int) -> bool:
 
 
 def has_rows(value: Any) -> bool:
-    """Whether a value is a tensor or an array with a first dimension."""
+    """Return whether a value is a tensor or an array with a first dimension."""
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two numbers, tensors or arrays hold the same, NaN being equal to NaN."""
+    """Return whether two numbers, tensors or arrays hold the same, NaN being equal to NaN."""
     if isinstance(one, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
             return False

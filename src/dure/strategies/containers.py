@@ -106,7 +106,7 @@ def is_container(value: Any) -> bool:
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether a value is a list or a tuple whose positions have no names."""
+    """Return whether a value is a list or a tuple whose positions have no names."""
     return _kind(_class_of(value)) == "sequence" and not hasattr(value, "_fields") and not _is_of_c(type(value))
 
 
@@ -192,7 +192,7 @@ class _Mapping:
 
 
 def are_same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = None) -> bool:
-    """Whether two values are one object, equal numbers or strings, or containers of such.
+    """Return whether two values are one object, equal numbers or strings, or containers of such.
 
     Args:
         one: Any value.
@@ -327,5 +327,5 @@ def _empty_like(value: Any, items: list[Any]) -> Any:
 
 
 def _is_of_c(cls: type) -> bool:
-    """Whether a class of named tuples is written in C, as that of what `torch.max` returns."""
+    """Return whether a class of named tuples is written in C, as that of what `torch.max` returns."""
     return hasattr(cls, "n_sequence_fields")

@@ -1,4 +1,4 @@
-"""What the strategies share that keep replicas of a model on the devices of one process."""
+"""Common part of the strategies that keep replicas of a model on the devices of one process."""
 
 from torch import nn
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from dure.errors import CheckpointMismatch
 from dure.strategies.averaging import Averaging
-from dure.strategies.base import StateSource, StrategyState
+from dure.strategies.saved_state import StateSource, StrategyState
 
 DEFAULT_OUTER_LR = 0.7
 DEFAULT_OUTER_MOMENTUM = 0.9

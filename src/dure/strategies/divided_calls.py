@@ -24,7 +24,7 @@ from dure.strategies.replicas import DeviceThreads
 
 
 class DividedCalls:
-    """Stands in front of a model's `forward` while a loss is computed."""
+    """Interceptor of a model's `forward` while a loss is computed."""
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device], threads: DeviceThreads) -> None:
         """Take the place of the model's `forward`.

@@ -1,4 +1,4 @@
-"""One call of a model computed whole and divided, on replicas that are thrown away: is it the same?
+"""Comparison of one call of a model, computed whole and divided, on replicas that are thrown away.
 
 Sizes can coincide: an attention mask may be as long as the batch, a statistic as long as a device's part of it. And a
 model may mix samples in a way that no size shows. Both give another output for the whole batch than for its parts.
@@ -42,13 +42,13 @@ class Comparison:
 
 @dataclass
 class Verdict:
-    """What the comparison of one call found."""
+    """Findings of the comparison of one call."""
 
     output: Comparison = field(default_factory=Comparison)
     attributes: dict[str, Comparison] = field(default_factory=dict)
-    """By the attribute's name in the model."""
+    """Comparisons by the attribute's name in the model."""
     is_compared: bool = False
-    """Whether the numbers could be compared, and not only their shapes: random draws differ."""
+    """True if the numbers could be compared, and not only their shapes: random draws differ."""
 
 
 def compare_division(

@@ -23,12 +23,13 @@ from dure.comm.mesh import Mesh
 from dure.errors import TaskInvalid
 from dure.machine import resolve_device
 from dure.spec.mesh import parse_mesh
-from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, map_tensors
 from dure.strategies.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.local_shards import ShardedStrategy
 from dure.strategies.module_patterns import shortened
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward

@@ -31,7 +31,7 @@ def gather(outputs: Sequence[Any], device: torch.device, counts: Sequence[int] |
 
 @dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """Joins values that several devices have, and refuses what it cannot join.
+    """Join of values that several devices have; others are refused.
 
     What is equal on all devices stays as it is. A value in a container that cannot be joined becomes a `NotGathered`,
     since most losses read one or two values of many.

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid
-from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.batches import map_tensors
 from dure.strategies.divisible import reason_not_to_cut
 from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
 
 

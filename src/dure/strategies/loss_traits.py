@@ -12,9 +12,9 @@ class LossTraits:
     reason_unknown: str | None = None
     """Reason why nothing was observed; None if something was."""
     draws: bool = False
-    """Whether it draws random numbers, dropout included."""
+    """True if it draws random numbers, dropout included."""
     collate_draws: bool = False
-    """Whether `collate` does."""
+    """True if `collate` does."""
     not_additive: str | None = None
     """Figures that show that the loss is not a mean, or a sum with its count, over samples; None if it is."""
     learned_buffers: tuple[str, ...] = ()

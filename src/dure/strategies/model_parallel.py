@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.errors import SpecInvalid
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch, to_device
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections

@@ -7,7 +7,7 @@ from dure.errors import TaskInvalid
 
 
 class NotGathered:
-    """Stands for a value that could not be joined: any use of it raises the reason."""
+    """Placeholder for a value that could not be joined: any use of it raises the reason."""
 
     __slots__ = ("_reason",)
 
@@ -28,7 +28,7 @@ class NotGathered:
 
 
 def is_not_gathered(value: Any) -> bool:
-    """Whether a value is a `NotGathered`, without using it."""
+    """Return whether a value is a `NotGathered`, without using it."""
     return type(value) is NotGathered
 
 

@@ -1,4 +1,4 @@
-"""State of plain Python objects: whether it has changed since, and how it is put back.
+"""State of plain Python objects: seen when it changes, and put back.
 
 A task, a module or an optimiser may keep state that no `state_dict` knows: counters, running means, generators of its
 own. It is found by walking over attributes and containers, as far as these are plain.
@@ -9,7 +9,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -37,7 +37,7 @@ SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One place that may change: how to see that it did, and how to put it back."""
+    """Place that may change, with functions that see the change and undo it."""
 
     path: str
     has_changed: Callable[[], bool]
@@ -45,8 +45,9 @@ class _Node:
     value: Callable[[], Any] = lambda: None
     """Content at this moment, to be compared with that of another moment."""
     is_generator: bool = False
-    is_of_names: bool = False
-    """Whether the value is a dictionary of paths: those of attributes that came, or went."""
+    names: Callable[[], Iterable[str]] | None = None
+    """Paths of attributes that came or went, where the place is the names of an object. The value is a dictionary of
+    them then."""
 
 
 class ObjectState:
@@ -75,8 +76,18 @@ class ObjectState:
         found: dict[str, Any] = {}
         for node in self._nodes:
             if not node.is_generator and node.has_changed():
-                found |= node.value() if node.is_of_names else {node.path: node.value()}
+                found |= {node.path: node.value()} if node.names is None else node.value()
         return found
+
+    def take_changed(self) -> list[str]:
+        """Return the paths of what is no longer as it was, generators included.
+
+        Values and generators are in one answer only, and are not watched any more.
+        """
+        changed = [node for node in self._nodes if node.has_changed()]
+        if done := {id(node) for node in changed if node.names is None}:
+            self._nodes = [node for node in self._nodes if id(node) not in done]
+        return [path for node in changed for path in ([node.path] if node.names is None else node.names())]
 
     def drawn(self) -> list[str]:
         """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
@@ -137,6 +148,18 @@ class ObjectState:
 
     def _attributes(self, path: str, owner: Any) -> None:
         before = {name: vars(owner)[name] for name in plain_attributes(owner)}
+        all_names = {*vars(owner)}
+        torchs = _torchs_own(owner)
+        left_out = {name: value for name, value in vars(owner).items() if name not in before and name not in torchs}
+
+        def have_names_changed() -> bool:
+            there = vars(owner)  # only a value that was left out can count as an attribute later
+            if there.keys() == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
+                return False
+            return now().keys() != before.keys()
+
+        def names() -> list[str]:
+            return [f"{path}.{name}" for name in now().keys() ^ before.keys()]
 
         def now() -> dict[str, Any]:
             return {name: vars(owner)[name] for name in plain_attributes(owner)}
@@ -153,7 +176,7 @@ class ObjectState:
             there = now()
             return {f"{path}.{name}": _comparable(there.get(name)) for name in there.keys() ^ before.keys()}
 
-        self._nodes.append(_Node(path, lambda: now().keys() != before.keys(), put_back, came_or_went, is_of_names=True))
+        self._nodes.append(_Node(path, have_names_changed, put_back, came_or_went, names=names))
         for name, item in before.items():
             self._walk(f"{path}.{name}", item)
 
@@ -163,7 +186,7 @@ _KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "_
 
 
 def _is_foreign(value: object) -> bool:
-    """Whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
+    """Return whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
     module = type(value).__module__
     package = module.partition(".")[0]
     is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
@@ -176,9 +199,13 @@ _TORCHS_OWN = {
 }
 
 
+def _torchs_own(owner: object) -> frozenset[str]:
+    return next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
+
+
 def plain_attributes(owner: object) -> list[str]:
     """Return the names of an object's attributes; of a module or an optimiser those that are not torch's own."""
-    torchs = next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
+    torchs = _torchs_own(owner)
     return [
         name
         for name, value in vars(owner).items()
@@ -187,7 +214,7 @@ def plain_attributes(owner: object) -> list[str]:
 
 
 def _holds_parameters(value: object) -> bool:
-    """Whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
+    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
     return any(isinstance(item, nn.Parameter) or type(item) is DTensor for item in items)
 

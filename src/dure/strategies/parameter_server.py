@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
 from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server_shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server_transport import C10dTransport, Transport
 from dure.strategies.pieces import Needs, Piece, Rectangle
 from dure.strategies.precision import Precision
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
 from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks

@@ -23,12 +23,13 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
-from dure.strategies.base import LostShare, StateSource, StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server import ParameterServer, Worker
 from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests, StepFacts
+from dure.strategies.saved_state import StateSource
+from dure.strategies.step_facts import LostShare, Requests, StepFacts
 
 
 class PushNumbers(NamedTuple):

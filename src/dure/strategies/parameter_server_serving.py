@@ -14,9 +14,9 @@ from torch import Tensor
 from dure.comm.groups import Group
 from dure.errors import PeerLost
 from dure.failure import is_peer_lost
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.info import StrategyInfo
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server import Server
 from dure.strategies.parameter_server_async import InPace, PullNumbers, PushNumbers
 from dure.strategies.precision import Precision

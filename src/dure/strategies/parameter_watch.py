@@ -1,7 +1,8 @@
 """A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from dure.errors import TaskInvalid
+from dure.strategies.declarations import few
+
+_WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
+"""Words of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -26,7 +31,7 @@ class Freezing(NamedTuple):
 
 
 class ParameterWatch:
-    """Compares parameters before and after each call of the loss."""
+    """Comparison of parameters before and after each call of the loss."""
 
     def __init__(
         self, model: nn.Module, *, sees_writes: bool = False, named: Callable[[], NamedParameters] | None = None
@@ -68,6 +73,25 @@ class ParameterWatch:
             f"the task's loss puts a new {type(new).__name__} into the model as {name} during the run, which no "
             "optimiser trains and no checkpoint could name: build the whole model in build_model"
         )
+
+    @contextmanager
+    def during_call(self, strategy: str) -> Iterator[None]:
+        """Watch during a call of the loss.
+
+        Raises:
+            TaskInvalid: The loss wrote to parameters, which the strategy would undo.
+        """
+        self.begin()
+        try:
+            yield
+        except RuntimeError as error:
+            if self._sees_writes and _WRITTEN_PLACEHOLDER in str(error):
+                raise TaskInvalid(write_fault(["one of another rank"], strategy)) from error
+            raise
+        finally:
+            self.end()
+        if written := self.written():
+            raise TaskInvalid(write_fault(written, strategy))
 
     def begin(self) -> None:
         """Note the parameters before a call of the loss.
@@ -127,3 +151,19 @@ class ParameterWatch:
             frozen=[name for name, was, is_ in triples if was and not is_],
             unfrozen=[name for name, was, is_ in triples if is_ and not was],
         )
+
+
+def write_fault(names: Sequence[str], strategy: str) -> str:
+    """Return the sentence about a loss that writes to parameters."""
+    return (
+        f"the task's loss writes to parameters ({few(names)}), which {strategy} would undo: change them in "
+        "an optimiser of your own, compute with a changed copy (torch.nn.utils.parametrize), or use ddp"
+    )
+
+
+def freezing_fault(names: Sequence[str], what: str, strategy: str) -> str:
+    """Return the sentence about a loss that froze or unfroze parameters."""
+    return (
+        f"the task's loss {what} {few(names)} during the run, and {strategy} divided the work when the run "
+        "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
+    )

@@ -23,11 +23,11 @@ from dure.errors import SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies.absent_tensors import guarded
-from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
 from dure.strategies.object_state import ObjectState
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_cut import decide
@@ -39,6 +39,7 @@ from dure.strategies.pipeline_values import Description, Lanes, lanes_of, nothin
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_plan import CURE, SectionPlan
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain

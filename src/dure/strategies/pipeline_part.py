@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from dure.errors import TaskInvalid
 from dure.strategies.absent_tensors import hollow, made_absent
-from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.optimizer_state import STEP_KEY, group_names, optimizer_to_names
 from dure.strategies.pieces import Needs, rectangles
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_plan import CURE, SectionPlan
 
 

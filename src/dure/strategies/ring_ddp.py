@@ -18,10 +18,10 @@ from dure.comm.algorithms import AllReduce, ReduceOp
 from dure.comm.buckets import Bucket, FlatGradients
 from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.compression import Compression, check_compression, open_compression
 from dure.strategies.gradient_sums import add_up_gradients
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.single import LocalSums

@@ -22,10 +22,10 @@ from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
 from dure.strategies.absent_tensors import guarded
-from dure.strategies.base import StateSource, StrategyOptions, StrategyState
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.info import StrategyInfo
+from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_draws import common_seed, drawing_from
@@ -33,6 +33,7 @@ from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, on_host
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.section_rehearsal import rehearse

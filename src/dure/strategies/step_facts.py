@@ -94,6 +94,18 @@ class LossTerm:
         return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostShare:
+    """A share of a batch that nobody computed, because its rank died and the others went on."""
+
+    rank: int
+    step: int
+    data_rank: int
+    data_world_size: int
+    is_partly_used: bool
+    """Whether some of the parameters were stepped with it."""
+
+
 def checked_loss(value: object) -> Tensor:
     """Return what a task gave as its loss, or as the total of a `Sum`.
 

@@ -130,7 +130,7 @@ class _HooksOfBoth(OrderedDict[int, Hook]):
 
 
 class _DividedState:
-    """Stands for the state of an optimiser of which each rank has a part."""
+    """Placeholder for the state of an optimiser of which each rank has a part."""
 
     def _refuse(self, *args: object) -> NoReturn:
         raise TaskInvalid(

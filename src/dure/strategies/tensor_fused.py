@@ -30,7 +30,7 @@ def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def is_fused(value: Any) -> bool:
-    """Whether something came from `as_fused`."""
+    """Return whether something came from `as_fused`."""
     return getattr(value, "is_fused", False) is True and isinstance(value, DTensor)
 
 

@@ -29,12 +29,12 @@ from dure.comm.buckets import as_gradient_of
 from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
-from dure.strategies.base import StrategyOptions
 from dure.strategies.batches import Microbatch
 from dure.strategies.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.module_patterns import shortened
 from dure.strategies.module_replicas import INTERNAL, Intercepted
+from dure.strategies.options import StrategyOptions
 from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.tensor_boundary import Traffic, counted_by
 from dure.strategies.tensor_layers import (

@@ -1,4 +1,4 @@
-"""Which of torch's functions DTensor may compute with divided values.
+"""Functions of torch that DTensor may compute with divided values.
 
 DTensor has a rule for many more. Some of these forget part of the value (`histc`, and every way to read a number), draw
 other random numbers on each rank, or fail in backward. A function that is not listed gets the whole values.
@@ -61,7 +61,7 @@ _NO_RULE = (
 
 
 def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function changes a tensor that it is given: its first argument, or `out`."""
+    """Return whether a function changes a tensor that it is given: its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     return (
@@ -73,7 +73,7 @@ def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def has_no_rule(error: Exception) -> bool:
-    """Whether an error is DTensor's, for an operation that it cannot do."""
+    """Return whether an error is DTensor's, for an operation that it cannot do."""
     if not isinstance(error, RuntimeError | NotImplementedError):
         return False
     return any(words in str(error).lower() for words in _NO_RULE)

@@ -129,7 +129,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class _Writes(TorchDispatchMode):
-    """Keeps the values that tensors had before an operation first wrote to them, be it through `.data`."""
+    """Values that tensors had before an operation first wrote to them, be it through `.data`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

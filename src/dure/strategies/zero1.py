@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.errors import TaskInvalid
-from dure.strategies.base import StateSource, StrategyState
 from dure.strategies.ddp import DDP
 from dure.strategies.divisible import reason_not_to_divide
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs, rectangles
 from dure.strategies.replica_state import ReplicaState, replica_state
+from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.step_hooks import fault_of_replaced_step, run_around_all
 
 

@@ -37,7 +37,7 @@ def code_digests(cls: type) -> dict[str, str]:
 
 
 class _Reader:
-    """Follows names from definition to definition, through the modules of the user's own."""
+    """Reader that follows names from definition to definition, through the modules of the user's own."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _defined_names(node: ast.stmt) -> list[str]:
 
 
 def _starts_something(node: ast.stmt) -> bool:
-    """Whether a statement is the script's own part, with lengths and strategies that a resume may choose anew."""
+    """Return whether a statement is the script's own part, with settings that a resume may choose again."""
     names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_text or bool(names & {"dure", "__name__"})

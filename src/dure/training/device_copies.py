@@ -25,13 +25,13 @@ class DeviceCopies:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._done: list[torch.Event] = []
         self._steady: list[tuple[Tensor, int]] = []
-        """What is copied beside training, and how often it had been changed when that began."""
+        """Tensors copied beside training, with torch's count of their changes when that began."""
         self._sources: list[Tensor] = []
         """Kept until they are copied: their memory would be given to others."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is being copied."""
+        """Return whether nothing is being copied."""
         return not self._done
 
     def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor], steady: Sequence[bool]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _TOLD_BY_REPR = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BYTES = 16
@@ -28,7 +29,7 @@ def digest(value: Any) -> str | None:
 
     Nothing is pickled and no code of torch's that computes runs: this process may be forked later.
     """
-    walk = _Walk()
+    walk = _Walk(is_strict=True)
     try:
         walk.value(value)
     except (_Opaque, RecursionError):
@@ -49,7 +50,7 @@ def class_digest(cls: type) -> str:
 
     Functions of the same module that the methods call count too, and constants of the class.
     """
-    walk = _Walk()
+    walk = _Walk(is_strict=False)
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] not in ("dure", "builtins", "abc", "typing"):
             walk.class_body(base)
@@ -59,7 +60,9 @@ def class_digest(cls: type) -> str:
 class _Walk:
     """A pass over a value and all that it refers to, each object once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        """True if all that a function closes over counts; False for plain values and functions of its module alone."""
         self.hash = hashlib.blake2b(digest_size=_BYTES)
         self._seen: dict[int, tuple[int, Any]] = {}
         """Number by identity. The object is kept, so that its identity is not given to another."""
@@ -172,8 +175,8 @@ class _Walk:
                 self._put(name, type(value).__name__)
                 for function in functions:
                     self.function(function)
-            elif type(value) in _PLAIN and not (name.startswith("__") and name != "__doc__"):
-                self._put(name, repr(value))
+            elif type(value) in (*_PLAIN, *_CONTAINERS) and not name.startswith("__"):
+                self._put(name, digest(value))
 
     def function(self, function: types.FunctionType) -> None:
         """Take a function: its code, its defaults, what it closes over, and functions of its module that it names."""
@@ -182,14 +185,20 @@ class _Walk:
         self._functions.add(function)
         self._code(function.__code__)
         cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
-        names = [name for name in _names_in(function.__code__) if not name.startswith("__")]
-        globals_ = [function.__globals__[name] for name in names if name in function.__globals__]
-        values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
-        for value in (*values, *globals_):
-            if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-                self.function(value)
-            elif type(value) in _PLAIN:
-                self._put(type(value).__name__, repr(value))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells):
+            if self._is_strict:
+                self.value(value)
+            else:
+                self._as_far_as_plain(value, function)
+        for name in _names_in(function.__code__):
+            if name in function.__globals__ and not name.startswith("__"):
+                self._as_far_as_plain(function.__globals__[name], function)
+
+    def _as_far_as_plain(self, value: Any, function: types.FunctionType) -> None:
+        if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+            self.function(value)
+        elif type(value) in _PLAIN:
+            self._put(type(value).__name__, repr(value))
 
     def _code(self, code: types.CodeType) -> None:
         self.hash.update(code.co_code)

@@ -23,7 +23,7 @@ _INFINITY: dict[torch.dtype, np.unsignedinteger[Any]] = {
 
 
 class FiniteCheck:
-    """Looks at the bytes of parameters as they go by: one more pass over what the processor has near anyway."""
+    """Check of parameters' bytes as they go by: one more pass over what the processor has near anyway."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Name the parameters that must be finite, with their dtypes."""

@@ -48,7 +48,7 @@ class GivenTask:
 
     @property
     def is_only_here(self) -> bool:
-        """Whether only this process and its forks can train it."""
+        """Return whether only this process and its forks can train it."""
         return bool(self.reasons)
 
     @property

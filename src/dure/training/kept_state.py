@@ -21,7 +21,6 @@ from dure.training.task import Task
 PREFIX = "kept."
 """Beginning of the names under which this state stands among a rank's own."""
 _TREE = f"{PREFIX}tree"
-_FIRST_LOOKS = 4
 _ABSENT = "absent"
 _FLAGS = "requires_grad"
 
@@ -40,13 +39,12 @@ class KeptState:
         self._model = model
         self._trained = _trained(model)
         self._changed: set[tuple[str, str]] = set()
-        self._num_looks = 0
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
 
     def look(self) -> None:
         """Find the attributes that have changed; those found once are kept from then on."""
-        self._changed |= {self._attribute_of(path) for path in [*self._built.changed(), *self._built.drawn()]}
+        self._changed |= {self._attribute_of(path) for path in self._built.take_changed()}
 
     def _attribute_of(self, path: str) -> tuple[str, str]:
         """Return the owner and the attribute that a path leads through; a global variable is its own."""
@@ -57,13 +55,8 @@ class KeptState:
         return owner, path.removeprefix(f"{owner}.").partition(".")[0].partition("[")[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state as tensors by name: none as long as nothing has changed.
-
-        New changes are looked for in the first calls and at every power of two.
-        """
-        self._num_looks += 1
-        if self._num_looks <= _FIRST_LOOKS or not self._num_looks & (self._num_looks - 1):
-            self.look()
+        """Return the state as tensors by name: none as long as nothing has changed."""
+        self.look()
         flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
         if not self._changed and not self._saves_itself and not flags:
             return {}

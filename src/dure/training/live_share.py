@@ -5,7 +5,8 @@ Tensors are those that are there now. What stays the same from step to step is t
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 from operator import attrgetter
 from typing import Any
@@ -38,7 +39,7 @@ class LiveShare:
     own: list[Tensor]
     """The last ones, others each time: of this rank's generators, and what its strategy keeps for it."""
     steady: list[bool]
-    """Which of them change in the optimiser's step only."""
+    """True for each tensor that only the optimiser's step changes."""
     state: bytes
     """`Share.state`: everything that is no tensor, as it is now."""
 
@@ -88,10 +89,16 @@ class LiveShare:
         if not self._watch.is_plain or not share.state:
             return
         tree = json.loads(share.state)
-        optimizer, groups = tree["optimizer"], tree["optimizer"].pop("groups")
-        if all("params" in group for group in groups):
+        optimizer = tree["optimizer"]
+        groups, state = optimizer.pop("groups"), _StateText.of(optimizer.pop("state"), self._live_state())
+        if state is not None and all("params" in group for group in groups):
             self._groups = [(_as_json(group.pop("params")), _PlainText(group)) for group in groups]
-            self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', _as_json(tree["model_extra"])
+            self._state = state
+            model_extra, identity = _as_json(tree["model_extra"]), _as_json(tree["extra"]["identity"])
+            self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', model_extra, identity
+
+    def _live_state(self) -> list[dict[str, Any]]:
+        return [*self._session.strategy.stepped.state.values()]
 
     def _plain_now(self) -> bytes | None:
         """Return the plain state as it is now, or None where it has to be built again."""
@@ -102,18 +109,20 @@ class LiveShare:
         live = self._session.strategy.optimizer.param_groups
         try:
             groups = [
-                f'{{"params": {params}{text.of(group)}}}'
+                f'{{"params": {params}{text.now(group)}}}'
                 for (params, text), group in zip(self._groups, live, strict=True)
             ]
+            state = self._state.now(self._live_state())
         except TypeError:  # a tensor has its name in the whole
             return None
-        optimizer, model_extra = self._constant
+        optimizer, model_extra, identity = self._constant
         plain = plain_state(self._session, self._progression)
-        progression = self._far.of(plain.pop("progression"))[2:]
-        extra = f'{{"progression": {{{progression}}}{self._extra.of(plain)}}}'
+        progression = self._far.now(plain.pop("progression"))[2:]
+        extra = f'{{"progression": {{{progression}}}{self._extra.now(plain)}, "identity": {identity}}}'
         return (
-            f'{optimizer}, "groups": [{", ".join(groups)}]}}, "model_extra": {model_extra}, "extra": {extra}}}'.encode()
-        )
+            f'{optimizer}, "state": {{{state}}}, "groups": [{", ".join(groups)}]}}, '
+            f'"model_extra": {model_extra}, "extra": {extra}}}'
+        ).encode()
 
 
 class _PlainText:
@@ -124,7 +133,7 @@ class _PlainText:
         self._keys = None if keys is None else [*keys]
         self._known: dict[str, tuple[Any, str]] = {}
 
-    def of(self, values: Mapping[str, Any]) -> str:
+    def now(self, values: Mapping[str, Any]) -> str:
         """Return the members of the object, each with a comma in front.
 
         Raises:
@@ -137,6 +146,42 @@ class _PlainText:
             if before is None or value is not before[0] or type(value) not in _FIXED:
                 known[key] = value, f", {_as_json(key)}: {_text(value, key)}"
         return "".join([text for _, text in known.values()])
+
+
+class _StateText:
+    """The JSON of the parameters' state in an optimiser: mostly tensors, whose names stay."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        """Constant texts before, between and after the plain values."""
+        self._plain: list[tuple[int, _PlainText, int]] = []
+        """Number of the parameter, text of its plain values, and characters to leave out in front where these come
+        first."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> "_StateText | None":
+        """Separate the plain values of saved state from the rest; None if it is not the live state, entry by entry."""
+        text, constant = cls(), ""
+        if len(saved) != len(live):
+            return None
+        for number, ((name, entry), values) in enumerate(zip(saved.items(), live, strict=True)):
+            if not isinstance(entry, dict) or entry.keys() != values.keys():
+                return None
+            plain = [key for key, value in values.items() if not isinstance(value, Tensor)]
+            members = {key: value for key, value in entry.items() if key not in plain}
+            constant += f"{', ' if number else ''}{_as_json(name)}: {_as_json(members)[:-1]}"
+            if plain:
+                text._parts.append(constant)
+                text._plain.append((number, _PlainText(plain), 0 if members else len(", ")))
+                constant = ""
+            constant += "}"
+        text._parts.append(constant)
+        return text
+
+    def now(self, live: Sequence[Mapping[str, Any]]) -> str:
+        """Return the members of the object."""
+        plain = [text.now(live[number])[begin:] for number, text, begin in self._plain]
+        return "".join(chain.from_iterable(zip(self._parts, [*plain, ""], strict=True)))
 
 
 def _text(value: Any, key: str) -> str:

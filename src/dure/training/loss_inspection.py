@@ -253,7 +253,7 @@ class _Tried(NamedTuple):
 
 
 def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Whether something changed to the same value on other samples."""
+    """Return whether something changed to the same value on other samples."""
     if one is other or name not in other:
         return False  # of one call alone there is no telling
     is_tensor = isinstance(one[name], Tensor)

@@ -1,4 +1,4 @@
-"""What a rank needs of a checkpoint, tensor by tensor, and the files that hold it."""
+"""Parts of a checkpoint that a rank needs, tensor by tensor, and the files that hold them."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -21,9 +21,10 @@ from dure.measure.shares import shares
 from dure.place import Place
 from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import LossFunction, Strategy, StrategyOptions
+from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import used_globals
+from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.telling import tell
 from dure.torchcompat import import_late_parts, settle_engine

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dure.strategies.base import StrategyState
+from dure.strategies.saved_state import StrategyState
 from dure.training.checkpoint import Checkpoint
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session import Session
@@ -59,19 +59,18 @@ def snapshot_of(
         optimizer=state.optimizer,
         is_spread=state.is_spread,
         steady=session.strategy.steady_names(),
-        extra=plain_state(session, progression),
+        extra={**plain_state(session, progression), "identity": session.identity.to_json()},
         per_rank=own,
     )
 
 
 def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
-    """Return what is the same on all ranks and no tensor."""
+    """Return what is the same on all ranks, no tensor, and may change from step to step."""
     strategy = session.strategy
     return {
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
-        "identity": session.identity.to_json(),
     }
 
 

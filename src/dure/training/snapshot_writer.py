@@ -34,9 +34,9 @@ class _Copies:
     """Ways in which tensors are copied to their places."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """What it is made for."""
+    """Tensors that it is made for."""
     addresses: list[int] = field(default_factory=list)
-    """Of all places."""
+    """Addresses of all places."""
     moves: list[tuple[int, int, int]] = field(default_factory=list)
     """Addresses to and from, and bytes, of small tensors on the host."""
     targets: list[Tensor] = field(default_factory=list)
@@ -68,7 +68,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 
 class SnapshotWriter:
-    """Writes a rank's snapshots."""
+    """Writer of a rank's snapshots."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class SnapshotWriter:
         self._copied: int | None = None
         """The place whose tensors are being copied from accelerators."""
         self._is_pinned: bool | None = None
-        """Whether the memory is pinned; None if that was not tried."""
+        """True if the memory is pinned; None if that was not tried."""
         if os.fstat(descriptor).st_size < HEADER_BYTES:
             os.ftruncate(descriptor, HEADER_BYTES)
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
@@ -172,7 +172,7 @@ class SnapshotWriter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the tensors may change."""
+        """Return whether the tensors may change."""
         return self._copied is None
 
     def _copy(self, place: int, tensors: list[Tensor], own: Sequence[Tensor], steady: Sequence[bool] | None) -> None:

@@ -30,7 +30,8 @@ class StateWatch:
         Args:
             model: Whose `state_dict` is taken.
             optimizer: Whose `state` is taken.
-            groups: The parameter groups that are taken. Their plain values are not compared.
+            groups: The parameter groups that are taken. Their plain values are not compared, nor are those in the
+                optimiser's state.
         """
         self._modules = list(model.modules())
         self._optimizer = optimizer
@@ -38,12 +39,17 @@ class StateWatch:
         self.is_plain = (
             has_plain_optimizer_state(optimizer)
             and all(map(has_plain_state, self._modules))
+            and all(isinstance(key, Tensor) for key in optimizer.state)
             and not {*map(type, optimizer.state.values())} - {dict}
             and all(isinstance(v, Tensor) or type(v) in _IMMUTABLE for v in _leaves(optimizer))
         )
-        """Whether a change shows by other objects. If not, nothing counts as the same."""
+        """True if a change shows by other objects. If not, nothing counts as the same."""
         if self.is_plain:
             self._names, self._objects = self._look(groups)
+            leaves = _leaves(optimizer)
+            begin = len(self._objects) - len(optimizer.state) - sum(map(len, map(_PARAMETERS, groups))) - len(leaves)
+            self._plain = {n for n, leaf in enumerate(leaves, begin) if not isinstance(leaf, Tensor)}
+            """Positions of plain values in the optimiser's state."""
             tensors = {id(value): value for value in self._objects if isinstance(value, Tensor)}
             self._divided = [tensor for tensor in tensors.values() if local_tensor(tensor) is not tensor]
             self._locals = [*map(local_tensor, self._divided)]
@@ -51,18 +57,25 @@ class StateWatch:
             self._memory = self._look_at_memory()
 
     def is_same(self, groups: list[dict[str, Any]]) -> bool:
-        """Return whether the state would be built from the same objects, but for the values of parameter groups."""
+        """Return whether the state would be built from the same tensors, and plain values of the same names."""
         if not self.is_plain or {*map(type, self._optimizer.state.values())} - {dict}:
             return False
         names, objects = self._look(groups)
         return (
             names == self._names
             and len(objects) == len(self._objects)
-            and all(map(is_, objects, self._objects))
+            and (all(map(is_, objects, self._objects)) or self._is_same_but_for_plain(objects))
             and all(map(is_, map(local_tensor, self._divided), self._locals))
             and [*map(_NON_PERSISTENT, self._modules)] == self._non_persistent
             and self._look_at_memory() == self._memory
         )
+
+    def _is_same_but_for_plain(self, objects: list[Any]) -> bool:
+        others = [n for n, (now, before) in enumerate(zip(objects, self._objects, strict=True)) if now is not before]
+        if not self._plain.issuperset(others) or any(type(objects[number]) not in _IMMUTABLE for number in others):
+            return False
+        self._objects = objects
+        return True
 
     def _look(self, groups: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
         state = self._optimizer.state

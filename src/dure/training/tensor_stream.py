@@ -30,9 +30,9 @@ class Target:
     """Memory for a part of a tensor of a file."""
 
     part: Rectangle
-    """In the tensor as the file has it."""
+    """Rectangle in the tensor of the file."""
     values: Tensor
-    """Of the part's sizes, on the CPU."""
+    """Tensor of the part's sizes, on the CPU."""
 
 
 def read_tensors(

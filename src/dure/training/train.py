@@ -10,9 +10,8 @@ from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
-from dure.strategies.base import LostShare
 from dure.strategies.object_state import ObjectState, used_globals
-from dure.strategies.step_facts import Requests
+from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import check_counts, evaluate
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule

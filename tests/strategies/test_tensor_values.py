@@ -500,10 +500,8 @@ def functional_call(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.functional_call(model, doubled, x).square().mean()
 
 
-def test_a_loss_may_use_the_weights_in_any_way_and_change_none():
-    (refused,) = differences([(Pair, lambda: max_norm)])
-    assert "the task's loss writes to parameters (fc1.weight, fc1.bias" in str(refused)
-    losses = [decayed, normed, of_layers, of_a_copy, functional_call]
+def test_a_loss_may_use_and_change_the_weights_in_any_way():
+    losses = [max_norm, decayed, normed, of_layers, of_a_copy, functional_call]
     assert_all_exact([*((Pair, lambda loss=loss: loss) for loss in losses), (Pair, lambda: Averages().loss)])
 
 

@@ -1,7 +1,8 @@
 """What can only be checked on a GPU: `make gpu-check`. Core dependencies only, no network.
 
-Weights of every strategy against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two
-replicas in one process; bf16 and fp16; peak memory; and `resnet50_gpu.py`. Writes gpu_check.md and .json to
+Weights against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two replicas in one
+process; every strategy, undisturbed and with a rank killed; bf16 and fp16; peak memory; and `resnet50_gpu.py`. Each
+part by itself (`--only NAME`) is meant to take less than ten minutes. Writes gpu_check.md and .json to
 benchmarks/results, or to $OUT. Exits 0 when all holds, 1 when something does not, 3 where there is no CUDA device.
 """
 
@@ -28,6 +29,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 import dure
+from dure.strategies import STRATEGIES
 from dure.torchcompat import import_late_parts
 
 STEPS: dict[str, Any] = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
@@ -40,6 +42,7 @@ IN_HALF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Weights of order 0.1 after 20 steps whose gradients are rounded to 24, 8 and 11 bits in another order."""
 MOST_MEMORY = 1.03
 
+PARTS = ["conformance", "strategies", "kills", "precisions", "memory", "speed"]
 ONE = {"strategy": "single", "nproc": 1}
 PLACES: dict[str, dict[str, Any]] = {
     "single": ONE,
@@ -48,6 +51,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "dp, 2 replicas on one GPU": {"strategy": "dp", "nproc": 2, "share_devices": True},
     "balanced_dp, 2 replicas on one GPU": {"strategy": "balanced_dp", "nproc": 2, "share_devices": True},
 }
+NEED_GPUS_APART = frozenset({"fsdp", "pipeline", "tensor_parallel"})
+"""Strategies whose ranks cannot share a GPU: on one GPU they run on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +186,42 @@ def conformance(checks: Checks) -> None:
     checks.equal("a sample that is no number stops all ranks", "WorkerFailed", lambda: _poisoned(checks))
 
 
+def places_of(strategy: str) -> dict[str, dict[str, Any]]:
+    """Return the ways in which a strategy runs on one GPU, by name: on one device, and on two that are the same."""
+    places = {f"{strategy}, 1 device": {"strategy": strategy, "nproc": 1}}
+    if STRATEGIES[strategy].many_devices and strategy not in NEED_GPUS_APART:
+        shared = {"strategy": strategy, "nproc": 2, "share_devices": True}
+        places[f"{strategy}, 2 devices that are one GPU"] = shared
+    return places
+
+
+def strategies(checks: Checks) -> None:
+    """Check the weights of every strategy: the exact ones against the loop by hand, the others against the CPU."""
+    task = Regression()
+    by_hand = checks.by_hand(task)
+    for strategy, info in STRATEGIES.items():
+        for name, place in places_of(strategy).items():
+            expected = by_hand
+            if not info.is_exact:
+                name = f"{name}, as on the CPU"
+                own = {key: value for key, value in place.items() if key != "share_devices"}
+                expected = checks.weights(checks.train(task, **{**own, **STEPS, "device": "cpu"}))
+            checks.same_weights(f"weights: {name}", TO_ROUNDING, expected, task, **place, **STEPS)
+
+
+def kills(checks: Checks) -> None:
+    """Check that every exact strategy comes to the same weights when a rank is killed and the run goes on by itself."""
+    task = Regression(optimizer="adamw")
+    expected = checks.by_hand(task)
+    for strategy, info in STRATEGIES.items():
+        for name, place in list(places_of(strategy).items())[-1:] if info.is_exact else ():
+            faults = checks.path("faults.toml")
+            rank = 0 if info.one_process else place["nproc"] - 1
+            faults.write_text(f'[[fault]]\nrank = {rank}\nstep = 6\nkind = "kill"\n')
+            settings = {**place, **STEPS, "faults": faults, "snapshot_every": 1, "max_restarts": 3}
+            checks.same_weights(f"killed: {name}", TO_ROUNDING, expected, task, **settings)
+
+
 def _resumed(checks: Checks) -> dict[str, torch.Tensor]:
     run = checks.train(Regression(), **ONE, **(STEPS | {"samples": _WHOLE_STEPS}))
     shared = PLACES["ddp, 2 gloo ranks on one GPU"]
@@ -286,7 +327,7 @@ def _rows(checks: list[Check]) -> Iterator[str]:
 def main() -> int:
     """Run all checks and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["conformance", "precisions", "memory", "speed"], action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--device", default="cuda", help="cpu only tries the script out")
     parser.add_argument("--batch", type=int, default=256, help="images of a ResNet-50 step")
     parser.add_argument("--image-size", type=int, default=224)
@@ -301,13 +342,12 @@ def main() -> int:
         del PLACES["ddp, 1 rank on NCCL"]
         PLACES["ddp, 1 rank on NCCL"] = {"strategy": "ddp", "nproc": 1}
     import_late_parts()
-    parts = options.only or ["conformance", "precisions", "memory", "speed"]
+    parts = options.only or PARTS
     with tempfile.TemporaryDirectory(prefix="dure-gpu-check-") as folder:
         checks = Checks(Path(folder), options.device)
-        if "conformance" in parts:
-            conformance(checks)
-        if "precisions" in parts:
-            precisions(checks)
+        for part in (conformance, strategies, kills, precisions):
+            if part.__name__ in parts:
+                part(checks)
         if "memory" in parts:
             memory(checks, min(64, options.batch), options.image_size)
         if "speed" in parts:

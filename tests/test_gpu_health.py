@@ -6,7 +6,7 @@ import time
 import pynvml
 import pytest
 
-from dure.gpu_health import GpuHealth, gpu_health
+from dure.gpu_health import GpuHealth, gpu_health, visible_gpus
 from tests.preflight.nvml import Card, Nvml
 
 CARDS = [Card(0x1B), Card(0x43, uncorrected=2), Card(0x52, recovery=1), Card(0x61, recovery=4)]
@@ -92,3 +92,22 @@ def test_driver_when_it_hangs_then_nobody_waits_for_it():
     assert time.monotonic() - begin < 1.0
     assert health.troubles == ("may be lost, for its driver has said nothing about it for 0.05 s",)
     assert not health.is_lost  # a restart may still be tried
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["GPU-00000001-0000", "GPU-00000002-0000"]),
+        ("1", ["GPU-00000002-0000"]),
+        ("GPU-00000001", ["GPU-00000001-0000"]),
+        ("MIG-a,MIG-b", ["MIG-a", "MIG-b"]),
+        ("", []),
+    ],
+)
+def test_visible_gpus_have_their_names(visible, names, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(Nvml(Card(1), Card(2)), visible) == names
+
+
+def test_visible_gpus_without_a_driver_have_none():
+    assert visible_gpus(Nvml(why_not=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)) == []

@@ -142,6 +142,10 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
             "flag --microbatch-size: microbatch_size is 65, more than the global_batch_size of 64",
         ),
         ({"nproc": 65}, "default: global_batch_size is 64, less than one sample for each of 65 devices: raise it"),
+        (
+            {"precision": "fp16", "cpu_offload": True, "strategy": "fsdp"},
+            "flag --precision: precision is fp16 and cpu_offload is set, but torch's GradScaler would",
+        ),
         ({"strategy": "single", "nproc": 2}, "flag --strategy: strategy single uses one device but nproc is 2: choose"),
         ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single cannot honour it"),
         ({"backend": "nccl", "device": "cpu"}, "flag --backend: backend nccl cannot reach device cpu: choose gloo"),

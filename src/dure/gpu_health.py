@@ -70,6 +70,31 @@ def gpu_health(
     return GpuHealth()
 
 
+def visible_gpus(library: Any = None, visible: str | None = None) -> list[str]:
+    """Return the names (UUIDs) of the GPUs, or parts of GPUs, that a process sees; none where the driver cannot tell.
+
+    Args:
+        library: An object with pynvml's names; None: pynvml.
+        visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
+    """
+    nvml = importlib.import_module("pynvml") if library is None else library
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    words = [] if visible is None else [word.strip() for word in visible.split(",")]
+    if words and all(word.startswith("MIG-") for word in words):
+        return words
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        uuids = [_uuid(nvml, _handle(nvml, position)) for position in range(nvml.nvmlDeviceGetCount())]
+        return [uuids[position] for position in visible_positions(visible, uuids)]
+    except nvml.NVMLError:
+        return []
+    finally:
+        nvml.nvmlShutdown()
+
+
 def _asked(nvml: Any, index: int, visible: str | None) -> GpuHealth:
     try:
         nvml.nvmlInit()

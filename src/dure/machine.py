@@ -1,6 +1,7 @@
 """What is here: cores, memory, devices. Nothing in this module creates a device context, so that forking stays safe."""
 
 import os
+from collections.abc import Sequence
 
 from dure.errors import EnvironmentLacks, SpecInvalid
 
@@ -62,8 +63,15 @@ def resolve_device(wanted: str) -> str:
     return wanted
 
 
-def check_devices(device: str, num_devices: int, *, shared: bool) -> None:
+def check_devices(device: str, num_devices: int, *, shared: bool, is_launched: bool = False) -> None:
     """Refuse more devices than the machine has.
+
+    Args:
+        device: Their kind.
+        num_devices: Wanted on this host.
+        shared: Whether several processes may use one.
+        is_launched: Whether a launcher started the processes, which may let each see one device of its own. Ranks that
+            then have the same device are found when they meet.
 
     Raises:
         SpecInvalid: Fewer CUDA or MPS devices are visible than the run wants.
@@ -71,10 +79,33 @@ def check_devices(device: str, num_devices: int, *, shared: bool) -> None:
     if device == "cpu" or shared:
         return
     visible = count_accelerators(device)
-    if num_devices > visible:
+    if num_devices > visible and not (is_launched and visible == 1):
         raise SpecInvalid(
             [
                 f"nproc is {num_devices} but {visible} {device} device(s) are visible: use --nproc {visible}, "
                 "--device cpu, or --share-devices to let several processes use one device"
             ]
         )
+
+
+def check_each_has_its_own(devices: Sequence[str | None]) -> None:
+    """Refuse ranks that have the same device.
+
+    Args:
+        devices: The name of each rank's, such as a GPU's UUID; None where it has none or nobody knows.
+
+    Raises:
+        SpecInvalid: Two of them are the same.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(devices):
+        if name is not None:
+            ranks.setdefault(name, []).append(rank)
+    faults = [
+        f"ranks {', '.join(map(str, several))} have the same device {name}: let the launcher give each of them one, "
+        "start fewer of them, or use --share-devices"
+        for name, several in ranks.items()
+        if len(several) > 1
+    ]
+    if faults:
+        raise SpecInvalid(faults)

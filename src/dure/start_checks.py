@@ -23,11 +23,13 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     """
     num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
     device = resolve_device(spec.device)
-    check_devices(device, num_here, shared=spec.share_devices)
+    check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
     if spec.backend == "nccl" and device in ("cpu", "mps"):
         raise SpecInvalid(
             [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
         )
+    if spec.backend == "nccl" and STRATEGIES[spec.strategy or "single"].extra_processes:
+        raise SpecInvalid(["backend is nccl, which reaches CUDA devices only, but servers have none: leave it out"])
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:

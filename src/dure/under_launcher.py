@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
+from dure.gpu_health import visible_gpus
 from dure.hosts import facts_to_agree_on
 from dure.launch.child import interface_variables
 from dure.launch.supervisor import Outcome
 from dure.launch.verdict import WorkerEnd, judge, stop_signal
 from dure.lifeline import die_with_parent
+from dure.machine import check_each_has_its_own, resolve_device
 from dure.measure.records import RunSummary
 from dure.place import Place, StoreAddress
 from dure.rank import Launched, RankInfo, meeting_point
@@ -121,11 +123,21 @@ def _meet(
         from dure.comm.meeting import Meeting
 
         meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
+        if not resolved.spec.share_devices:
+            check_each_has_its_own(meeting.gather("devices", _own_gpu(resolved.spec, rank)))
         told = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
         store, interface = meeting.address, meeting.interface
     if "error" in told:
         raise RunInvalid(told["error"])
     return RunDir.open(Path(told["run"])), store, interface
+
+
+def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
+    """Return the name of this rank's GPU; None if it has none, or the driver does not say."""
+    if rank.rank >= spec.nproc or resolve_device(spec.device) != "cuda":
+        return None
+    names = visible_gpus()
+    return names[rank.local_rank % len(names)] or None if names else None
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What can be tested of the benchmarks: how they compare, and what they say where there is no GPU."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from dure.strategies import STRATEGIES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -48,3 +51,13 @@ def test_check_without_a_gpu_says_so_in_one_sentence_and_exits_3(script):
     assert (done.returncode, done.stdout) == (3, "")
     assert "there is no CUDA device here" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_gpu_check_has_a_place_for_every_strategy_on_one_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_check = importlib.import_module("gpu_check")
+    for strategy in STRATEGIES:
+        places = list(gpu_check.places_of(strategy).values())
+        assert places
+        assert all(place["strategy"] == strategy for place in places)
+    assert set(gpu_check.PARTS) == {"conformance", "strategies", "kills", "precisions", "memory", "speed"}

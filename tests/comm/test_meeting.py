@@ -60,6 +60,16 @@ def test_meeting_when_rank_0_says_something_then_all_hear_it():
     assert (first.address.host, first.address.port) == ("127.0.0.1", where.port)
 
 
+def test_meeting_when_each_rank_says_something_then_all_know_who_said_what():
+    where = point()
+
+    def meet(rank: int) -> list[object]:
+        return Meeting(HERE[rank], where, timeout_seconds=20).gather("devices", [f"GPU-{rank}", None])
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(meet, range(2))) == [[["GPU-0", None], ["GPU-1", None]]] * 2
+
+
 def test_meeting_when_all_ranks_are_on_one_host_then_the_store_listens_on_loopback_alone():
     where = point("localhost")
     found = Meeting(HERE[0], where, timeout_seconds=5)

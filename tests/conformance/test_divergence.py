@@ -63,10 +63,13 @@ def test_run_when_it_is_to_stop_then_it_names_rank_tensor_value_and_checkpoint(t
     faults = planned(tmp_path, 2, 7, tensor="outer.bias", element=3, bit=63)
     said = (
         r"^rank 2 holds other values than ranks 0, 1 after step 8: .* on ranks 0, 1, .* on rank 2.*; all agreed after "
-        r"step 6; .* go on from samples-000000000044, of before, with resume="
+        r"step 6; likelier than broken hardware is code that does something on some ranks only .*: run again, and if "
+        r"the same tensor differs at the same step it is the code, .* go on from samples-000000000044, of before, with "
+        r"resume="
     )
     with pytest.raises(WorkerFailed, match=said) as info:
-        train_case(tmp_path, Regression(), "ddp", 3, faults=faults, **STEPS)
+        # a checkpoint that is still being written is none to go on from
+        train_case(tmp_path, Regression(), "ddp", 3, faults=faults, checkpoint_async=False, **STEPS)
     assert info.value.exit_code == 1
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert "outer.bias" in diverged(run)["tensors"]

@@ -219,6 +219,55 @@ def test_what_loss_and_model_keep_and_change_is_that_of_one_device_whatever_its_
     assert difference("balanced_dp", Keeping, lambda: Clamping().loss, device0_share=share) < TO_ROUNDING
 
 
+def wrapped(loss):
+    """Wrap a loss twice, as planned faults and decorators do."""
+
+    def outer(model, x, *, scale=1):
+        return scale * loss(model, x)
+
+    def outermost(model, x):
+        return outer(model, x)
+
+    return outermost
+
+
+def test_a_loss_inside_other_functions_keeps_what_it_would_on_one_device():
+    assert difference("balanced_dp", Keeping, lambda: wrapped(Clamping().loss)) < TO_ROUNDING
+
+
+def counted(loss):
+    calls = 0
+
+    def outer(model, x):
+        nonlocal calls
+        calls += 1
+        return loss(model, x) / calls
+
+    return outer
+
+
+def test_a_function_around_a_loss_that_counts_is_refused():
+    with pytest.raises(TaskInvalid, match="a function around the task's loss changes its variables, which under"):
+        trained_weights("balanced_dp", Keeping, counted(Clamping().loss), rows(5, 4, 4))
+
+
+class Callable:
+    """A loss in an object that is no method of the task."""
+
+    def __init__(self, loss):
+        self.inner = loss
+
+    def __call__(self, model, x):
+        return self.inner(model, x)
+
+
+def test_a_loss_inside_an_object_that_changes_its_task_is_refused():
+    with pytest.raises(
+        TaskInvalid, match="the task's loss changes the task, which under balanced_dp each device would"
+    ):
+        trained_weights("balanced_dp", Net, Callable(Remembering().loss), rows(5, 4, 4))
+
+
 def test_a_share_of_nothing_leaves_the_statistics_of_the_first_device_that_has_some():
     def build():
         return nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))

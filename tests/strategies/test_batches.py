@@ -86,6 +86,20 @@ def test_an_object_moves_by_its_own_method_and_the_one_that_is_given_stays():
     assert moved["packed"].batch_sizes.device.type == "cpu"  # where torch wants them
 
 
+@pytest.mark.parametrize(("device", "later"), [("cpu", False), ("meta", True)])
+def test_what_is_moved_to_the_host_has_arrived(device, later, monkeypatch):
+    asked = []
+
+    class Graph:
+        def to(self, device, non_blocking=False):
+            asked.append(non_blocking)
+
+    real = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **named: (asked.append(named), real(self, *a, **named))[1])
+    to_device([torch.ones(2), Graph()], torch.device(device))
+    assert asked == [{"non_blocking": later}, later]
+
+
 def test_moving_to_where_all_is_gives_the_batch_itself():
     batch = {"x": numbers(2), "rest": [1, "a"]}
     assert to_device(batch, torch.device("cpu")) is batch

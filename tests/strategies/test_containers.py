@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dure.strategies.batches import map_tensors
-from dure.strategies.containers import are_same, items_of, path_in_words, tensors_in
+from dure.strategies.containers import are_same, items_of, map_leaves, path_in_words, tensors_in
 
 X = torch.ones(4, 2)
 Pair = namedtuple("Pair", "x y")
@@ -147,6 +147,17 @@ def test_same_compares_contents_and_not_tensors():
     assert not are_same({"a": [1, X]}, {"a": [1, X.clone()]})
     assert not are_same([1], [2])
     assert not are_same([1], (1,))
+
+
+def test_long_containers_are_looked_into_unless_all_they_hold_is_plain():
+    words = {str(index): index for index in range(100)}
+    held = [*words, X]
+    assert map_leaves(words, lambda leaf: leaf) is words
+    copied = map_leaves([words], lambda leaf: leaf, copies=True)
+    assert copied == [words]
+    assert copied[0] is not words
+    assert map_tensors(held, torch.Tensor.double)[-1].dtype == torch.float64
+    assert [id(tensor) for tensor in tensors_in([words, held])] == [id(X)]
 
 
 def test_a_path_reads_as_the_expression_for_its_value():

@@ -116,6 +116,11 @@ def test_what_cannot_be_joined_is_refused_as_the_whole_output_and_on_use_as_a_pa
         torch.ones(1) + joined["x"]
 
 
+def test_values_that_differ_are_shown_though_the_first_two_are_the_same():
+    with pytest.raises(TaskInvalid, match=r"different values \(1 and 3\)"):
+        gather([1, 1, 3], CPU, [2, 1, 1])
+
+
 def test_sizes_that_coincide_are_told_apart_by_what_is_known():
     parts = [(torch.ones(2), torch.full((2,), 7.0)), (torch.ones(2), torch.full((2,), 7.0))]
     assert len(gather(parts, CPU, [2, 2])[1]) == 4

@@ -3,10 +3,12 @@
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
@@ -23,7 +25,7 @@ from tests.conformance.cases import train_case, weights_of
 from tests.conformance.tasks import WIDTH as TASK_WIDTH
 from tests.conformance.tasks import Regression
 from tests.strategies.sharded_cases import backward, prepared
-from tests.strategies.tensor_cases import LENGTH, TO_ROUNDING, WIDTH, differences, mean_square
+from tests.strategies.tensor_cases import LENGTH, TO_ROUNDING, WIDTH, differences, mean_square, tokens, trained_weights
 
 
 class Pair(nn.Module):
@@ -99,6 +101,119 @@ def assert_all_exact(cases: list[Any], num_ranks: int = 2, **options: Any) -> No
     found = differences(cases, num_ranks, **options)
     wrong = {index: value for index, value in enumerate(found) if not isinstance(value, float) or value > TO_ROUNDING}
     assert wrong == {}
+
+
+# changes in place
+
+
+class ChangedInput(nn.Module):
+    """Two column layers of one input, which is changed between them; frozen, for backward needs the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for layer in (self.q, self.k, self.v):
+            layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale
+        query = self.q(x)
+        key = self.k(x.mul_(2))
+        return self.o(query + key + self.v(x.tanh_()))
+
+
+class ChangedLayers(nn.Module):
+    """What layers of each kind return, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH, bias=False), nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding((2 * x[..., 0]).long().clamp(-3, 3) + 3)
+        hidden *= 2.5
+        hidden[..., 0] = 1
+        inner = self.fc1(hidden)
+        inner += 0.1
+        inner.relu_()
+        hidden = hidden + self.fc2(inner).add_(x).tanh_()
+        out = self.fc3(hidden)
+        out[0].zero_()
+        return out.mul_(0.5)
+
+
+def changing_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sub_(1).square_().mean()
+
+
+class ChangedAttention(Fused):
+    """One of the three is scaled in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        joint = self.qkv(x).view(*x.shape[:2], 3, 2, 3).permute(2, 0, 3, 1, 4)
+        joint[0].mul_(0.5)
+        query, key, value = joint
+        mixed = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.proj(mixed.transpose(1, 2).reshape(x.shape).relu_())
+
+
+class ChangedParts(Pair):
+    """Parts of a divided value, which ranks have without asking the others."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        hidden[0].mul_(3)
+        hidden.view(-1, 8).transpose(0, 1).add_(1)
+        hidden[1:, :2] = 0.5
+        return torch.nn.Hardshrink()(hidden).clamp_(-1, 1)
+
+
+def test_values_that_are_changed_in_place_are_exact():
+    cases = (ChangedInput, ChangedLayers, ChangedAttention, ChangedParts)
+    assert_all_exact([(build, lambda: mean_square) for build in cases])
+    assert_all_exact([(build, lambda: changing_loss) for build in (Pair, ChangedLayers)])
+
+
+def between(change: Any) -> Any:
+    return type("Between", (Pair,), {"between": staticmethod(change)})
+
+
+class UsedAgain(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        joint = self.qkv(x)
+        parts = joint.view(*x.shape[:2], 3, WIDTH)
+        parts[:, :, 0].mul_(2)
+        return self.proj(parts.sum(2)) + joint[..., :WIDTH]
+
+
+CHANGED_COPIES = {
+    "a column": lambda hidden: (hidden[..., 1].mul_(3), hidden)[1],
+    "windows": lambda hidden: (hidden.unfold(-1, 2, 2).tanh_(), hidden)[1],
+    "a view across ranks": lambda hidden: (hidden.reshape(-1)[::3].zero_(), hidden)[1],
+    "an assignment": lambda hidden: (hidden[..., 3:6].__setitem__(0, 1.0), hidden)[1],
+    "without gradients": lambda hidden: (torch.no_grad()(lambda: hidden.detach().diagonal().zero_())(), hidden)[1],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_changes_in_place_that_would_be_lost_are_refused(mode):
+    cases = [between(change) for change in CHANGED_COPIES.values()]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with mode():
+            model(x)
+        return mean_square(model, x)
+
+    found = dict(zip(CHANGED_COPIES, differences([(case, lambda: loss) for case in cases]), strict=True))
+    assert {name: str(one) for name, one in found.items() if not isinstance(one, TaskInvalid)} == {}
+    assert all("the model changes part of a value that is divided" in str(one) for one in found.values())
+
+
+def test_parts_of_one_layer_that_are_used_again_after_a_change_are_refused():
+    (found,) = differences([(UsedAgain, lambda: mean_square)])
+    assert "uses queries, keys and values of one layer again after it changed one of them in place" in str(found)
 
 
 # derivatives of derivatives
@@ -503,6 +618,45 @@ def test_an_evaluation_of_what_is_divided_is_that_of_one_process(tmp_path):
         assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-12)
 
 
+# ranks that round differently
+
+
+class Rounding(Pair):
+    """An undivided layer whose gradient is a little other on each rank, as that of a kernel with atomics is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        normed.register_hook(lambda gradient: gradient * (1 + 1e-3 * dist.get_rank()))
+        return super().forward(normed)
+
+
+@pytest.mark.parametrize("mesh", ["data=1,tensor=2", "data=2,tensor=2"])
+def test_undivided_weights_of_ranks_that_round_differently_stay_the_same(mesh, monkeypatch):
+    monkeypatch.setattr(TensorParallel, "_may_drift", lambda self: True)
+
+    def work(group: Any) -> tuple[dict[str, Tensor], list[float]]:
+        return trained_weights("tensor_parallel", group, Rounding, mean_square, tokens(4, 3), mesh=mesh)
+
+    first, *others = [weights for weights, _ in on_ranks(4 if "data=2" in mesh else 2, work)]
+    for weights in others:
+        torch.testing.assert_close(weights, first, rtol=0, atol=0)
+
+
+def test_ranks_may_drift_on_accelerators_that_are_not_asked_to_repeat(monkeypatch):
+    strategy = object.__new__(TensorParallel)
+    strategy.mesh = SimpleNamespace(size=lambda axis: 2)
+    asked = []
+    for kind, is_deterministic in (("cpu", False), ("cuda", True), ("cuda", False)):
+        strategy.device = torch.device(kind)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=is_deterministic: answer)
+        asked.append(strategy._may_drift())
+    assert asked == [False, False, True]
+
+
 # what is refused
 
 
@@ -524,8 +678,19 @@ class InPlace(Fused):
         return self.proj(query * key * value)
 
 
+class FusedHook(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        joint = self.qkv(x)
+        joint.register_hook(lambda gradient: 2 * gradient)
+        query, key, value = joint.chunk(3, -1)
+        return self.proj(query * key * value)
+
+
 def test_weights_that_something_else_holds_and_parts_changed_in_place_are_refused():
-    held, in_place = differences([(Closing, lambda: mean_square), (InPlace, lambda: mean_square)])
+    cases = [(case, lambda: mean_square) for case in (Closing, InPlace, FusedHook)]
+    held, in_place, hooked = differences(cases)
+    assert isinstance(hooked, TaskInvalid)
+    assert "asks for the gradient of queries, keys and values of one layer together (register_hook)" in str(hooked)
     assert isinstance(held, TaskInvalid)
     assert str(held).startswith("fc1.weight is kept by something besides the model's layers")
     assert isinstance(in_place, TaskInvalid)

@@ -90,10 +90,10 @@ def test_metric_when_it_can_be_then_nothing_is_said(name, batches):
 def test_run_when_a_metric_is_doubtful_then_it_is_said_once_and_the_run_goes_on(tmp_path, capfd):
     methods = {
         "eval_data": lambda self: ROWS,
-        "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]) * 3, len(batch[0]))},
+        "metrics": lambda self, model, batch: {"acc": dure.Sum(len(batch[0]) * 300, len(batch[0]))},
     }
     train(type("T", (Small,), methods), tmp_path, epochs=2)
-    assert capfd.readouterr().err.count("dure: the metric acc is 3, which is no fraction") == 1
+    assert capfd.readouterr().err.count("dure: the metric acc is 300, which is no fraction") == 1
 
 
 def test_run_when_a_count_cannot_be_then_it_is_refused_before_the_first_step(tmp_path):

@@ -125,3 +125,12 @@ def test_numpys_generator_when_it_is_another_one_is_refused():
             seeds.capture_random_state()
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_algorithms_chosen_by_timing_are_declared_of_a_run_that_goes_on(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    (text,) = seeds.chosen_by_timing("cuda", 5)
+    assert text.startswith("the bits of convolutions after a resume or restart")
+    assert seeds.chosen_by_timing("cuda", 0) == seeds.chosen_by_timing("cpu", 5) == []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert seeds.chosen_by_timing("cuda", 5) == []

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dure
+from dure import machine
 from dure.data import TensorData
 from dure.errors import SpecInvalid, WorkerFailed
 
@@ -164,6 +165,12 @@ def test_nccl_without_a_cuda_device_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(SpecInvalid, match=r"backend is nccl, which reaches CUDA devices only, but .* is cpu: use gloo"):
         train(Small, tmp_path, backend="nccl", nproc=2, device="auto", start="fork")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nccl_with_servers_which_have_no_device_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "count_accelerators", lambda kind: 2)
+    with pytest.raises(SpecInvalid, match="backend is nccl, which reaches CUDA devices only, but servers have none"):
+        train(Small, tmp_path, strategy="parameter_server", backend="nccl", nproc=1, device="cuda", start="fork")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", None])

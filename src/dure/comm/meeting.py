@@ -95,6 +95,27 @@ class Meeting:
             self._store.set(f"{heard} by all", "")
         return json.loads(message)
 
+    def gather(self, key: str, message: Any) -> list[Any]:
+        """Return what each rank says, as JSON.
+
+        Args:
+            key: A name for it.
+            message: This rank's.
+
+        Raises:
+            PeerLost: A rank did not come in time.
+        """
+        keys = [f"{key}/of {rank}" for rank in range(self.rank.world_size)]
+        self._store.set(keys[self.rank.rank], json.dumps(message))
+
+        def collect() -> list[Any]:
+            for rank, one in enumerate(keys):
+                self._wait_for(self._store, one, f"rank {rank}")
+            return [json.loads(self._store.get(one)) for one in keys]
+
+        found: list[Any] = self.tell_all(key, collect if self.rank.rank == 0 else None)
+        return found
+
     def remember(self, key: str, value: str) -> None:
         """Leave word for the ranks of a later start."""
         self._of_all_starts.set(f"word/{key}", value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dure.strategies.containers import Path, is_sequence, items_of, tensors_in
+from dure.strategies.containers import Path, is_container, is_sequence, items_of, tensors_in
 
 
 class Role(Enum):
@@ -78,7 +78,7 @@ def role_by_size(value: Any, num_samples: int) -> Role:
         return Role.UNKNOWN
     if is_sequence(value) and len(value) == num_samples and is_by_sample(value, num_samples):
         return Role.SAMPLES
-    if items_of(value) is not None:
+    if is_container(value):
         return Role.CONTAINER
     return Role.UNKNOWN if not isinstance(value, nn.Module) and tensors_in(value) else Role.SHARED
 

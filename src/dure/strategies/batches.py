@@ -29,17 +29,22 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch's tensors; pinned host memory is copied without waiting.
+    """Move a batch's tensors; pinned host memory is copied without waiting, and what comes to the host is waited for.
 
     Objects with a method `to`, such as those of PyTorch Geometric, move themselves; a copy of each is asked.
     """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+            return leaf.to(device, non_blocking=_may_arrive_later(device))
         return _moved_by_itself(leaf, device) if _moves_itself(leaf) else leaf
 
     return map_leaves(batch, moved, _moves_itself)
+
+
+def _may_arrive_later(device: torch.device) -> bool:
+    # whatever computes on a device comes after the copy in its stream; the host reads at once
+    return device.type != "cpu"
 
 
 def _moves_itself(value: Any) -> bool:
@@ -54,7 +59,8 @@ def _moved_by_itself(value: Any, device: torch.device) -> Any:
         names = inspect.signature(own.to).parameters
     except ValueError:
         names = {}  # type: ignore[assignment]
-    found = own.to(device, non_blocking=True) if "non_blocking" in names else own.to(device)
+    is_named = "non_blocking" in names
+    found = own.to(device, non_blocking=_may_arrive_later(device)) if is_named else own.to(device)
     return own if found is None else found
 
 

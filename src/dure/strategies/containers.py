@@ -29,6 +29,9 @@ Path = tuple[Key, ...]
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, NotGathered})
 """Classes of values that are no containers; most values are of one of them."""
 
+_LONG = 64
+"""Items from which it pays to ask for their classes first."""
+
 _NO_CONTAINERS = (Tensor, nn.Module, np.ndarray, torch.Size, str, bytes, bytearray, memoryview, range, type)
 
 
@@ -97,6 +100,11 @@ def resized(value: Any, items: Sequence[Any]) -> Any:
     return new
 
 
+def is_container(value: Any) -> bool:
+    """Whether `items_of` knows how to look into a value."""
+    return _kind(_class_of(value)) is not None
+
+
 def is_sequence(value: Any) -> bool:
     """Return whether a value is a list or a tuple whose positions have no names."""
     return _kind(_class_of(value)) == "sequence" and not hasattr(value, "_fields") and not _is_of_c(type(value))
@@ -136,6 +144,13 @@ def map_leaves(
     return _Mapping(change, is_leaf, copies).of(value)
 
 
+def _is_vocabulary(value: Any) -> bool:
+    """Return whether a value is a long list or dictionary of plain values alone, seen at the speed of C."""
+    if (type(value) is not list and type(value) is not dict) or len(value) < _LONG:
+        return False
+    return set(map(type, value.values() if type(value) is dict else value)) <= _PLAIN
+
+
 class _Mapping:
     def __init__(self, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool], copies: bool) -> None:
         self._change = change
@@ -151,7 +166,9 @@ class _Mapping:
         if id(value) in self._done:
             return self._done[id(value)]
         # those of which there are most, first: calls of a model go through here
-        if cls is tuple or cls is list:
+        if _is_vocabulary(value):
+            found = value.copy() if self._copies else value
+        elif cls is tuple or cls is list:
             changed = [self.of(item) for item in value]
             found = value if self._is_kept(value, changed, value) else cls(changed)
         elif cls is dict:
@@ -190,6 +207,10 @@ def are_same(one: Any, other: Any, known: dict[tuple[int, int], bool] | None = N
         return type(one) is not NotGathered and bool(one == other)
     if isinstance(one, MethodType | set):
         return bool(one == other)
+    if (type(one) is list or type(one) is tuple) and len(one) == len(other) and all(map(is_, one, other)):
+        return True
+    if type(one) is dict and len(one) == len(other) and all(map(is_, one.values(), other.values())):
+        return list(one) == list(other)
     known = {} if known is None else known
     pair = (id(one), id(other))
     if pair not in known:
@@ -211,7 +232,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if type(one) in _PLAIN or id(one) in seen:
+        if type(one) in _PLAIN or id(one) in seen or _is_vocabulary(one):
             continue
         seen[id(one)] = one
         if isinstance(one, Tensor):

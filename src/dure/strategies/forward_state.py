@@ -12,7 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from dure.errors import TaskInvalid
-from dure.strategies.containers import are_same, attributes_of, items_of, map_leaves, set_attribute, tensors_in
+from dure.strategies.containers import (
+    are_same,
+    attributes_of,
+    is_container,
+    items_of,
+    map_leaves,
+    set_attribute,
+    tensors_in,
+)
 from dure.strategies.module_replicas import INTERNAL, Intercepted, Replica
 from dure.strategies.not_gathered import NotGathered
 
@@ -41,8 +49,9 @@ class ForwardAttributes:
         """
         self._model = model
         self._members = _members(model)
-        self._before = _attributes(model)
-        self._copies: Attributes = map_leaves(self._before, lambda leaf: leaf, copies=True)
+        before = _attributes(model)
+        copied = map_leaves(tuple(before.values()), lambda leaf: leaf, copies=True)
+        self._copies: Attributes = dict(zip(before, copied, strict=True))
 
     def changes(self, replicas: Sequence[Replica | None]) -> list[Attributes]:
         """Return for each device the attributes that the forward pass changed on any of them.
@@ -53,14 +62,12 @@ class ForwardAttributes:
         Raises:
             TaskInvalid: The forward pass added or replaced modules or parameters.
         """
-        if _members(self._model) != self._members:
+        if not _are_one(_members(self._model), self._members):
             raise TaskInvalid(
                 "the model adds or replaces modules or parameters while it runs, which each device would do for "
                 "itself: build them in build_model, or use ddp"
             )
-        now = [
-            _attributes(self._model) if one is None else one.originals_in(_attributes(one.model)) for one in replicas
-        ]
+        now = [_attributes(self._model) if one is None else _attributes_of_replica(one) for one in replicas]
         known: dict[tuple[int, int], bool] = {}
         names = {name: None for attributes in now for name in attributes} | dict.fromkeys(self._copies)
         changed = [
@@ -96,11 +103,16 @@ def _attributes(model: nn.Module) -> Attributes:
 
 
 def _may_hold(value: Any) -> bool:
-    return type(value) is not NotGathered and (isinstance(value, Tensor) or items_of(value) is not None)
+    return type(value) is not NotGathered and (isinstance(value, Tensor) or is_container(value))
 
 
-def _members(model: nn.Module) -> list[int]:
-    return [id(one) for one in (*model.modules(), *model.parameters())]
+def _attributes_of_replica(replica: Replica) -> Attributes:
+    own = _attributes(replica.model)
+    return dict(zip(own, replica.originals_in(tuple(own.values())), strict=True))
+
+
+def _members(model: nn.Module) -> list[Any]:
+    return [*model.modules(), *model.parameters()]
 
 
 def disowned(value: Any, before: Any, reason: str) -> Any:
@@ -125,12 +137,15 @@ class SharedState:
     Replicas share them, since a hook is one function on all devices.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Any] | None = None, method: MethodType | None = None
+    ) -> None:
         """Remember their contents.
 
         Args:
             model: The run's, with the hooks.
-            loss: Also runs on each device; a method whose object the devices have copies of.
+            loss: Also runs on each device.
+            method: The method that the loss is or wraps, whose object the devices have copies of.
         """
         self._modules = {id(module) for module in model.modules()}
         readers = [
@@ -139,25 +154,27 @@ class SharedState:
             for hook in _hooks_of(module)
             for read in self._readers(hook)
         ]
-        readers += [] if loss is None else self._readers_of_loss(loss)
+        readers += [] if loss is None else self._readers_of_loss(loss, method)
         self._watched = [(name, read, read()) for name, read in readers]
 
     def first_changed(self) -> str | None:
         """Return a clause for the first object that holds something else than before; None if there is none."""
         return next((name for name, read, before in self._watched if not _are_one(read(), before)), None)
 
-    def _readers_of_loss(self, loss: Callable[..., Any]) -> list[tuple[str, Callable[[], Sequence[Any]]]]:
-        if isinstance(loss, MethodType):
-            kept = attributes_of(loss.__self__).items()
+    def _readers_of_loss(
+        self, loss: Callable[..., Any], method: MethodType | None
+    ) -> list[tuple[str, Callable[[], Sequence[Any]]]]:
+        if method is not None:
+            kept = attributes_of(method.__self__).items()
             objects = [
-                (f"the task's loss changes self.{name}", value)
+                (f"the task's loss changes self.{name}", functools.partial(_state_of, value))
                 for name, value in kept
                 if id(value) not in self._modules
             ]
-            return [(name, functools.partial(_state_of, value)) for name, value in objects]
-        # a function around a task's loss hides the task, of which there are no copies then
-        cells = [_cell_contents(cell) for cell in getattr(loss, "__closure__", None) or ()]
-        methods = [value for value in cells if isinstance(value, MethodType)]
+            return [*objects, ("a function around the task's loss changes its variables", lambda: _variables_of(loss))]
+        # something around a task's loss, which no copies of the task were found for
+        held = _variables_of(loss) if isinstance(loss, FunctionType) else list(attributes_of(loss).values())
+        methods = [value for value in held if isinstance(value, MethodType)]
         return [("the task's loss changes the task", read) for method in methods for read in self._readers(method)]
 
     def _readers(self, hook: Any, depth: int = 3) -> Iterator[Callable[[], Sequence[Any]]]:
@@ -178,8 +195,8 @@ class SharedState:
         names = [name for name in code.co_names if _is_data(variables.get(name))]
         yield lambda: [part for name in names for part in (variables.get(name), *_contents(variables.get(name)))]
         cells = [cell for cell in hook.__closure__ or () if cell is not None]
-        values = [_cell_contents(cell) for cell in cells]
-        yield lambda: [part for cell in cells for part in (_cell_contents(cell), *_contents(_cell_contents(cell)))]
+        values = [cell_contents(cell) for cell in cells]
+        yield lambda: [part for cell in cells for part in (cell_contents(cell), *_contents(cell_contents(cell)))]
         if depth:
             functions = [value for value in (*values, *(hook.__defaults__ or ())) if callable(value)]
             yield from (found for function in functions for found in self._readers(function, depth - 1))
@@ -204,10 +221,18 @@ def _is_data(value: Any) -> bool:
     )
 
 
-def _cell_contents(cell: Any) -> Any:
+def _variables_of(function: Any, depth: int = 3) -> list[Any]:
+    """Return the variables of the functions around a function, and of those among them."""
+    held = [cell_contents(cell) for cell in getattr(function, "__closure__", None) or ()]
+    inner = (_variables_of(value, depth - 1) for value in held if depth and isinstance(value, FunctionType))
+    return held + [value for values in inner for value in values]
+
+
+def cell_contents(cell: Any) -> Any:
+    """Return a variable of a function around another one; `MISSING` if it has no value yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:
         return MISSING
 
 

@@ -128,10 +128,10 @@ class Gathering:
             return first
         if tensors_in(values) or isinstance(first, nn.Module):
             raise TaskInvalid(self._why(path, f"a {type(first).__name__}, whose class dp does not know,"))
-        if all(_are_same(value, first) for value in values):
+        other = next((value for value in values if not _are_same(value, first)), None)
+        if other is None:
             return first
-        shown = " and ".join(f"{value!r:.40}" for value in values[:2])
-        raise TaskInvalid(self._why(path, f"different values ({shown})"))
+        raise TaskInvalid(self._why(path, f"different values ({first!r:.40} and {other!r:.40})"))
 
     def _why(self, path: Path, seen: str) -> str:
         return f"{self.subject} {seen} on each device{self._where(path)}: {self.cure}"

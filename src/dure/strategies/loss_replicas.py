@@ -4,7 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,10 +12,14 @@ from torch import nn
 
 from dure.errors import TaskInvalid
 from dure.strategies.containers import are_same, attributes_of, set_attribute
-from dure.strategies.forward_state import MISSING, SharedState, disowned
+from dure.strategies.forward_state import MISSING, SharedState, cell_contents, disowned
 from dure.strategies.gathering import Gathering
 
 Loss = Callable[[nn.Module, Any], Any]
+
+
+_MOST_WRAPPERS = 8
+"""Functions around a loss, each inside the next; one may hold itself."""
 
 
 class LossReplicas:
@@ -32,13 +36,14 @@ class LossReplicas:
             model: The run's.
             num_devices: At least one.
         """
+        method = _method_of(loss)
         self.losses: list[Loss] = [loss] * num_devices
         self._tasks: list[Any] = []
-        if isinstance(loss, MethodType):
-            self._tasks = [loss.__self__, *(_shallow_copy(loss.__self__) for _ in range(num_devices - 1))]
-            self.losses = [MethodType(loss.__func__, task) for task in self._tasks]
+        if method is not None:
+            self._tasks = [method.__self__, *(_shallow_copy(method.__self__) for _ in range(num_devices - 1))]
+            self.losses = [loss, *(_bound_to(task, loss) for task in self._tasks[1:])]
         self._before = {name: _own(value) for task in self._tasks[:1] for name, value in attributes_of(task).items()}
-        self._shared = SharedState(model, loss)
+        self._shared = SharedState(model, loss, method)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -78,6 +83,34 @@ class LossReplicas:
             before = self._before.get(name, MISSING)
             if not all(are_same(value, before) for value in values):
                 set_attribute(self._tasks[0], name, _settled(name, values, before))
+
+
+def _method_of(loss: Any, depth: int = _MOST_WRAPPERS) -> MethodType | None:
+    """Return the task's method, which may be wrapped in functions."""
+    if isinstance(loss, MethodType):
+        return loss
+    if not isinstance(loss, FunctionType) or not depth:
+        return None
+    found = (_method_of(cell_contents(cell), depth - 1) for cell in loss.__closure__ or ())
+    return next((method for method in found if method is not None), None)
+
+
+def _bound_to(task: Any, loss: Any, depth: int = _MOST_WRAPPERS) -> Any:
+    """Return the same loss with another task."""
+    if isinstance(loss, MethodType):
+        return MethodType(loss.__func__, task)
+    if _method_of(loss, depth) is None:
+        return loss
+    # what the function keeps beside the method stays one for all devices
+    cells = tuple(
+        cell
+        if (held := cell_contents(cell)) is MISSING or _method_of(held) is None
+        else CellType(_bound_to(task, held))
+        for cell in loss.__closure__ or ()
+    )
+    wrapped = FunctionType(loss.__code__, loss.__globals__, loss.__name__, loss.__defaults__, cells)
+    wrapped.__kwdefaults__ = loss.__kwdefaults__
+    return wrapped
 
 
 def same_everywhere(name: str, device: torch.device) -> Gathering:

@@ -132,7 +132,7 @@ class Replica:
         self._keep: list[Any] = []
         """Objects whose ids are in use."""
         # as one value: what is one object in the model is one in the replica
-        attributes = map_leaves([_attributes(module) for module in originals], self._counterpart, copies=True)
+        attributes = map_leaves(tuple(_attributes(module) for module in originals), self._counterpart, copies=True)
         for module, replica, own in zip(originals, replicas, attributes, strict=True):
             self._fill(module, replica, own)
 

@@ -13,6 +13,34 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dure.torchcompat import is_transforming
+
+
+def version_of(value: Tensor) -> int:
+    """Return the number of changes in place that a tensor's memory has seen; 0 where torch does not count them."""
+    return 0 if value.is_inference() else value._version
+
+
+def storage_of(value: Any) -> Any:
+    """Return the memory of a tensor, or of a DTensor's part; None if it has none of its own, as a sparse one."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if not isinstance(local, Tensor) or local.layout is not torch.strided or is_transforming():
+        return None
+    return local.untyped_storage()
+
+
+def mark_as_copy(value: Any) -> Any:
+    """Note that a value has a copy of what it would share with another one on one device; its views have it too."""
+    # torch keeps one Python object for as long as there is the memory, for all tensors that share it
+    if (storage := storage_of(value)) is not None:
+        storage.is_copy = True
+    return value
+
+
+def is_copy(value: Any) -> bool:
+    """Return whether a value was marked so."""
+    return hasattr(storage_of(value), "is_copy")
+
 
 class Traffic:
     """Bytes that a rank sends for divided layers, by the formulas of bandwidth-optimal collectives."""
@@ -99,6 +127,15 @@ def gathered(value: Any) -> Tensor:
     return to_local(redistributed(value, Replicate()))
 
 
+def released(value: Any) -> Tensor:
+    """Return a DTensor that nothing else uses as the whole plain tensor, which a model may change in place.
+
+    Communication: an all_gather or all_reduce, unless it is whole already.
+    """
+    found: Tensor = _Released.apply(value, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return found
+
+
 def _of_gradient(placement: Placement) -> Placement:
     """Return the placement of a value's gradient: of a summand it is that of the sum."""
     return Replicate() if isinstance(placement, Partial) else placement
@@ -153,6 +190,25 @@ class _Redistributed(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         return redistributed(gradient, _of_gradient(ctx.source), is_counted=ctx.is_counted), None, None
+
+
+class _Released(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, is_counted: bool) -> Tensor:
+        ctx.mesh, (ctx.source,) = value.device_mesh, value.placements
+        ctx.is_counted = is_counted
+        ctx.set_materialize_grads(False)
+        if is_counted and _counting:
+            _counting[-1].count(value, ctx.source, Replicate())
+        local: Tensor = value.redistribute(placements=[Replicate()]).to_local()
+        return local.detach()  # no view, which autograd would not let a model change
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, None]:
+        if gradient is None:
+            return None, None
+        whole = from_local(gradient.contiguous(), ctx.mesh, Replicate())
+        return redistributed(whole, _of_gradient(ctx.source), is_counted=ctx.is_counted), None
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

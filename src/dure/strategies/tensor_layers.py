@@ -14,7 +14,7 @@ from torch.nn import functional
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.strategies.module_replicas import Intercepted
-from dure.strategies.tensor_boundary import from_local, gathered, longest_part, redistributed, to_local
+from dure.strategies.tensor_boundary import from_local, longest_part, redistributed, released, to_local, version_of
 from dure.strategies.tensor_fused import as_fused, whole_of_fused
 
 
@@ -23,7 +23,8 @@ class WholeInput:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._seen: tuple[ref[Tensor], Tensor] | None = None
+        self._seen: tuple[ref[Tensor], int, Tensor] | None = None
+        """The value, its version, which each change in place makes another, and what was made of it."""
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return the value as a DTensor that every rank has whole.
@@ -34,10 +35,11 @@ class WholeInput:
         if isinstance(value, DTensor):
             whole: Tensor = redistributed(value, Replicate())
             return whole
-        if self._seen is not None and self._seen[0]() is value:
-            return self._seen[1]
+        version = version_of(value)
+        if self._seen is not None and self._seen[0]() is value and self._seen[1] == version:
+            return self._seen[2]
         whole = from_local(value, self._mesh, Replicate())
-        self._seen = (ref(value), whole)
+        self._seen = (ref(value), version, whole)
         return whole
 
     def forget(self) -> None:
@@ -111,7 +113,7 @@ def gathered_forward(whole_input: WholeInput, layer: Any, value: Tensor) -> Tens
     """
     output = functional.linear(whole_input(value), layer.weight, layer.bias)
     whole_input.forget()
-    return gathered(output)
+    return released(output)
 
 
 def fused_forward(
@@ -152,7 +154,7 @@ def row_forward(mesh: DeviceMesh, whole_input: WholeInput, layer: Any, value: Te
     whole_input.forget()
     given = value if isinstance(value, DTensor) else from_local(value, mesh, Replicate())
     divided = redistributed(given, Shard(value.dim() - 1))
-    summed = gathered(functional.linear(divided, layer.weight))
+    summed = released(functional.linear(divided, layer.weight))
     return summed if layer.bias is None else summed + layer.bias
 
 
@@ -170,4 +172,4 @@ def vocab_forward(mesh: DeviceMesh, layer: Any, indices: Tensor) -> Tensor:
         rows,
         padding_idx=padding if padding is not None and 0 <= padding < len(rows) else None,
     )
-    return gathered(from_local(found.masked_fill(~is_here[..., None], 0.0), mesh, Partial()))
+    return released(from_local(found.masked_fill(~is_here[..., None], 0.0), mesh, Partial()))

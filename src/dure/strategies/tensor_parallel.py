@@ -6,9 +6,9 @@ backward. With `--mesh data=D,tensor=T` there are D such groups, each with its s
 added up over the data axis.
 
 What is not divided is a plain tensor that every rank of a group has and changes in the same way: its gradient is the
-same on all of them, since it is computed from the same whole values. The optimiser gets it beside the local parts of
-the divided ones (see `local_shards.py`); turning it into DTensors too would send every operation of the model through
-DTensor's dispatch, for nothing.
+same on all of them, since it is computed from the same whole values, or is made so where kernels do not repeat. The
+optimiser gets it beside the local parts of the divided ones (see `local_shards.py`); turning it into DTensors too would
+send every operation of the model through DTensor's dispatch, for nothing.
 """
 
 import gc
@@ -158,6 +158,8 @@ class TensorParallel(ShardedStrategy):
         """Hand this rank's parts to the optimiser, and cut the gradients into messages for the data axis."""
         super().distribute()
         self._messages = list(_messages(self.trainable, self.options.bucket_bytes))
+        undivided = [parameter for parameter in self.trainable if not self.shards.is_divided(parameter)]
+        self._drifting = list(_messages(undivided, self.options.bucket_bytes)) if self._may_drift() else []
 
     # forward and backward
 
@@ -213,6 +215,7 @@ class TensorParallel(ShardedStrategy):
         facts = self.reduced_facts(beside)
         if self.mesh.size("data") > 1:
             self._add_up_over_data()
+        self._keep_undivided_alike()
         if not all(flags):
             # a parameter that no rank used has no gradient: a zero would still decay and carry momentum
             for parameter, by_any in zip(self.trainable, beside[1:].tolist(), strict=True):
@@ -223,14 +226,24 @@ class TensorParallel(ShardedStrategy):
 
     def _add_up_over_data(self) -> None:
         """Add up. Communication: one blocking all_reduce for each `bucket_bytes` of gradients over the data axis."""
-        group = self.mesh.group("data")
-        for parameters in self._messages:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            message = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            group.all_reduce_sum(message)
-            parts = message.split([parameter.numel() for parameter in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = as_gradient_of(parameter, part)
+        _exchange_gradients(self._messages, self.mesh.group("data").all_reduce_sum)
+
+    def _may_drift(self) -> bool:
+        """Return whether ranks of a tensor group may compute the same gradient to other bits.
+
+        On an accelerator some kernels add up in any order, and cuDNN's are chosen by timing, by each rank for itself.
+        """
+        is_reproducible = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+        return self.mesh.size("tensor") > 1 and not is_reproducible
+
+    def _keep_undivided_alike(self) -> None:
+        """Take over the first rank's gradients of what every rank of the tensor group has whole.
+
+        Communication: one broadcast for each `bucket_bytes` of them over the tensor group, on accelerators that are
+        not asked for deterministic algorithms.
+        """
+        group = self.mesh.group("tensor")
+        _exchange_gradients(self._drifting, lambda message: group.broadcast([message]))
 
     # ranks of a tensor group must draw the same
 
@@ -288,10 +301,14 @@ class TensorParallel(ShardedStrategy):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the layers have sent in this step, the gradients' sum over the data axis, and the facts."""
-        data, everyone = self.mesh.size("data"), self.group.world_size
-        gradients = sum(p.numel() * p.element_size() for message in self._messages for p in message)
+        data, tensor, everyone = self.mesh.size("data"), self.mesh.size("tensor"), self.group.world_size
         facts = (4 + 1 + len(self.trainable)) * self.facts_dtype.itemsize
-        return self.traffic.sent_bytes + 2 * (data - 1) * gradients // data + 2 * (everyone - 1) * facts // everyone
+        return (
+            self.traffic.sent_bytes
+            + 2 * (data - 1) * _bytes_of(self._messages) // data
+            + (tensor - 1) * _bytes_of(self._drifting) // tensor
+            + 2 * (everyone - 1) * facts // everyone
+        )
 
     def close(self) -> None:
         """Leave torch as it was."""
@@ -338,6 +355,21 @@ def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) 
             "made with it), and would stay whole and untrained there: ask the model for it when it is needed, or leave "
             "the layer whole with --tp-plan"
         )
+
+
+def _exchange_gradients(messages: Iterable[list[nn.Parameter]], exchange: Callable[[Tensor], None]) -> None:
+    """Change gradients by a collective on one vector for each list of parameters."""
+    for parameters in messages:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        exchange(message)
+        parts = message.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = as_gradient_of(parameter, part)
+
+
+def _bytes_of(messages: list[list[nn.Parameter]]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for message in messages for parameter in message)
 
 
 def _messages(parameters: list[nn.Parameter], most_bytes: int) -> Iterable[list[nn.Parameter]]:

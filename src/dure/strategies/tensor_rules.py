@@ -44,6 +44,13 @@ UNTOUCHED = _names("""
 """)
 """Names of functions that ask of a tensor what is the same for a part, or that compute nothing."""
 
+MAY_VIEW = _names("""
+    to type float double half bfloat16 type_as detach contiguous view reshape view_as reshape_as transpose swapaxes
+    swapdims permute t flatten unflatten unsqueeze squeeze expand expand_as broadcast_to movedim moveaxis narrow select
+    chunk split unbind __getitem__
+""")
+"""Names of those among them that may return the memory that they are given."""
+
 _IN_PLACE = {"__setitem__"} | {f"__i{operator}__" for operator in _BINARY}
 
 _NO_RULE = (
@@ -57,7 +64,12 @@ def changes_first(func: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a function changes a tensor that it is given: its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    return (is_in_place and name not in UNTOUCHED) or name in _IN_PLACE or kwargs.get("out") is not None
+    return (
+        (is_in_place and name not in UNTOUCHED)
+        or name in _IN_PLACE
+        or kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+    )
 
 
 def has_no_rule(error: Exception) -> bool:

@@ -18,9 +18,17 @@ from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.batches import map_tensors
-from dure.strategies.tensor_boundary import from_local, gathered, redistributed, to_local
-from dure.strategies.tensor_fused import is_fused, on_fused, whole_of_fused
-from dure.strategies.tensor_rules import COMPUTED, UNTOUCHED, changes_first, has_no_rule
+from dure.strategies.tensor_boundary import (
+    from_local,
+    gathered,
+    is_copy,
+    mark_as_copy,
+    redistributed,
+    storage_of,
+    to_local,
+)
+from dure.strategies.tensor_fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
+from dure.strategies.tensor_rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
 from dure.torchcompat import is_operator
 
 
@@ -32,10 +40,23 @@ def undivided(values: Any) -> Any:
     return map_tensors(values, _undivided)
 
 
-def _undivided(value: Tensor) -> Tensor:
+def _undivided(value: Tensor) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return whole_of_fused(value) if is_fused(value) else gathered(value)
+    return mark_as_copy(whole_of_fused(value) if is_fused(value) else gathered(value))
+
+
+def _check_is_own(value: Any, name: str) -> None:
+    """Refuse a change that one device would also see in the value from which this one was taken.
+
+    Raises:
+        TaskInvalid: The ranks have copies.
+    """
+    if is_copy(value):
+        raise TaskInvalid(
+            f"the model changes part of a value that is divided over the ranks in place ({name}), of which they have "
+            "copies: change the whole value or make a new one, or make the layers before it gathered with --tp-plan"
+        )
 
 
 class DividedValues(TorchFunctionMode):
@@ -53,23 +74,56 @@ class DividedValues(TorchFunctionMode):
         kwargs = kwargs or {}
         divided = _first_divided((args, kwargs))
         name = getattr(func, "__name__", "")
-        if divided is None or name in UNTOUCHED or is_operator(func):
+        is_change = changes_first(func, kwargs)
+        if is_change:
+            _check_is_own(kwargs.get("out", args[0] if args else None), name)
+        if divided is None or is_operator(func):
             return func(*args, **kwargs)
-        if is_fused(args[0] if args else None):
-            if changes_first(func, kwargs):
+        if is_fused(args[0] if args else None) and not may_be_asked(func):
+            if is_change:
                 raise TaskInvalid(
                     f"the model changes queries, keys and values of one layer in place ({name}), which is not done to "
                     "their parts: change a copy of them, or make the layer gathered with --tp-plan"
                 )
+            if func in OF_GRADIENT:
+                raise TaskInvalid(
+                    f"the model asks for the gradient of queries, keys and values of one layer together ({name}), "
+                    "whose parts are in another order: ask for that of each, or make the layer gathered with --tp-plan"
+                )
             return on_fused(func, *args, **kwargs)
+        if name in UNTOUCHED:
+            return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, *args, **kwargs)
-        if changes_first(func, kwargs):
+        if is_change:
             return _in_place(func, args, kwargs, divided.device_mesh)
         if name not in COMPUTED or (name == "__getitem__" and _has_tensor(args[1])):
             return _on_whole(func, *args, **kwargs)
-        return _as_divided(func, args, kwargs, divided.device_mesh)
+        found = _as_divided(func, args, kwargs, divided.device_mesh)
+        if name in MAY_VIEW:
+            _mark_copies(found, func, args, kwargs)
+        return found
+
+
+def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark what DTensor had to bring to other ranks for something that is a view on one device."""
+    given = args[0] if args else kwargs["input"]
+    for one in found if isinstance(found, tuple | list) else (found,):
+        if one.dtype == given.dtype and storage_of(one) is not storage_of(given):
+            if func.__name__ in _VIEWS_IF_POSSIBLE and not _is_view(func, given, args[1:], kwargs):
+                return
+            mark_as_copy(one)
+
+
+_VIEWS_IF_POSSIBLE = frozenset(("contiguous", "flatten", "reshape"))
+
+
+def _is_view(func: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function returns a view on one device, where the value has the strides that DTensor tells."""
+    like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+    named = {name: value for name, value in kwargs.items() if name != "input"}
+    return func(like, *args, **named).untyped_storage() is like.untyped_storage()
 
 
 def _first_divided(values: Any) -> Any:
@@ -171,6 +225,8 @@ def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inpla
     if not training or p == 0:
         return value
     if isinstance(value.placements[0], Partial):
+        if inplace:
+            return _in_place(func, (value, p, training, True), {}, value.device_mesh)
         value = redistributed(value, Replicate())
     factors = functional.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
     divided = distribute_tensor(factors, value.device_mesh, value.placements, src_data_rank=None)

@@ -26,6 +26,12 @@ _SLOWEST_GROWTH = 4
 """From one interval to the next: one slow comparison must not be the reason for none in a long time."""
 _REMEMBERED = 5
 """Comparisons whose cost decides about the next interval."""
+_CAUSE = (
+    "likelier than broken hardware is code that does something on some ranks only (under a condition on the rank, or "
+    "with draws, files or a clock of its own): run again, and if the same tensor differs at the same step it is the "
+    "code, if another does it is the hardware of a device; --check-replicas-every 1 tells the step exactly"
+)
+"""Of most divergences, and the way to tell."""
 _SETTINGS = ("check_replicas_every", "on_divergence")
 
 
@@ -172,16 +178,14 @@ class ReplicaCheck:
             values={str(rank): value for rank, value in found.values.items()},
             message=said,
         )
+        seen = f"{said}; all agreed after step {self.agreed_step}"
         if self.heals:
-            raise ReplicasDiverged(f"{said}; all agreed after step {self.agreed_step}", self.agreed_samples)
+            raise ReplicasDiverged(f"{seen}; {_CAUSE}", self.agreed_samples)
         if checkpoint is None:
             cure = "there is no checkpoint of before, so begin anew"
         else:
             cure = f"what was trained since is not to be trusted: go on from {checkpoint}, of before, with --resume"
-        raise ReplicasDiverged(
-            f"{said}; all agreed after step {self.agreed_step}; memory or arithmetic of a device is at fault, and "
-            f"{cure} (--on-divergence heal does that by itself)"
-        )
+        raise ReplicasDiverged(f"{seen}; {_CAUSE}; {cure} (--on-divergence heal does that by itself)")
 
     def close(self) -> None:
         """Write down what the comparisons took of the time."""

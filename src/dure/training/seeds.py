@@ -36,6 +36,21 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def chosen_by_timing(device_type: str, step: int) -> list[str]:
+    """Return what a run that goes on does not preserve where each start chooses algorithms by timing them.
+
+    Args:
+        device_type: Of the run's devices.
+        step: After which the run goes on; 0 for one that begins.
+    """
+    if device_type != "cuda" or not step or not torch.backends.cudnn.benchmark:
+        return []
+    return [
+        "the bits of convolutions after a resume or restart: cuDNN times its algorithms anew at each start and takes "
+        "the fastest (--deterministic, or torch.backends.cudnn.benchmark = False in build_model, switches that off)"
+    ]
+
+
 def capture_random_state(devices: Sequence[torch.device] = ()) -> dict[str, Tensor]:
     """Return the state of all generators of this process as tensors, not to be changed.
 

@@ -74,10 +74,11 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     # processes beside the nproc (parameter servers) come after them and have no device
     kind = resolve_device(spec.device) if info.one_process or place.rank.rank < spec.nproc else "cpu"
     num_here = spec.nproc if info.one_process else min(spec.nproc, place.rank.local_world_size)
-    check_devices(kind, num_here, shared=spec.share_devices)
+    check_devices(kind, num_here, shared=spec.share_devices, is_launched=not place.is_supervised)
     devices = _devices(kind, spec, place, one_process=info.one_process)
     if kind == "cuda":
         torch.accelerator.set_device_index(devices[0])
+        # before the task's own code, which may switch it off
         torch.backends.cudnn.benchmark = not spec.deterministic
     if spec.deterministic:
         make_deterministic()

@@ -19,6 +19,7 @@ from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
 from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
+from dure.training.seeds import chosen_by_timing
 from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
@@ -381,7 +382,12 @@ class Conductor:
             samples_seen=self.position.samples_seen,
             step=self.position.step,
             is_restart=self.is_restart,
-            not_preserved=[*strategy.not_preserved(), *self._not_preserved_by_halving(), *session.notes],
+            not_preserved=[
+                *strategy.not_preserved(),
+                *self._not_preserved_by_halving(),
+                *chosen_by_timing(strategy.device.type, self.position.step),
+                *session.notes,
+            ],
         )
         if not self.is_first:
             return

@@ -404,7 +404,7 @@ class WeightNorm(ZooTask):
         return model
 
 
-@feature("Weights", "spectral normalisation (buffers learned in forward)")
+@feature("Weights", "spectral normalisation (buffers learned in forward)", declares=("buffers learned in forward",))
 class SpectralNorm(ZooTask):
     def build_model(self) -> nn.Module:
         model = chain()

@@ -82,7 +82,7 @@ class Counting(nn.Module):
         return x * (1 + 0.05 * self.calls)
 
 
-@feature("State", "a buffer that counts steps")
+@feature("State", "a buffer that counts steps", declares=("buffers learned in forward",))
 class CountingBuffer(ZooTask):
     def build_model(self) -> nn.Module:
         return with_layer(Counting())

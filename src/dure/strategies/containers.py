@@ -101,7 +101,7 @@ def resized(value: Any, items: Sequence[Any]) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    """Whether `items_of` knows how to look into a value."""
+    """Return whether `items_of` knows how to look into a value."""
     return _kind(_class_of(value)) is not None
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch
 from dure.strategies.object_state import ObjectState, used_globals
+from dure.torchcompat import MODULE_CONTENTS
 from dure.training.kept_objects import CannotKeep, kept, restored
 from dure.training.state_tree import NamedTensors, decode, encode
 from dure.training.task import Task
@@ -38,6 +39,8 @@ class KeptState:
         self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots})
         self._model = model
         self._trained = _trained(model)
+        self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
+        self._flags = self._flags_now()
         self._changed: set[tuple[str, str]] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
@@ -57,7 +60,9 @@ class KeptState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the state as tensors by name: none as long as nothing has changed."""
         self.look()
-        flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
+        flags: dict[str, bool] = {}
+        if self._flags_now() != self._flags:
+            flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
         if not self._changed and not self._saves_itself and not flags:
             return {}
         state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
@@ -75,6 +80,9 @@ class KeptState:
         room = 1 << (len(text) - 1).bit_length()
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
+
+    def _flags_now(self) -> list[bool]:
+        return [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
 
     def _kept(self, owner: str, name: str, path: str) -> Any:
         values = self._globals if owner == "globals" else vars(self._owners[owner])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.data.randomness import kept_global_randomness
+from dure.strategies.step_hooks import fault_of_hooks
 from dure.torchcompat import step_without_hooks
 
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
@@ -31,6 +32,24 @@ def reason_not_to_divide(optimizer: Optimizer) -> str | None:
         optimizer: As the task built it; its parameters may be on the meta device.
     """
     return _try(optimizer, lambda trial: trial.reason())
+
+
+def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
+    """Return why ranks cannot step parts of a model by themselves, a sentence each.
+
+    Args:
+        optimizer: As the task built it; its parameters may be on the meta device.
+        cannot: Clause about one that needs all parameters together, such as `cannot step each stage by itself`.
+    """
+    if fault := fault_of_hooks(optimizer):
+        return [fault]
+    reason = reason_not_to_divide(optimizer)
+    if reason is None:
+        return []
+    return [
+        f"the optimiser {type(optimizer).__name__} {cannot}, because {reason}: use one that steps each parameter by "
+        "itself, such as AdamW or SGD, or --strategy ddp"
+    ]
 
 
 def reason_not_to_cut(optimizer: Optimizer) -> str | None:

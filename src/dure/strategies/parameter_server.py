@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.batches import Microbatch
-from dure.strategies.divisible import reason_not_to_cut, reason_not_to_divide
+from dure.strategies.divisible import faults_of_parts, reason_not_to_cut
 from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.options import StrategyOptions
@@ -30,7 +30,7 @@ from dure.strategies.precision import Precision
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
-from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
+from dure.strategies.step_hooks import refuse_later_hooks
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
@@ -77,16 +77,7 @@ class ParameterServer(LocalSums):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: no server has them."""
-        if fault := fault_of_hooks(optimizer):
-            return [fault]
-        reason = reason_not_to_divide(optimizer)
-        if reason is None:
-            return []
-        name = type(optimizer).__name__
-        return [
-            f"the optimiser {name} cannot be divided over servers, because {reason}: use one that steps each parameter "
-            "by itself, such as AdamW or SGD, or --strategy ddp"
-        ]
+        return faults_of_parts(optimizer, "cannot be divided over servers")
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, and share out what the optimiser steps."""

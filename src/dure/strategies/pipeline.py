@@ -24,7 +24,7 @@ from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch
-from dure.strategies.divisible import reason_not_to_divide
+from dure.strategies.divisible import faults_of_parts
 from dure.strategies.info import StrategyInfo
 from dure.strategies.object_state import ObjectState
 from dure.strategies.options import StrategyOptions
@@ -45,7 +45,7 @@ from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import call_of, called_again, stand_in
 from dure.strategies.step_facts import LossTerm, Requests, StepFacts
-from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
+from dure.strategies.step_hooks import refuse_later_hooks
 
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2
@@ -108,15 +108,7 @@ class Pipeline(ReducedFacts):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own stages."""
-        if fault := fault_of_hooks(optimizer):
-            return [fault]
-        reason = reason_not_to_divide(optimizer)
-        if reason is None:
-            return []
-        return [
-            f"the optimiser {type(optimizer).__name__} cannot step each stage by itself, because {reason}: use one "
-            "that steps each parameter by itself, such as AdamW or SGD, or --strategy ddp"
-        ]
+        return faults_of_parts(optimizer, "cannot step each stage by itself")
 
     # the cut
 

@@ -23,7 +23,7 @@ from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.errors import DureError, SpecInvalid
 from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch, to_device
-from dure.strategies.divisible import reason_not_to_divide
+from dure.strategies.divisible import faults_of_parts
 from dure.strategies.info import StrategyInfo
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
@@ -42,7 +42,7 @@ from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import stand_in
 from dure.strategies.step_facts import Requests, StepFacts
-from dure.strategies.step_hooks import fault_of_hooks, refuse_later_hooks
+from dure.strategies.step_hooks import refuse_later_hooks
 
 
 class RpcModel(ReducedFacts):
@@ -74,15 +74,7 @@ class RpcModel(ReducedFacts):
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: every section steps its own."""
-        if fault := fault_of_hooks(optimizer):
-            return [fault]
-        reason = reason_not_to_divide(optimizer)
-        if reason is None:
-            return []
-        return [
-            f"the optimiser {type(optimizer).__name__} cannot step each section by itself, because {reason}: use one "
-            "that steps each parameter by itself, such as AdamW or SGD, or --strategy ddp"
-        ]
+        return faults_of_parts(optimizer, "cannot step each section by itself")
 
     # the cut
 

@@ -149,8 +149,8 @@ class LossInspection:
             difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
             if math.isfinite(difference) and difference > tolerance * scale:
                 return (
-                    f"its gradients are not: that of {name} for all samples at once differs by "
-                    f"{difference / scale:.2g} of its size from the sum over {len(parts)} parts"
+                    f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
+                    f"from the sum over {len(parts)} parts"
                 )
         return None
 

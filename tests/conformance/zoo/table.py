@@ -43,7 +43,7 @@ resumed. Its weights are compared with those of the undisturbed run of one proce
 
 There is nothing else: no task is trained to other weights without a word. A trait that is not in this table is looked
 for by trying the loss on a few samples before training, and is declared or refused just the same. This page is
-generated (`python -m tests.conformance.zoo.table`), and tests run every cell of it.
+generated (`python -m tests.conformance.zoo.table`), and `make zoo` runs every cell of it.
 """
 
 

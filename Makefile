@@ -69,7 +69,7 @@ faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)
 
 zoo: $(ZOO) ## run every cell of the table of what works, those of timm and transformers too
-	$(PY) -m pytest $(TWO) -m "slow or not slow" tests/conformance/zoo $(PYTEST_ARGS)
+	$(PY) -m pytest $(TWO) -m "slow or zoo or not slow" tests/conformance/zoo $(PYTEST_ARGS)
 
 cluster: $(CLUSTER_VENV)/.dure-cluster ## install Slurm, Open MPI (Debian) and Ray, and run the tests that use them
 	@for program in $(CLUSTER_PROGRAMS); do command -v $$program >/dev/null || missing=1; done; \

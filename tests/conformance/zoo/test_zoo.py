@@ -22,10 +22,21 @@ OFTEN = (
 )
 """Rows that `ALWAYS` is run with every time."""
 
+IN_TURN = 3
+"""Columns of each row that the slow tests have; which ones changes from row to row. `make zoo` runs them all."""
+
+
+def _marks(row: int, name: str, column: int, strategy: str) -> list[pytest.MarkDecorator]:
+    if strategy in ALWAYS and name in OFTEN:
+        return []
+    step = len(STRATEGIES) // IN_TURN
+    return [pytest.mark.slow if (row + column) % step == 0 else pytest.mark.zoo]
+
+
 CELLS = [
-    pytest.param(name, strategy, marks=[] if strategy in ALWAYS and name in OFTEN else pytest.mark.slow)
-    for name in FEATURES
-    for strategy in STRATEGIES
+    pytest.param(name, strategy, marks=_marks(row, name, column, strategy))
+    for row, name in enumerate(FEATURES)
+    for column, strategy in enumerate(STRATEGIES)
 ]
 
 

@@ -152,7 +152,7 @@ def test_hooks_of_modules_are_found_and_gradients_that_do_not_add_up():
     layer.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / inputs[0].norm(),))
     traits = traits_of(layer=nn.Sequential(nn.Linear(4, 4), layer))
     assert traits.hooked_parameters == ("0.1",)
-    assert "its gradients are not: that of 0.0.weight" in traits.not_additive
+    assert "the gradient of 0.0.weight for all samples at once" in traits.not_additive
 
 
 def test_loss_that_fails_or_an_iterator_is_said_to_be_unknown(capsys):

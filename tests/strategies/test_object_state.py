@@ -127,14 +127,52 @@ def test_cycles_and_long_lists_come_to_an_end():
 SEEN = [0]
 
 
+COUNT = 0
+
+
 class Global:
+    calls = 0
+
     def loss(self):
+        global COUNT
         SEEN.append(1)
+        COUNT += 1
+        type(self).calls += 1
         return np.zeros(1)
 
 
 def test_global_variables_that_a_class_uses_are_found_and_modules_and_functions_left_out():
-    assert used_globals(Global) == {"global SEEN": SEEN}
+    found = used_globals(Global)
+    assert found.keys() == {"global SEEN", "globals of Global", "class Global"}
+    assert dict(vars(found["globals of Global"])) == {"COUNT": 0}
+    assert dict(vars(found["class Global"])) == {"calls": 0}
+
+
+def test_variables_of_modules_and_classes_when_assigned_to_then_are_seen_and_put_back():
+    state = ObjectState(used_globals(Global))
+    Global().loss()
+    assert set(state.changed()) == {"global SEEN", "globals of Global.COUNT", "class Global.calls"}
+    state.put_back()
+    assert (COUNT, Global.calls, SEEN) == (0, 0, [0])
+
+
+def test_module_and_optimizer_that_a_task_holds_when_stepped_then_are_seen_and_put_back():
+    holder = Holder()
+    holder.critic = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    holder.optimizer = torch.optim.Adam(holder.critic.parameters())
+    holder.model = model = nn.Linear(2, 2)
+    before = {name: value.clone() for name, value in holder.critic.state_dict().items()}
+    state = ObjectState({"task": holder, "model": model})
+    holder.critic(torch.randn(4, 2)).square().sum().backward()
+    holder.optimizer.step()
+    with torch.no_grad():
+        model.weight.add_(1)
+    changed = set(state.changed())
+    assert {"task.critic.0.weight", "task.critic.1.running_mean", "task.optimizer"} <= changed
+    assert not any("model" in path for path in changed)  # what is trained has its own place
+    state.put_back()
+    assert all(torch.equal(value, before[name]) for name, value in holder.critic.state_dict().items())
+    assert not holder.optimizer.state_dict()["state"]
 
 
 def test_locks_files_and_loggers_are_left_alone():

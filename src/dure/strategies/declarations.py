@@ -44,6 +44,16 @@ def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -
     ]
 
 
+def by_data(traits: LossTraits) -> list[str]:
+    """Return the difference that comes from data which are not the same whenever they are read."""
+    if not traits.data_changes:
+        return []
+    return [
+        "data: samples that were read twice differed, by random numbers of their own or changes in place; so weights "
+        "depend on ranks, loaders and resumes (draw from the global generators, and copy before changing)"
+    ]
+
+
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
     """Return the differences that come from dividing a batch, without those that are declared already."""
     parts = division.num_parts

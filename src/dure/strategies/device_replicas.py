@@ -3,6 +3,7 @@
 from torch import nn
 
 from dure.strategies.module_replicas import replicate
+from dure.strategies.object_state import ATOMS, plain_attributes
 from dure.strategies.replicas import DeviceThreads
 from dure.strategies.single import LocalSums
 
@@ -11,6 +12,18 @@ class DeviceReplicas(LocalSums):
     """A thread for each device, and the model on the first of them."""
 
     changes_in_step_only = True
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse state that modules share and change too: a replica's modules would each have their own."""
+        state = (*self.traits.learned_state, *self.traits.counted_state)
+        shared = [path for path in _shared_by_modules(model) if any(_is_inside(path, other) for other in state)]
+        if not shared:
+            return super().check_traits(model)
+        return [
+            *super().check_traits(model),
+            f"{shared[0].removeprefix('model.')} is changed in forward and shared by several modules, which replicas "
+            "on several devices cannot share: keep it in a buffer, or use ddp",
+        ]
 
     def distribute(self) -> None:
         """Start the threads."""
@@ -33,3 +46,19 @@ class DeviceReplicas(LocalSums):
     def close(self) -> None:
         """End the threads."""
         self._threads.close()
+
+
+def _shared_by_modules(model: nn.Module) -> list[str]:
+    """Return the first paths of plain containers and objects that are attributes of several modules."""
+    found: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        for name in plain_attributes(module):
+            value = vars(module)[name]
+            if not isinstance(value, (*ATOMS, nn.Module)):
+                found.setdefault(id(value), []).append(".".join(filter(None, ("model", prefix, name))))
+    return [paths[0] for paths in found.values() if len(paths) > 1]
+
+
+def _is_inside(path: str, other: str) -> bool:
+    """Return whether a path of plain state is another one, or leads into it."""
+    return other == path or other.startswith((f"{path}.", f"{path}["))

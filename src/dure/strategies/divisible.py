@@ -92,6 +92,7 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         self._values = [_small_like(p, generator) for p in self._parameters]
         self._gradients = [[_small_like(p, generator) for p in self._parameters] for _ in range(_NUM_STEPS)]
+        self._has_rebound = False
 
     def reason(self) -> str | None:
         everything = range(len(self._parameters))
@@ -100,6 +101,8 @@ class _Trial:
         except Exception as error:
             # that it cannot be tried out on stand-ins says nothing against it
             return NEEDS_CLOSURE if "closure" in str(error).lower() else None
+        if self._has_rebound:
+            return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
         extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"
@@ -151,7 +154,9 @@ class _Trial:
         for gradients in self._gradients:
             for position, parameter in chosen.items():
                 parameter.grad = cut(gradients[position]).clone()
+            places = [parameter.data_ptr() for parameter in chosen.values()]
             self._step_alone()
+            self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]
         return {position: parameter.detach() for position, parameter in chosen.items()}
 
 

@@ -15,6 +15,8 @@ class LossTraits:
     """True if it draws random numbers, dropout included."""
     collate_draws: bool = False
     """True if `collate` does."""
+    data_changes: bool = False
+    """Whether samples that were read twice were not the same."""
     not_additive: str | None = None
     """Figures that show that the loss is not a mean, or a sum with its count, over samples; None if it is."""
     learned_buffers: tuple[str, ...] = ()

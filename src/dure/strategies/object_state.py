@@ -5,11 +5,13 @@ own. It is found by walking over attributes and containers, as far as these are 
 """
 
 import copy
+import dis
+import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -30,7 +32,8 @@ _MOST_COMPARED = 1 << 16
 _MOST_ELEMENTS = 1 << 20
 """Elements of a tensor or array whose values are kept to be put back."""
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
+ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
+"""Kinds of values that never change."""
 SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
 """Kinds that hold definitions or data, not state of the training."""
 
@@ -57,14 +60,17 @@ class ObjectState:
         """Walk over objects.
 
         Args:
-            roots: The objects by the names that paths begin with. Of an `nn.Module` the plain attributes are seen, its
-                own and those of the modules inside it.
+            roots: The objects by the names that paths begin with. Of an `nn.Module` and an `Optimizer` among them the
+                plain attributes are seen; of those that other objects hold, such as a teacher, all state.
         """
         self._nodes: list[_Node] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_NODES
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
+        trained = [root for root in roots.values() if isinstance(root, nn.Module)]
+        self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
+        self._roots = {id(root) for root in roots.values()}
         for name, root in roots.items():
             self._walk(name, root)
 
@@ -99,8 +105,14 @@ class ObjectState:
             if node.has_changed():
                 node.put_back()
 
+    def put_back_generators(self) -> None:
+        """Bring the generators of random numbers into the states that they had."""
+        for node in self._nodes:
+            if node.is_generator and node.has_changed():
+                node.put_back()
+
     def _walk(self, path: str, value: Any) -> None:
-        if isinstance(value, (*_ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
+        if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
             return
         if _is_foreign(value):
             return
@@ -116,6 +128,10 @@ class ObjectState:
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 self._attributes(f"{path}.{name}" if name else path, module)
+            if id(value) not in self._roots:
+                self._tensors_of(path, value)
+        elif isinstance(value, Optimizer) and id(value) not in self._roots:
+            self._nodes.append(_optimizer_node(path, value))
         elif isinstance(value, tuple | frozenset):
             self._items(path, enumerate(value))
         elif isinstance(value, list | deque | set | MutableMapping):
@@ -124,6 +140,12 @@ class ObjectState:
             self.opaque.append(path)
         elif hasattr(value, "__dict__") and not isinstance(vars(value), types.MappingProxyType):
             self._attributes(path, value)
+
+    def _tensors_of(self, path: str, module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in self._trained and id(tensor) not in self._seen:
+                self._seen[id(tensor)] = tensor
+                self._nodes.append(_tensor_node(f"{path}.{name}", tensor))
 
     def _items(self, path: str, items: Any) -> None:
         for key, item in items:
@@ -240,7 +262,7 @@ def _comparable(value: Any) -> Any:
             tuple(value.shape),
             _bits(value).tolist() if value.numel() <= _MOST_COMPARED else None,
         ]
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return repr(value)
     if isinstance(value, np.ndarray):
         return value.tolist() if value.size <= _MOST_COMPARED else value.shape
@@ -252,13 +274,13 @@ def _comparable(value: Any) -> Any:
 
 
 def _shown(item: Any) -> Any:
-    return _comparable(item) if isinstance(item, (*_ATOMS, Tensor)) else type(item).__qualname__
+    return _comparable(item) if isinstance(item, (*ATOMS, Tensor)) else type(item).__qualname__
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if not isinstance(one, _ATOMS) or type(one) is not type(other):
+    if not isinstance(one, ATOMS) or type(one) is not type(other):
         return False
     return bool(one == other or (one != one and other != other))  # NaN is the same as itself here
 
@@ -302,6 +324,27 @@ def _array_node(path: str, array: Any) -> _Node:
         return bool(array.tobytes() != before.tobytes())
 
     return _Node(path, has_changed, lambda: np.copyto(array, before), lambda: _comparable(array))
+
+
+def _optimizer_node(path: str, optimizer: Optimizer) -> _Node:
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def put_back() -> None:
+        optimizer.load_state_dict(copy.deepcopy(before))
+
+    return _Node(path, lambda: not _is_equal_state(optimizer.state_dict(), before), put_back)
+
+
+def _is_equal_state(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_is_equal_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal_state, one, other))
+    return _is_same(one, other)
 
 
 # generators of random numbers
@@ -358,20 +401,98 @@ def _with_arrays(state: Any) -> Any:
     return {key: _with_arrays(value) for key, value in state.items()}
 
 
-def used_globals(cls: type) -> dict[str, object]:
-    """Return the global variables of a class's module that its functions name, where they hold state.
+class _Variables(MutableMapping[str, Any]):
+    """Variables of a module or a class, as a mapping."""
 
-    Functions, classes and modules among them are left out.
+    def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
+        self._owner = owner
+        self._is_ours = is_ours
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, value in vars(self._owner).items() if self._is_ours(name, value)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class Namespace:
+    """Variables of a module or a class as the attributes of an object."""
+
+    __slots__ = ("_variables",)
+
+    def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
+        """Look at some variables.
+
+        Args:
+            owner: Module or class.
+            is_ours: Tells which of its variables are meant, by name and value.
+        """
+        object.__setattr__(self, "_variables", _Variables(owner, is_ours))
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        """The variables; changes of the mapping are changes of them."""
+        return self._variables
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a variable."""
+        try:
+            return self._variables[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a variable."""
+        self._variables[name] = value
+
+
+def used_globals(*classes: type) -> dict[str, object]:
+    """Return what functions of a user's classes may keep state in beside their objects.
+
+    These are the global variables of their modules that the functions name, where they hold state, those that the
+    functions assign to, and the classes' own variables. Functions, classes and modules among them are left out.
     """
-    names = {name for function in _functions_of(cls) for name in function.__code__.co_names}
     found: dict[str, object] = {}
-    for base in cls.__mro__:
-        module = vars(sys.modules.get(base.__module__) or types.ModuleType(""))
-        if base.__module__.partition(".")[0] not in ("dure", "builtins", "abc"):
-            found |= {f"global {name}": module[name] for name in names & module.keys()}
-    return {name: value for name, value in found.items() if not isinstance(value, (*_ATOMS, *SEALED))}
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _is_users(base)):
+        module = sys.modules[base.__module__]
+        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
+        names = {name for function in functions for name in function.__code__.co_names} & vars(module).keys()
+        values = {f"global {name}": vars(module)[name] for name in names}
+        found |= {name: value for name, value in values.items() if not isinstance(value, (*ATOMS, *SEALED))}
+        if assigned := {name for function in functions for name in _assigned(function)}:
+            found[f"globals of {base.__qualname__}"] = Namespace(module, _named(assigned))
+        found[f"class {base.__qualname__}"] = Namespace(base, _is_variable)
+    return found
 
 
-def _functions_of(cls: type) -> list[types.FunctionType]:
-    members = [member for base in cls.__mro__ for member in vars(base).values()]
-    return [member for member in members if isinstance(member, types.FunctionType)]
+def _is_users(cls: type) -> bool:
+    """Return whether a class is neither dure's nor a library's."""
+    package = cls.__module__.partition(".")[0]
+    module = sys.modules.get(cls.__module__)
+    is_library = package in ("dure", "torch") or (package in sys.stdlib_module_names and package != "__main__")
+    return module is not None and not is_library and "-packages" not in (getattr(module, "__file__", None) or "")
+
+
+def _assigned(function: types.FunctionType) -> set[str]:
+    return {one.argval for one in dis.get_instructions(function) if one.opname == "STORE_GLOBAL"}
+
+
+def _named(names: Collection[str]) -> Callable[[str, Any], bool]:
+    return lambda name, value: name in names
+
+
+_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
+
+
+def _is_variable(name: str, value: Any) -> bool:
+    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
+    return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")

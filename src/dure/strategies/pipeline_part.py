@@ -52,6 +52,7 @@ class OwnPart(nn.Module):
                 # buffers are copied into, when a step is skipped or a rank restarts
                 _replace(model, name, nothing if isinstance(before, nn.Parameter) else nothing.clone())
                 made_absent(_tensor(model, name), name)
+        self._of_others = [(name, parameter) for name, parameter in model.named_parameters() if not self.is_own(name)]
 
     def is_own(self, name: str) -> bool:
         """Whether this rank is the one to keep what has a name in the model's state."""
@@ -82,9 +83,8 @@ class OwnPart(nn.Module):
             TaskInvalid: Names the parameter; nobody would add its gradient to the others.
         """
         have = None if found is None else {id(tensor) for tensor in found}
-        for name, parameter in self.whole.named_parameters():
-            has_gradient = parameter.grad is not None if have is None else id(parameter) in have
-            if has_gradient and not self.is_own(name):
+        for name, parameter in self._of_others:
+            if parameter.grad is not None if have is None else id(parameter) in have:
                 raise TaskInvalid(
                     f"{name} has a gradient on a rank that does not train it: the task's loss, or the model's code "
                     "between its blocks, uses it in a section in which it did not on the first samples; use it at one "

@@ -4,7 +4,7 @@ It finds what a survey cannot see: blocks that exchange values by themselves, re
 losses that use more of the model than its output. All sections run in one process, each without the others' weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -117,16 +117,16 @@ class _Rehearsal:
     def by_last(self) -> _Outcome:
         """Return the outcome where every section runs the loss up to the model's call, and the last one all of it."""
         begin = at = GeneratorStates.now(self._device)
-        state = ObjectState(self._strategy.objects)
+        state = _RankState(self._model, self._strategy.objects)
         received: Any = None
         self._chains.append([])
         is_called = False
         for number in range(self._last):
             with self._only(number):
+                state.put_back()
                 begin.put_back()
                 with torch.enable_grad(), self._strategy.precision.autocast():
                     args, kwargs = call_of(self._strategy.loss, self._model, self._own_batch())
-                state.put_back()  # each rank has its own
                 if number:
                     at.put_back()
                 received = self._handed_on(self._run(number, args, kwargs, received))
@@ -140,21 +140,34 @@ class _Rehearsal:
             at.put_back()
             return self._run(self._last, args, kwargs, received)
 
+        state.put_back()
         begin.put_back()
         return self._differentiated(answer, self._last)
 
     def by_first(self) -> _Outcome:
         """Return the outcome where the first section's rank runs the loss, and others answer its call of the model."""
 
+        state = _RankState(self._model, {})
+        after_call: list[dict[str, Any]] = []
+
         def answer(*args: Any, **kwargs: Any) -> Any:
             received: Any = None
             self._chains.append([])
             for number in range(self._last + 1):
+                if number and not after_call:
+                    state.put_back()
                 with self._only(number):
                     received = self._handed_on(self._run(number, args, kwargs, received))
+            after_call[:] = [state.changed()]
             return received
 
-        return self._differentiated(answer, 0)
+        outcome = self._differentiated(answer, 0)
+        if found := [path for path, value in state.changed().items() if after_call[0].get(path) != value]:
+            raise TaskInvalid(
+                f"the task's loss changes {found[0]}, and the rank that computes that module would not see it: keep "
+                f"such state in the task, or use {CURE}"
+            )
+        return outcome
 
     def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
         with self._only(loss_section):
@@ -230,6 +243,22 @@ class _Rehearsal:
         self._take_gradients()
         found, self._gradients = self._gradients, {}
         return _Outcome(float(root.detach()), found)
+
+
+class _RankState:
+    """Plain state with which each rank begins, and the modes of modules: a rank sees its own changes only."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._plain = ObjectState({**objects, "model": model})
+        self._modes = [(module, module.training) for module in model.modules()]
+
+    def put_back(self) -> None:
+        self._plain.put_back()
+        for module, training in self._modes:
+            module.training = training
+
+    def changed(self) -> dict[str, Any]:
+        return self._plain.changed()
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch
-from dure.strategies.object_state import ObjectState, used_globals
+from dure.strategies.object_state import Namespace, ObjectState, used_globals
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.kept_objects import CannotKeep, kept, restored
 from dure.training.state_tree import NamedTensors, decode, encode
@@ -33,7 +33,8 @@ class KeptState:
         """Note how everything is before anything is restored or trained."""
         modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
         self._owners: dict[str, Any] = {"task": task, "optimizer": optimizer, **modules}
-        self._globals = used_globals(type(task))
+        self._globals = used_globals(type(task), *dict.fromkeys(type(module) for module in model.modules()))
+        self._owners |= {name: value for name, value in self._globals.items() if isinstance(value, Namespace)}
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
         self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots})

@@ -349,7 +349,8 @@ def check_schedule(schedule: Any, optimizer: Optimizer) -> Schedule | None:
     """Refuse what is no function of samples, and remember the learning rates that it is a factor on.
 
     Raises:
-        TaskInvalid: A torch LRScheduler (which counts steps), or anything else that gives no number.
+        TaskInvalid: A torch LRScheduler (which counts steps), a function that counts its calls, or anything else that
+            gives no number.
     """
     if schedule is None:
         return None
@@ -359,6 +360,11 @@ def check_schedule(schedule: Any, optimizer: Optimizer) -> Schedule | None:
         seen = schedule(0)
         what = "what build_schedule returned"
         if isinstance(seen, int | float):
+            if (again := schedule(0)) != seen:
+                raise TaskInvalid(
+                    f"the task's schedule gave {seen:g} and then {again:g} for no samples seen: its factor must follow "
+                    "from the samples alone, for steps are repeated after a restart and resumed elsewhere"
+                )
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
             return schedule  # type: ignore[no-any-return]

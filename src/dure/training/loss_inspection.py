@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.measure.sums import Sum
 from dure.strategies.base import LossFunction, Strategy
+from dure.strategies.containers import tensors_in
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial
@@ -165,8 +166,8 @@ class LossInspection:
             with torch.enable_grad(), self._autocast():
                 result = self._loss(self._model, batch)
             tried = _Tried.of(trial, result, len(places))
-            if not as_in_training:
-                tried.gradients.update(self._gradients(result, len(places)))
+            # in training too: hooks and recomputation may draw
+            tried.gradients.update(self._gradients(result, len(places)))
             return tried
 
     def _gradients(self, result: Any, num_samples: int) -> dict[str, Tensor]:
@@ -217,7 +218,15 @@ def inspected_on_rank0(
         ).traits(order.num_samples)
     finally:
         model.to("cpu")
-    return replace(traits, collate_draws=loader.has_collate_drawn)
+    once, again = (tensors_in(fetch(range(min(2, len(first))))) for _ in range(2))
+    is_same = len(once) == len(again) and all(map(_is_equal, once, again))
+    return replace(traits, collate_draws=loader.has_collate_drawn, data_changes=not is_same)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
+        return one.layout != torch.strided and one.layout == other.layout
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _num_bytes(model: nn.Module) -> int:

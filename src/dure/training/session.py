@@ -170,7 +170,7 @@ def open_session(
     if faults := strategy.check_model(model, spec.nproc, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
-    strategy.objects = {"task": task, **used_globals(type(task))}
+    strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
     if traits is None:
         with startup.step("trying the loss"):
             traits = inspected_on_rank0(strategy, task, model, loaders[0], order)

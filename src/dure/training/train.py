@@ -10,7 +10,7 @@ from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
-from dure.strategies.object_state import ObjectState, used_globals
+from dure.strategies.object_state import ObjectState
 from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import check_counts, evaluate
@@ -297,6 +297,7 @@ class Conductor:
             return
         start = time.perf_counter()
         loader = session.eval_loader
+        before = ObjectState(session.strategy.objects)
         metrics = self._together(
             lambda: evaluate(
                 session.task,
@@ -307,6 +308,7 @@ class Conductor:
                 on_batch=lambda: self.current_phase("evaluating"),
             )
         )
+        before.put_back_generators()  # when a run evaluates must not change what it trains on
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
@@ -354,9 +356,7 @@ class Conductor:
         def measured(batch_size: int) -> dict[str, Metric]:
             return evaluate(session.task, session.strategy, loader, num_samples=few, batch_size=batch_size)
 
-        before = ObjectState(
-            {"task": session.task, "model": session.strategy.model, **used_globals(type(session.task))}
-        )
+        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         metrics = measured(few)
         self.best.value_of(metrics)
         check_counts(metrics, measured(max(1, few // 2)), few)

@@ -19,7 +19,7 @@ from dure.strategies.batches import Microbatch
 from dure.strategies.declarations import BatchDivision, Findings, by_data, by_division, by_strategy
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
-from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.optimizer_state import optimizer_to_names, settings_of
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
 from dure.strategies.pieces import Needs, rectangles
@@ -276,13 +276,17 @@ class Strategy(ABC):
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""
 
+    def declared_by_row(self, found: Findings) -> list[str]:
+        """Return the declarations of this strategy's row that apply to the run."""
+        is_many = self.group.world_size * len(self.devices) > 1
+        return by_strategy(self.info, self.options, found) if is_many else []
+
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
         has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
         found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
-        is_many = self.group.world_size * len(self.devices) > 1
-        declared = by_strategy(self.info, self.options, found) if is_many else []
+        declared = self.declared_by_row(found)
         division = BatchDivision(
             num_parts=len(self.parts_of(self.options.global_batch_size)),
             calls_per_step=self.calls_per_step(),
@@ -353,9 +357,17 @@ class Strategy(ABC):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Watch over the parameters during a call of the loss, and act on what it did to them."""
+        """Watch over parameters and optimiser during a call of the loss, and act on what it did to them."""
+        settings = settings_of(self.optimizer)
         with self.watch.during_call(self.info.name):
             yield
+        is_divided = self.group.world_size > 1 or self.calls_per_step() > 1
+        if is_divided and settings_of(self.optimizer) != settings:
+            raise TaskInvalid(
+                "the task's loss changes the optimiser's settings or groups, which each of its calls on a part of a "
+                "batch would do for itself: return a function of the samples seen from build_schedule, or write an "
+                "optimiser that changes them in its step"
+            )
         freezing = self.watch.freezing()
         if freezing is not None:
             self.follow_freezing(freezing)

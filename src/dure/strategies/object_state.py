@@ -140,6 +140,8 @@ class ObjectState:
             self.opaque.append(path)
         elif hasattr(value, "__dict__") and not isinstance(vars(value), types.MappingProxyType):
             self._attributes(path, value)
+        elif hasattr(type(value), "__slots__"):
+            self._attributes(path, _Slotted(value))
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -422,6 +424,47 @@ class _Variables(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+class _Slots(MutableMapping[str, Any]):
+    """Attributes of an object that has `__slots__`, as a mapping."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        slots = [vars(base).get("__slots__", ()) for base in type(owner).__mro__]
+        self._names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._names if hasattr(self._owner, name)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _Slotted:
+    """An object with `__slots__`, seen as one with a `__dict__`."""
+
+    __slots__ = ("_mapping",)
+
+    def __init__(self, owner: Any) -> None:
+        self._mapping = _Slots(owner)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        """The attributes."""
+        return self._mapping
 
 
 class Namespace:

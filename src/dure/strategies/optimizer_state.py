@@ -219,3 +219,12 @@ def _restore_exactly(loaded: Any, saved: Any) -> None:
     """
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
         loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain settings of an optimiser's groups, such as learning rates, and how many parameters each has."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies.batches import Microbatch
+from dure.strategies.batches import Microbatch, map_tensors
 from dure.strategies.divisible import faults_of_parts, reason_not_to_cut
 from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
@@ -361,7 +361,7 @@ def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], piece
     for held, values in optimizer.state.items():  # some have it from the start (Adagrad)
         if id(held) in kept:
             piece, shard = kept[id(held)]
-            state[piece] = {key: _copied(value) for key, value in _rows_of(shard, values).items()}
+            state[piece] = map_tensors(_rows_of(shard, values), torch.clone)
     optimizer.state = state
     for group in optimizer.param_groups:
         group["params"] = [kept[id(whole)][0] for whole in group["params"] if id(whole) in kept]
@@ -371,23 +371,20 @@ def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], piece
             module.register_parameter(name, piece)
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _rows_of(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
     """Cut a parameter's state to a shard's rows: what has the parameter's shape is of its elements."""
-    return {
-        key: shard.of(value) if isinstance(value, Tensor) and tuple(value.shape) == shard.shape else value
-        for key, value in state.items()
-    }
+    rows: dict[str, Any] = map_tensors(
+        dict(state), lambda tensor: shard.of(tensor) if tuple(tensor.shape) == shard.shape else tensor
+    )
+    return rows
 
 
 def _as_pieces(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
     """Name a shard's state as what it is of the whole parameter's."""
-    return {
-        key: Piece(tensor=value, offsets=shard.offsets, shape=shard.shape)
-        if isinstance(value, Tensor) and shard.shape and tuple(value.shape) == shard.sizes
-        else value
-        for key, value in state.items()
-    }
+
+    def as_piece(tensor: Tensor) -> Any:
+        is_of_elements = shard.shape and tuple(tensor.shape) == shard.sizes
+        return Piece(tensor=tensor, offsets=shard.offsets, shape=shard.shape) if is_of_elements else tensor
+
+    pieces: dict[str, Any] = map_tensors(dict(state), as_piece)
+    return pieces

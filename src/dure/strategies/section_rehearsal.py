@@ -153,6 +153,8 @@ class _Rehearsal:
         def answer(*args: Any, **kwargs: Any) -> Any:
             received: Any = None
             self._chains.append([])
+            if not after_call and (changes := state.changed()):
+                raise TaskInvalid(_changes_module(next(iter(changes))))
             for number in range(self._last + 1):
                 if number and not after_call:
                     state.put_back()
@@ -163,10 +165,7 @@ class _Rehearsal:
 
         outcome = self._differentiated(answer, 0)
         if found := [path for path, value in state.changed().items() if after_call[0].get(path) != value]:
-            raise TaskInvalid(
-                f"the task's loss changes {found[0]}, and the rank that computes that module would not see it: keep "
-                f"such state in the task, or use {CURE}"
-            )
+            raise TaskInvalid(_changes_module(found[0]))
         return outcome
 
     def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
@@ -245,6 +244,13 @@ class _Rehearsal:
         return _Outcome(float(root.detach()), found)
 
 
+def _changes_module(path: str) -> str:
+    return (
+        f"the task's loss changes {path}, and the rank that computes that module would not see it: keep such state in "
+        f"the task, or use {CURE}"
+    )
+
+
 class _RankState:
     """Plain state with which each rank begins, and the modes of modules: a rank sees its own changes only."""
 
@@ -258,7 +264,12 @@ class _RankState:
             module.training = training
 
     def changed(self) -> dict[str, Any]:
-        return self._plain.changed()
+        modes = {
+            f"the mode of {type(module).__name__}": module.training
+            for module, was in self._modes
+            if module.training != was
+        }
+        return self._plain.changed() | modes
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:

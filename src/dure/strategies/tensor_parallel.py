@@ -31,6 +31,7 @@ from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
 from dure.strategies.batches import Microbatch
 from dure.strategies.containers import attributes_of, map_leaves, set_attribute
+from dure.strategies.declarations import Findings
 from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.module_patterns import shortened
 from dure.strategies.module_replicas import INTERNAL, Intercepted
@@ -279,9 +280,9 @@ class TensorParallel(ShardedStrategy):
         """Send rank 0's buffers to all: BatchNorm has statistics of each data rank's own samples."""
         self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
 
-    def not_preserved(self) -> list[str]:
-        """Return what this run does not preserve: with one data rank batches and draws are those of one device."""
-        texts = super().not_preserved()
+    def declared_by_row(self, found: Findings) -> list[str]:
+        """Return the row's declarations: with one data rank batches and draws are those of one device."""
+        texts = super().declared_by_row(found)
         return [text for text in texts if self.data_world_size > 1 or text.startswith("random numbers inside")]
 
     def describe(self) -> list[str]:

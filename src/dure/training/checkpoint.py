@@ -152,7 +152,7 @@ class CheckpointStore:
             position = path.name.partition(".")[0]
             if position not in kept and len(kept) < self._keep and self._looks_whole(path):
                 kept.add(position)
-            elif path != best:
+            elif path not in (best, newest):  # what was saved just now goes for no reason
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.strategies.object_state import GENERATORS, SEALED, generator_state, set_generator_state
 
@@ -22,6 +22,8 @@ def kept(value: Any, path: str) -> Any:
     Raises:
         CannotKeep: It holds something of a kind that cannot be kept.
     """
+    if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+        raise CannotKeep(f"{path} is a {type(value).__name__}, as which it cannot be kept (divided over ranks, say)")
     if isinstance(value, Tensor):
         return {"tensor": value.detach(), "requires_grad": value.requires_grad}
     if value is None or type(value) in (bool, int, float, str):

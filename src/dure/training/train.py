@@ -160,7 +160,8 @@ class Conductor:
                 self._say_what_is_not_kept()
         self._settle()
         if position.samples_seen > position.evaluated_samples:
-            self._evaluate()
+            every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
+            self._evaluate(is_extra=not _crossed(position.evaluated_samples, position.samples_seen, every))
         self._save(is_last=True)
         self.replicas.close()
         return "completed"
@@ -291,13 +292,18 @@ class Conductor:
 
     # evaluation
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, is_extra: bool = False) -> None:
+        """Evaluate, and note the result.
+
+        Args:
+            is_extra: Whether a longer run would not evaluate here, so that it must leave no state behind.
+        """
         session, position = self.session, self.position
         if session.eval_loader is None:
             return
         start = time.perf_counter()
         loader = session.eval_loader
-        before = ObjectState(session.strategy.objects)
+        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         metrics = self._together(
             lambda: evaluate(
                 session.task,
@@ -308,6 +314,8 @@ class Conductor:
                 on_batch=lambda: self.current_phase("evaluating"),
             )
         )
+        if is_extra:
+            before.put_back()
         before.put_back_generators()  # when a run evaluates must not change what it trains on
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None

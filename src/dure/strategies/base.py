@@ -97,7 +97,7 @@ class Strategy(ABC):
         self.model = self.place(model)
         if self.options.compile:
             self.model.compile()
-        self.optimizer = build_optimizer(self.model)
+        self.optimizer = self.built_optimizer = build_optimizer(self.model)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self.distribute()
@@ -358,11 +358,11 @@ class Strategy(ABC):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Watch over parameters and optimiser during a call of the loss, and act on what it did to them."""
-        settings = settings_of(self.optimizer)
+        settings = settings_of(self.built_optimizer)
         with self.watch.during_call(self.info.name):
             yield
         is_divided = self.group.world_size > 1 or self.calls_per_step() > 1
-        if is_divided and settings_of(self.optimizer) != settings:
+        if is_divided and settings_of(self.built_optimizer) != settings:
             raise TaskInvalid(
                 "the task's loss changes the optimiser's settings or groups, which each of its calls on a part of a "
                 "batch would do for itself: return a function of the samples seen from build_schedule, or write an "

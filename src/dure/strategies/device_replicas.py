@@ -3,7 +3,7 @@
 from torch import nn
 
 from dure.strategies.module_replicas import replicate
-from dure.strategies.object_state import ATOMS, plain_attributes
+from dure.strategies.object_state import ATOMS, is_inside, plain_attributes
 from dure.strategies.replicas import DeviceThreads
 from dure.strategies.single import LocalSums
 
@@ -16,7 +16,7 @@ class DeviceReplicas(LocalSums):
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse state that modules share and change too: a replica's modules would each have their own."""
         state = (*self.traits.learned_state, *self.traits.counted_state)
-        shared = [path for path in _shared_by_modules(model) if any(_is_inside(path, other) for other in state)]
+        shared = [path for path in _shared_by_modules(model) if any(is_inside(path, other) for other in state)]
         if not shared:
             return super().check_traits(model)
         return [
@@ -57,8 +57,3 @@ def _shared_by_modules(model: nn.Module) -> list[str]:
             if not isinstance(value, (*ATOMS, nn.Module)):
                 found.setdefault(id(value), []).append(".".join(filter(None, ("model", prefix, name))))
     return [paths[0] for paths in found.values() if len(paths) > 1]
-
-
-def _is_inside(path: str, other: str) -> bool:
-    """Return whether a path of plain state is another one, or leads into it."""
-    return other == path or other.startswith((f"{path}.", f"{path}["))

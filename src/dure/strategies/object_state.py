@@ -539,3 +539,8 @@ _DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
 def _is_variable(name: str, value: Any) -> bool:
     is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
     return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
+
+
+def is_inside(path: str, other: str) -> bool:
+    """Return whether a path of plain state is another one, or leads into it."""
+    return other == path or other.startswith((f"{path}.", f"{path}["))

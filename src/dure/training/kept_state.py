@@ -5,7 +5,7 @@ they were when the session was built.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch
-from dure.strategies.object_state import Namespace, ObjectState, used_globals
+from dure.strategies.object_state import Namespace, ObjectState, is_inside, used_globals
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.kept_objects import CannotKeep, kept, restored
 from dure.training.state_tree import NamedTensors, decode, encode
@@ -49,6 +49,16 @@ class KeptState:
     def look(self) -> None:
         """Find the attributes that have changed; those found once are kept from then on."""
         self._changed |= {self._attribute_of(path) for path in self._built.take_changed()}
+
+    def changed_since(self, known: Iterable[str]) -> list[str]:
+        """Return the attributes that have changed, without those that lie on the way to known paths of plain state.
+
+        Attributes of the optimiser are left out: its own steps change them.
+        """
+        named = ((owner, name) for owner, name in self._changed if owner != "optimizer")
+        found = sorted(name if owner == "globals" else f"{owner}.{name}" for owner, name in named)
+        paths = list(known)
+        return [path for path in found if not any(is_inside(path, other) for other in paths)]
 
     def _attribute_of(self, path: str) -> tuple[str, str]:
         """Return the owner and the attribute that a path leads through; a global variable is its own."""

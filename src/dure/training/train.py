@@ -10,6 +10,7 @@ from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
+from dure.strategies.declarations import few
 from dure.strategies.object_state import ObjectState
 from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
@@ -253,15 +254,24 @@ class Conductor:
             self._say_lost(lost)
 
     def _say_what_is_not_kept(self) -> None:
-        """Declare, once each, state that no checkpoint can hold."""
+        """Declare, once each, state that no checkpoint can hold, and state that the loss began to change on the way."""
         new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
-        if not new:
-            return
-        self._told_not_kept |= new.keys()
         texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
-        self._event("not_preserved", texts=texts)
         for text in texts:
             self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
+        late = [path for path in self._changed_late() if path not in self._told_not_kept]
+        if late:
+            texts.append(f"state that the loss began to change later ({few(late)}): by each part of a batch")
+        self._told_not_kept |= {*new, *late}
+        if texts:
+            self._event("not_preserved", texts=texts)
+
+    def _changed_late(self) -> list[str]:
+        """Return the plain state that no try before training saw change, where batches are computed in parts."""
+        strategy, traits = self.session.strategy, self.session.strategy.traits
+        if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
+            return []
+        return self.session.kept.changed_since((*traits.learned_state, *traits.counted_state))
 
     def _say_lost(self, lost: list[LostShare]) -> None:
         """Write down exactly which samples nobody used because their rank died."""

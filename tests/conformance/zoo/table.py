@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dure.strategies import STRATEGIES
 from tests.conformance.zoo import (  # noqa: F401 - each registers its features
+    elsewhere,
     gradients_and_weights,
     libraries,
     optimizers,

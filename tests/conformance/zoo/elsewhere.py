@@ -1,0 +1,223 @@
+"""Features: state that lies neither in the model's weights nor in the task's own attributes."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, data, feature
+
+CALLS = 0
+LOSS = ("state that the loss keeps", "began to change later")
+
+
+@feature("State elsewhere", "a global variable that the loss counts with", declares=LOSS)
+class GlobalVariable(ZooTask):
+    def build_model(self) -> nn.Module:
+        global CALLS
+        CALLS = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        global CALLS
+        CALLS += model.training
+        return super().loss(model, batch) * (1 + 0.1 * CALLS)
+
+
+@feature("State elsewhere", "a class attribute that the loss counts with", declares=LOSS)
+class ClassVariable(ZooTask):
+    calls: ClassVar[int] = 0
+
+    def build_model(self) -> nn.Module:
+        type(self).calls = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        type(self).calls += model.training
+        return super().loss(model, batch) * (1 + 0.1 * self.calls)
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+@feature(
+    "State elsewhere", "an object with `__slots__` that the task counts with", declares=(*LOSS, "no checkpoint holds")
+)
+class SlottedObject(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.slots = Slots()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.slots.calls += model.training
+        return super().loss(model, batch) * (1 + 0.1 * self.slots.calls)
+
+
+@feature(
+    "State elsewhere", "a second model and its optimiser, which the loss steps (GANs)", declares=("mean over", *LOSS)
+)
+class SecondOptimizer(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.critic = nn.Linear(OUT, 1).double()
+        self.critic_optimizer = SGD(self.critic.parameters(), lr=0.1)
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        output = model(x)
+        if model.training:
+            self.critic_optimizer.zero_grad()
+            (self.critic(output.detach()).mean() - self.critic(y).mean() + self.critic.weight.square().sum()).backward()
+            self.critic_optimizer.step()
+        return functional.mse_loss(output, y) + 0.1 * self.critic(output).mean()
+
+
+@feature("State elsewhere", "a learning rate that the loss lowers", declares=LOSS)
+class LearningRateInLoss(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.optimizer = super().build_optimizer(model)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if model.training and hasattr(self, "optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] *= 0.97
+        return super().loss(model, batch)
+
+
+@feature("State elsewhere", "a schedule that counts its calls")
+class CountingSchedule(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        calls = [0]
+
+        def factor(samples_seen: int) -> float:
+            calls[0] += 1
+            return 1 / (1 + 0.1 * calls[0])
+
+        return factor
+
+
+class Rebinding(SGD):
+    """Gives each parameter other memory in every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@feature("State elsewhere", "an optimiser that replaces `p.data`")
+class RebindingOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Rebinding(model.parameters(), lr=0.1)
+
+
+class Remembering(SGD):
+    """Steps along the mean of the last gradients, which it keeps in a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    last = self.state[parameter].setdefault("last", [])
+                    last.append(parameter.grad.clone())
+                    del last[:-3]
+                    parameter.sub_(sum(last) / len(last), alpha=group["lr"])
+
+
+@feature("State elsewhere", "lists of tensors in the optimiser's state")
+class ListsOfTensors(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Remembering(model.parameters(), lr=0.1)
+
+
+class Warm(nn.Module):
+    """A layer with a temperature, which others may set."""
+
+    temperature = 1.0
+
+    def __init__(self, given: int = HIDDEN, wanted: int = HIDDEN) -> None:
+        super().__init__()
+        self.linear = nn.Linear(given, wanted).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) / self.temperature
+        return torch.tanh(x) if self.training else x.sigmoid()
+
+
+@feature("State elsewhere", "an attribute of modules that the loss sets", declares=LOSS)
+class SetsAttributes(ZooTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Warm(IN), Warm(), Warm(), Warm(HIDDEN, OUT))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, Warm):
+                module.temperature = 2.0
+        return super().loss(model, batch)
+
+
+@feature("State elsewhere", "modules that the loss puts into evaluation")
+class SetsModes(SetsAttributes):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        list(model.modules())[-2].eval()
+        return ZooTask.loss(self, model, batch)
+
+
+class Sharing(nn.Module):
+    """A layer that counts, or reads what another one counts."""
+
+    def __init__(self, given: int, wanted: int, context: dict[str, int], *, counts: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(given, wanted).double()
+        self.context = context
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.counts:
+            self.context["calls"] += 1
+        return torch.tanh(self.linear(x)) * (1 + 0.1 * self.context["calls"])
+
+
+@feature("State elsewhere", "a dictionary that several modules share", declares=LOSS)
+class SharedContext(ZooTask):
+    def build_model(self) -> nn.Module:
+        context = {"calls": 0}
+        return nn.Sequential(
+            Sharing(IN, HIDDEN, context, counts=True),
+            Sharing(HIDDEN, HIDDEN, context),
+            Sharing(HIDDEN, OUT, context),
+        )
+
+
+@feature("State elsewhere", "random numbers in hooks on gradients", declares=("random numbers", "hooks on gradients"))
+class NoisyHooks(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
+        return model
+
+
+class Decaying(Samples):
+    """Samples that shrink whenever they are read."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        x.mul_(0.95)
+        return x.clone(), y
+
+
+@feature("State elsewhere", "data that change when they are read", declares=("data: samples that were read twice",))
+class ChangingData(ZooTask):
+    def train_data(self) -> Any:
+        return Decaying(*data())

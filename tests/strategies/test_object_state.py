@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.object_state import ObjectState, used_globals
+from dure.strategies.namespaces import used_globals
+from dure.strategies.object_state import ObjectState
 
 
 class Inner:

@@ -3,7 +3,8 @@
 from torch import nn
 
 from dure.strategies.module_replicas import replicate
-from dure.strategies.object_state import ATOMS, is_inside, plain_attributes
+from dure.strategies.namespaces import ATOMS
+from dure.strategies.object_state import is_inside, plain_attributes
 from dure.strategies.replicas import DeviceThreads
 from dure.strategies.single import LocalSums
 

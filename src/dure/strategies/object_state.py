@@ -5,15 +5,12 @@ own. It is found by walking over attributes and containers, as far as these are 
 """
 
 import copy
-import dis
-import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+
+from dure.strategies.namespaces import ATOMS, SEALED, Slotted
 
 _MOST_NODES = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
@@ -31,11 +29,6 @@ _MOST_COMPARED = 1 << 16
 """Elements of a tensor or array whose values are compared between two moments."""
 _MOST_ELEMENTS = 1 << 20
 """Elements of a tensor or array whose values are kept to be put back."""
-
-ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
-"""Kinds of values that never change."""
-SEALED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, Dataset, DataLoader)
-"""Kinds that hold definitions or data, not state of the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +134,7 @@ class ObjectState:
         elif hasattr(value, "__dict__") and not isinstance(vars(value), types.MappingProxyType):
             self._attributes(path, value)
         elif hasattr(type(value), "__slots__"):
-            self._attributes(path, _Slotted(value))
+            self._attributes(path, Slotted(value))
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -401,144 +394,6 @@ def _with_arrays(state: Any) -> Any:
     if state.keys() == {"array", "dtype"}:
         return np.array(state["array"], dtype=state["dtype"])
     return {key: _with_arrays(value) for key, value in state.items()}
-
-
-class _Variables(MutableMapping[str, Any]):
-    """Variables of a module or a class, as a mapping."""
-
-    def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
-        self._owner = owner
-        self._is_ours = is_ours
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._owner)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name, value in vars(self._owner).items() if self._is_ours(name, value)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-class _Slots(MutableMapping[str, Any]):
-    """Attributes of an object that has `__slots__`, as a mapping."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        slots = [vars(base).get("__slots__", ()) for base in type(owner).__mro__]
-        self._names = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self._owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([name for name in self._names if hasattr(self._owner, name)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-class _Slotted:
-    """An object with `__slots__`, seen as one with a `__dict__`."""
-
-    __slots__ = ("_mapping",)
-
-    def __init__(self, owner: Any) -> None:
-        self._mapping = _Slots(owner)
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        """The attributes."""
-        return self._mapping
-
-
-class Namespace:
-    """Variables of a module or a class as the attributes of an object."""
-
-    __slots__ = ("_variables",)
-
-    def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
-        """Look at some variables.
-
-        Args:
-            owner: Module or class.
-            is_ours: Tells which of its variables are meant, by name and value.
-        """
-        object.__setattr__(self, "_variables", _Variables(owner, is_ours))
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        """The variables; changes of the mapping are changes of them."""
-        return self._variables
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a variable."""
-        try:
-            return self._variables[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a variable."""
-        self._variables[name] = value
-
-
-def used_globals(*classes: type) -> dict[str, object]:
-    """Return what functions of a user's classes may keep state in beside their objects.
-
-    These are the global variables of their modules that the functions name, where they hold state, those that the
-    functions assign to, and the classes' own variables. Functions, classes and modules among them are left out.
-    """
-    found: dict[str, object] = {}
-    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _is_users(base)):
-        module = sys.modules[base.__module__]
-        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
-        names = {name for function in functions for name in function.__code__.co_names} & vars(module).keys()
-        values = {f"global {name}": vars(module)[name] for name in names}
-        found |= {name: value for name, value in values.items() if not isinstance(value, (*ATOMS, *SEALED))}
-        if assigned := {name for function in functions for name in _assigned(function)}:
-            found[f"globals of {base.__qualname__}"] = Namespace(module, _named(assigned))
-        found[f"class {base.__qualname__}"] = Namespace(base, _is_variable)
-    return found
-
-
-def _is_users(cls: type) -> bool:
-    """Return whether a class is neither dure's nor a library's."""
-    package = cls.__module__.partition(".")[0]
-    module = sys.modules.get(cls.__module__)
-    is_library = package in ("dure", "torch") or (package in sys.stdlib_module_names and package != "__main__")
-    return module is not None and not is_library and "-packages" not in (getattr(module, "__file__", None) or "")
-
-
-def _assigned(function: types.FunctionType) -> set[str]:
-    return {one.argval for one in dis.get_instructions(function) if one.opname == "STORE_GLOBAL"}
-
-
-def _named(names: Collection[str]) -> Callable[[str, Any], bool]:
-    return lambda name, value: name in names
-
-
-_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
-
-
-def _is_variable(name: str, value: Any) -> bool:
-    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
-    return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
 
 
 def is_inside(path: str, other: str) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure.strategies.object_state import GENERATORS, SEALED, generator_state, set_generator_state
+from dure.strategies.namespaces import SEALED
+from dure.strategies.object_state import GENERATORS, generator_state, set_generator_state
 
 
 class CannotKeep(TypeError):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch
-from dure.strategies.object_state import Namespace, ObjectState, is_inside, used_globals
+from dure.strategies.namespaces import Namespace, used_globals
+from dure.strategies.object_state import ObjectState, is_inside
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.kept_objects import CannotKeep, kept, restored
 from dure.training.state_tree import NamedTensors, decode, encode

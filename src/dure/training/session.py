@@ -23,7 +23,7 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
-from dure.strategies.object_state import used_globals
+from dure.strategies.namespaces import used_globals
 from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.telling import tell

@@ -22,15 +22,11 @@ OFTEN = (
 )
 """Rows that `ALWAYS` is run with every time."""
 
-IN_TURN = 3
-"""Columns of each row that the slow tests have; which ones changes from row to row. `make zoo` runs them all."""
-
-
 def _marks(row: int, name: str, column: int, strategy: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a cell: the slow tests have one of each row, another from row to row; `make zoo` has all."""
     if strategy in ALWAYS and name in OFTEN:
         return []
-    step = len(STRATEGIES) // IN_TURN
-    return [pytest.mark.slow if (row + column) % step == 0 else pytest.mark.zoo]
+    return [pytest.mark.slow if row % len(STRATEGIES) == column else pytest.mark.zoo]
 
 
 CELLS = [

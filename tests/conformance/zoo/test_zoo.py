@@ -22,6 +22,7 @@ OFTEN = (
 )
 """Rows that `ALWAYS` is run with every time."""
 
+
 def _marks(row: int, name: str, column: int, strategy: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a cell: the slow tests have one of each row, another from row to row; `make zoo` has all."""
     if strategy in ALWAYS and name in OFTEN:

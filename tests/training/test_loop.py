@@ -72,7 +72,18 @@ def test_schedule_is_asked_with_the_samples_seen_before_each_step_whatever_the_b
             return 0.5
 
         run(loop_over(5, batch=batch, schedule=schedule), 0, 9)
-        assert asked[1:] == seen  # the first question is whether it is a function of samples
+        assert asked[2:] == seen  # the first questions are whether it is a function of samples
+
+
+def test_schedule_that_counts_its_calls_is_refused():
+    calls = []
+
+    def schedule(samples):
+        calls.append(samples)
+        return 1 / len(calls)
+
+    with pytest.raises(TaskInvalid, match="schedule gave 1 and then 0.5 for no samples seen"):
+        check_schedule(schedule, torch.optim.SGD([torch.zeros(1)]))
 
 
 def test_schedule_is_a_factor_on_each_groups_own_first_rate():

@@ -263,7 +263,10 @@ class CheckpointWriter:
         assert directory is not None
         for rank in range(1, self.world_size):
             (directory / _word_name(rank)).unlink(missing_ok=True)
-        write_new_file(directory / MANIFEST_NAME, [seal(self._manifest(files, metrics, is_best))])
+        manifest = self._manifest(files, metrics, is_best)
+        if fault := manifest.fault():
+            raise RuntimeError(f"the checkpoint would contradict itself, so that nobody could read it: {fault}")
+        write_new_file(directory / MANIFEST_NAME, [seal(manifest)])
         sync_directory(directory)
         self._fence()
         final = free_name(self.root, self.position)

@@ -1,5 +1,6 @@
 """Memory runs out on one rank: all repeat the step with smaller microbatches, and the weights are the undisturbed's."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +40,9 @@ class Hungry(Regression):
     """The first call of the loss in training, in each process, that it matters in."""
 
     def loss(self, model, batch):
-        self.calls = getattr(self, "calls", 0) + torch.is_grad_enabled()
+        if getattr(self, "process", None) != os.getpid():  # restarts and resumes bring a task's counter back
+            self.process, self.calls = os.getpid(), 0
+        self.calls += torch.is_grad_enabled()
         if torch.is_grad_enabled() and self.calls >= self.since and len(batch[0]) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return super().loss(model, batch)

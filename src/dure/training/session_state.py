@@ -104,7 +104,12 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         setattr(progression, field, value)
     state = checkpoint.per_rank(group.world_size)
     drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
-    session.kept.restore(checkpoint.of_rank0() if state is None else state)
+    kept = checkpoint.of_rank0() if state is None else state
+    if any(tensor.is_meta for tensor in kept.values()):
+        # snapshots in memory of several hosts bring each what its ranks need of weights and optimiser
+        session.kept.lost["plain state"] = "plain state of task and modules was in the memory of another host"
+    else:
+        session.kept.restore(kept)
     # a generator whose draws cannot be continued begins anew from this position: all of them where there are other
     # ranks, or ranks that draw otherwise together; one of a device that was not there
     seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)

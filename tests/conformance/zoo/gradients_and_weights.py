@@ -141,7 +141,7 @@ class NormingModel(nn.Module):
         return self.head(Normed.apply(self.encoder(x)))
 
 
-@feature("Gradients", "a backward that depends on the whole batch", declares=("gradients",))
+@feature("Gradients", "a backward that depends on the whole batch", declares=("gradient",))
 class BatchwiseBackward(ZooTask):
     def build_model(self) -> nn.Module:
         return NormingModel()

@@ -88,12 +88,17 @@ class LossInspection:
             except Exception as error:
                 return LossTraits(reason_unknown=f"the loss failed with {type(error).__name__} when it was tried")
         is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
-        second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
+        try:
+            second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
+            not_additive = self._additivity(few) if few > 1 and is_quick else None
+        except Exception as error:  # more samples at once may take more memory than there is
+            why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
+            return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
         buffers = first.buffers(self._model), second.buffers(self._model)
         state = first.trial.state, second.trial.state
         return LossTraits(
             draws=first.trial.has_drawn,
-            not_additive=self._additivity(few) if few > 1 and is_quick else None,
+            not_additive=not_additive,
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(first.trial.parameters),

@@ -59,11 +59,15 @@ ATTENDED_TASK = """
     from tests.conformance.tasks import Regression
 
     class Waits(Regression):
-        def loss(self, model, batch):
-            open(f"ready{os.environ['RANK']}", "w").close()
-            while not os.path.exists("go"):
-                time.sleep(0.01)
-            return super().loss(model, batch)
+        def build_optimizer(self, model):
+            optimizer = super().build_optimizer(model)
+            optimizer.register_step_pre_hook(wait)
+            return optimizer
+
+    def wait(*args):
+        open(f"ready{os.environ['RANK']}", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
 """
 
 ATTACK = """

@@ -227,12 +227,18 @@ def test_ranks_when_each_was_given_its_own_seed_then_both_values_are_told_before
 
 def test_resume_auto_when_a_rank_comes_late_then_it_joins_the_run_that_the_first_began(prewarmed, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+        port = listener.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def is_awaited():
+        with socket.socket() as first:
+            return first.connect_ex(("127.0.0.1", port)) == 0
+
     commands = []
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         commands.append(prewarmed.start(tmp_path, *BASE, "--resume", "auto", GROUP_RANK="0", **place, **meeting))
-        commands[0].wait_for((tmp_path / "runs/run/spec.json").exists, "the run's folder")
+        commands[0].wait_for(is_awaited, "the first rank to wait for the others")
     assert [command.wait() for command in commands] == [0, 0], [command.err for command in commands]
     assert RunFiles(tmp_path / "runs/run").summary()["world_size"] == 2
 

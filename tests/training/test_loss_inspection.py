@@ -135,6 +135,25 @@ def test_plain_state_is_told_apart_by_what_it_follows():
     assert (task.calls, task.average) == (0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("loss", "reads"),
+    [
+        (lambda model, x, task: model(x).square().mean(), False),
+        (lambda model, x, task: model(x).square().mean() + sum(p.grad.norm() for p in model.parameters() if p.grad is not None), True),
+        (lambda model, x, task: model(x).mean() if model[0].weight.grad is None else 2 * model(x).mean(), True),
+        (lambda model, x, task: model(x).mean() * (model[0].weight.grad is None or 1 / 0), True),
+        (lambda model, x, task: model(x + torch.randn_like(x)).mean(), False),
+    ],
+)  # fmt: skip
+def test_loss_that_reads_gradients_is_found(loss, reads):
+    assert traits_of(loss).reads_gradients is reads
+
+
+def test_data_that_change_are_not_taken_for_a_loss_that_reads_gradients():
+    scale = iter(range(1, 100))
+    assert not traits_of(fetch=lambda places: X[list(places)] * next(scale)).reads_gradients
+
+
 def test_parameters_that_the_loss_writes_to_and_hooks_are_found():
     def loss(model, x, task):
         model[0].bias.data.clamp_(-1, 1)

@@ -11,6 +11,10 @@ class LossTraits:
 
     reason_unknown: str | None = None
     """Reason why nothing was observed; None if something was."""
+    has_failed: bool = False
+    """True if that reason is that the loss failed at once."""
+    needs_optimizer: bool = False
+    """True if it failed until the task had built an optimiser."""
     draws: bool = False
     """True if it draws random numbers, dropout included."""
     collate_draws: bool = False
@@ -33,6 +37,8 @@ class LossTraits:
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
+    reads_gradients: bool = False
+    """True if it is another loss where parameters have gradients already, as from earlier parts of a batch."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LossTraits":

@@ -19,7 +19,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
-from dure.errors import SpecInvalid, TaskInvalid
+from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies.absent_tensors import guarded
@@ -189,9 +189,23 @@ class Pipeline(ReducedFacts):
         self._calls = []
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task, which may not use what other ranks keep."""
+        """Call a function of the task, which may not use what other ranks keep.
+
+        Raises:
+            TaskInvalid: It fails in an evaluation, on a rank that has not run the whole model.
+        """
         with guarded():
-            return function(*args)
+            try:
+                return function(*args)
+            except Exception as error:
+                if isinstance(error, DureError) or self.leads_share or torch.is_grad_enabled():
+                    raise
+                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise TaskInvalid(
+                    f"the task's {function.__name__} failed in an evaluation ({said}), for which every rank computes "
+                    "it from the model's output, having run its own stages alone: if it uses what blocks of other "
+                    f"stages keep or hooks see, return that from the model, or use {CURE}"
+                ) from error
 
     def _schedule_name(self) -> str:
         if self.num_stages == 1:

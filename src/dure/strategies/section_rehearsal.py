@@ -152,14 +152,19 @@ class _Rehearsal:
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             received: Any = None
+            own: ObjectState | None = None
             self._chains.append([])
             if not after_call and (changes := state.changed()):
                 raise TaskInvalid(_changes_module(next(iter(changes))))
             for number in range(self._last + 1):
                 if number and not after_call:
                     state.put_back()
+                if number == 1:
+                    own = ObjectState(self._strategy.objects)
                 with self._only(number):
                     received = self._handed_on(self._run(number, args, kwargs, received))
+            if own is not None:
+                own.put_back()  # what blocks of other ranks, and their hooks, leave in the task stays there
             after_call[:] = [state.changed()]
             return received
 

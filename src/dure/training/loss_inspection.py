@@ -86,7 +86,8 @@ class LossInspection:
             try:
                 first = self._tried(range(half), as_in_training=True)
             except Exception as error:
-                return LossTraits(reason_unknown=f"the loss failed with {type(error).__name__} when it was tried")
+                why = f"the loss failed with {type(error).__name__} when it was tried"
+                return LossTraits(reason_unknown=why, has_failed=True)
         is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
         try:
             second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
@@ -106,6 +107,7 @@ class LossInspection:
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
             hooked_parameters=tuple(self._hooked()),
             fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
+            reads_gradients=is_quick and self._reads_gradients(range(half), first),
         )
 
     def _hooked(self) -> Iterator[str]:
@@ -123,6 +125,23 @@ class LossInspection:
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return None
+
+    def _reads_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
+        """Return whether the loss is another one, or fails, where parameters have gradients already."""
+        try:
+            beside = self._tried(places, as_in_training=True, gradients=first.gradients)
+        except Exception:
+            return True
+        if self._is_same_loss(first, beside):
+            return False
+        try:
+            return self._is_same_loss(first, self._tried(places, as_in_training=True))
+        except Exception:
+            return False  # it differs and fails as it likes
+
+    def _is_same_loss(self, one: "_Tried", other: "_Tried") -> bool:
+        tolerance = _TOLERANCES.get(one.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        return math.isclose(one.total, other.total, rel_tol=tolerance) or not math.isfinite(one.total + other.total)
 
     def _additivity(self, few: int) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
@@ -160,7 +179,9 @@ class LossInspection:
                 )
         return None
 
-    def _tried(self, places: Sequence[int], *, as_in_training: bool) -> "_Tried":
+    def _tried(
+        self, places: Sequence[int], *, as_in_training: bool, gradients: Mapping[str, Tensor] | None = None
+    ) -> "_Tried":
         batch = self._fetch(places)
         with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
             self._model.train()
@@ -168,6 +189,8 @@ class LossInspection:
                 for module in self._model.modules():
                     if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
                         module.eval()
+            for name, parameter in self._model.named_parameters():
+                parameter.grad = gradients[name].clone() if gradients and name in gradients else None
             with torch.enable_grad(), self._autocast():
                 result = self._loss(self._model, batch)
             tried = _Tried.of(trial, result, len(places))

@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -171,10 +171,8 @@ def open_session(
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
-    if traits is None:
-        with startup.step("trying the loss"):
-            traits = inspected_on_rank0(strategy, task, model, loaders[0], order)
-    strategy.traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
+    with startup.step("trying the loss"):
+        strategy.traits = _traits(strategy, task, model, loaders[0], order, traits)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
@@ -195,6 +193,25 @@ def open_session(
     )
 
 
+def _traits(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, known: LossTraits | None
+) -> LossTraits:
+    """Return the traits of the task's loss on all ranks, those that are known or those that are found now."""
+
+    def shared() -> LossTraits:
+        mine = known or inspected_on_rank0(strategy, task, model, loader, order)
+        return LossTraits.from_json(strategy.group.all_gather_json(asdict(mine))[0])
+
+    traits = shared()
+    if not traits.has_failed and not traits.needs_optimizer:
+        return traits
+    task.build_optimizer(model)  # for what it sets in the task; the strategy builds its own
+    if known is not None:
+        return traits
+    again = shared()
+    return traits if again.has_failed else replace(again, needs_optimizer=True)
+
+
 def _identity(task: Task, order: SampleOrder, eval_samples: int, loader: Loader) -> TaskIdentity:
     return TaskIdentity.of(task, order.num_samples, eval_samples, loader.sample)
 
@@ -204,14 +221,23 @@ def _first_samples(loader: Loader, num_samples: int) -> Any:
 
 
 def check_parts(session: Session, samples_seen: int) -> None:
-    """Refuse batches of which a part has one sample, where the loss takes more.
+    """Refuse parts of batches that the loss does not take as it takes whole ones.
 
     Args:
         samples_seen: Position at which the run goes on; batches before it do not matter.
 
     Raises:
-        SpecInvalid: Names the size of the smallest such batch.
+        SpecInvalid: The loss reads gradients, and is called several times a step; or it takes no sample alone, and
+            a batch, of which the size is named, has a part of one.
     """
+    if session.strategy.traits.reads_gradients and session.strategy.calls_per_step() > 1:
+        raise SpecInvalid(
+            [
+                "the task's loss reads the parameters' gradients, which hold those of the batch's earlier parts where "
+                "it is called several times a step: use a --microbatch-size that holds a process's whole share, or ddp "
+                "on more ranks"
+            ]
+        )
     fault = session.strategy.traits.fails_alone
     if fault is None:
         return

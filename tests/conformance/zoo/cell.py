@@ -19,6 +19,8 @@ Kind = Literal["exact", "declared", "refused", "wrong"]
 WAYS = ("straight", "killed", "resumed")
 """Ways in which a cell is run: undisturbed; with a rank killed in its sixth step; stopped and taken up again."""
 
+DIVIDED = "divided"
+"""A further way: undisturbed, in microbatches. It need not have the verdict of the others, but one that is not wrong."""
 _KILLED_STEP = 6
 _numbers = count()
 
@@ -41,7 +43,7 @@ def run_cell(feature: Feature, strategy: str, way: str, reference: dict[str, Ten
     Args:
         feature: The row.
         strategy: The column.
-        way: One of `WAYS`.
+        way: One of `WAYS`, or `DIVIDED`.
         reference: Weights at the end of the undisturbed one-process run; None if that was refused.
         folder: For runs.
     """
@@ -111,6 +113,8 @@ def _run(feature: Feature, strategy: str, way: str, folder: Path) -> Path:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if way == DIVIDED:
+            settings["microbatch_size"] = 2
         if way == "killed":
             faults = folder / f"{settings['name']}.toml"
             rank = settings["nproc"] - 1 if not STRATEGIES[strategy].one_process else 0

@@ -221,3 +221,25 @@ class Decaying(Samples):
 class ChangingData(ZooTask):
     def train_data(self) -> Any:
         return Decaying(*data())
+
+
+@feature("State elsewhere", "a loss that uses what `build_optimizer` sets in the task")
+class UsesOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.optimizer = super().build_optimizer(model)
+        return self.optimizer
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + self.optimizer.param_groups[0]["lr"])
+
+
+@feature("State elsewhere", "features that a forward hook puts aside for the loss")
+class HookedFeatures(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        self.features: dict[str, Tensor] = {}
+        model[3].register_forward_hook(lambda module, args, output: self.features.update(middle=output))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) + 0.1 * self.features["middle"].square().mean()

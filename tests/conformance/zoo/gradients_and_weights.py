@@ -70,6 +70,14 @@ class SecondDerivatives(ZooTask):
         return ((output - y).square().mean(1) + second.square().mean(1)).mean()
 
 
+@feature("Gradients", "a loss that reads the gradients of parameters")
+class ReadsGradients(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        norms = [parameter.grad.norm().detach() for parameter in model.parameters() if parameter.grad is not None]
+        return mse(model(x), y) * (1 + sum(norms))
+
+
 class HookedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()

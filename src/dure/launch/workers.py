@@ -108,6 +108,8 @@ class Worker:
     """Of a spawned worker; a forked one has none."""
     pidfd: int | None = None
     is_expendable: bool = False
+    has_begun: Callable[[], bool] = lambda: True
+    """Whether it has trained: before that all ranks need each other."""
     end: WorkerEnd | None = None
     was_stopped: bool = False
     was_held: bool = False
@@ -139,7 +141,7 @@ class Worker:
                 was_held=self.was_held,
                 failure=failure,
                 departure=departure,
-                is_tolerated=self.is_expendable and was_killed,
+                is_tolerated=self.is_expendable and was_killed and self.has_begun(),
                 is_out_of_memory=is_out_of_memory,
                 memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,
                 crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
@@ -260,6 +262,7 @@ def start_worker(
         process=process,
         pidfd=_pidfd(pid),
         is_expendable=rank in launch.expendable,
+        has_begun=lambda: memory.heartbeats.last(rank).step >= 0,
     )
 
 

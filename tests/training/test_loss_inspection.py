@@ -135,16 +135,20 @@ def test_plain_state_is_told_apart_by_what_it_follows():
     assert (task.calls, task.average) == (0, 0.0)
 
 
+def norms(model):
+    return sum(parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None)
+
+
 @pytest.mark.parametrize(
     ("loss", "reads"),
     [
         (lambda model, x, task: model(x).square().mean(), False),
-        (lambda model, x, task: model(x).square().mean() + sum(p.grad.norm() for p in model.parameters() if p.grad is not None), True),
-        (lambda model, x, task: model(x).mean() if model[0].weight.grad is None else 2 * model(x).mean(), True),
+        (lambda model, x, task: model(x).square().mean() + norms(model), True),
+        (lambda model, x, task: model(x).mean() * (1 if model[0].weight.grad is None else 2), True),
         (lambda model, x, task: model(x).mean() * (model[0].weight.grad is None or 1 / 0), True),
         (lambda model, x, task: model(x + torch.randn_like(x)).mean(), False),
     ],
-)  # fmt: skip
+)
 def test_loss_that_reads_gradients_is_found(loss, reads):
     assert traits_of(loss).reads_gradients is reads
 
@@ -196,3 +200,24 @@ def test_slow_loss_is_called_once(monkeypatch):
 
     assert traits_of(loss).not_additive is None
     assert calls == [4]
+
+
+@pytest.mark.parametrize(("factor", "names"), [(0.5, ("0.bias",)), (0.0, ())])
+def test_writes_to_parameters_that_a_second_call_repeats_are_told_from_those_that_it_leaves(factor, names):
+    def loss(model, x, task):
+        model[0].bias.data.mul_(factor).add_(1 - factor)
+        return model(x).square().mean()
+
+    traits = traits_of(loss)
+    assert (traits.changed_parameters, traits.repeated_writes) == (("0.bias",), names)
+
+
+def test_state_that_forward_leaves_outside_the_model_is_told_from_what_the_loss_keeps():
+    def keeping(model, x, task):
+        hook = model[0].register_forward_hook(lambda module, args, output: setattr(task, "average", 1.5))
+        task.calls += 1
+        value = model(x).square().mean()
+        hook.remove()
+        return value
+
+    assert traits_of(keeping).forward_state == ("task.average",)

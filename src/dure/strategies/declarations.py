@@ -77,6 +77,11 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         )
     if names := (*traits.learned_buffers, *traits.counted_buffers * several_calls):
         texts.append(f"buffers learned in forward ({few(names)}): from {owner} samples, and rank 0's are kept")
+    if traits.repeated_writes and several_calls:
+        texts.append(
+            f"parameters that the loss writes to ({few(traits.repeated_writes)}): written for every part of a batch, "
+            "and not once a step"
+        )
     if paths := (*traits.learned_state, *traits.counted_state * several_calls):
         texts.append(f"state that the loss keeps ({few(paths)}): {owner}")
     if traits.hooked_parameters:

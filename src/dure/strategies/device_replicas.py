@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from dure.strategies.declarations import few
 from dure.strategies.module_replicas import replicate
 from dure.strategies.namespaces import ATOMS
 from dure.strategies.object_state import is_inside, plain_attributes
@@ -15,16 +16,21 @@ class DeviceReplicas(LocalSums):
     changes_in_step_only = True
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Refuse state that modules share and change too: a replica's modules would each have their own."""
+        """Refuse state that replicas cannot share too: that of several modules, and what forward leaves elsewhere."""
+        faults = super().check_traits(model)
+        if (outside := self.traits.forward_state) and len(self.devices) > 1:
+            faults.append(
+                f"the model's forward, or a hook on it, changes {few(outside)}, where the replicas on several devices "
+                "would leave only the last one's: return it from forward, or use ddp"
+            )
         state = (*self.traits.learned_state, *self.traits.counted_state)
         shared = [path for path in _shared_by_modules(model) if any(is_inside(path, other) for other in state)]
-        if not shared:
-            return super().check_traits(model)
-        return [
-            *super().check_traits(model),
-            f"{shared[0].removeprefix('model.')} is changed in forward and shared by several modules, which replicas "
-            "on several devices cannot share: keep it in a buffer, or use ddp",
-        ]
+        if shared:
+            faults.append(
+                f"{shared[0].removeprefix('model.')} is changed in forward and shared by several modules, which "
+                "replicas on several devices cannot share: keep it in a buffer, or use ddp"
+            )
+        return faults
 
     def distribute(self) -> None:
         """Start the threads."""

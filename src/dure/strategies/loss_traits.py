@@ -29,10 +29,14 @@ class LossTraits:
     """Buffers that forward changes by every call alike."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
+    repeated_writes: tuple[str, ...] = ()
+    """Those of them that every further call changes again."""
     learned_state: tuple[str, ...] = ()
     """Plain state of the task, the model or the optimiser that the loss changes by what is in the samples."""
     counted_state: tuple[str, ...] = ()
     """Plain state that every call changes alike."""
+    forward_state: tuple[str, ...] = ()
+    """Plain state outside the model that its forward, or a hook on its modules, changes."""
     hooked_parameters: tuple[str, ...] = ()
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None

@@ -103,8 +103,10 @@ class LossInspection:
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(first.trial.parameters),
+            repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
+            forward_state=first.forward_state,
             hooked_parameters=tuple(self._hooked()),
             fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
             reads_gradients=is_quick and self._reads_gradients(range(half), first),
@@ -125,6 +127,24 @@ class LossInspection:
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return None
+
+    def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
+        """Yield the parameters that a second call of the loss changes after the first one has."""
+        batches = self._fetch(places), self._fetch(places)
+        with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
+            self._model.train()
+            with torch.no_grad():
+                for parameter in self._model.parameters():  # a teacher may begin as its pupil's copy
+                    parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
+            self._loss(self._model, batches[0])
+            once = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+            try:
+                self._loss(self._model, batches[1])
+            except Exception:
+                return  # training will meet it
+            for name, parameter in self._model.named_parameters():
+                if name in once and not _is_equal(parameter.detach(), once[name]):
+                    yield name
 
     def _reads_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
         """Return whether the loss is another one, or fails, where parameters have gradients already."""
@@ -191,9 +211,9 @@ class LossInspection:
                         module.eval()
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
-            with torch.enable_grad(), self._autocast():
+            with torch.enable_grad(), self._autocast(), _StateOfForward(self._model, self._objects) as state:
                 result = self._loss(self._model, batch)
-            tried = _Tried.of(trial, result, len(places))
+            tried = _Tried.of(trial, result, len(places), tuple(state.changed))
             # in training too: hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places)))
             return tried
@@ -270,13 +290,15 @@ class _Tried(NamedTuple):
     """Items that the total is over."""
     dtype: torch.dtype
     gradients: dict[str, Tensor]
+    forward_state: tuple[str, ...]
+    """Paths of plain state outside the model that its calls changed."""
 
     @classmethod
-    def of(cls, trial: Trial, result: Any, num_samples: int) -> "_Tried":
+    def of(cls, trial: Trial, result: Any, num_samples: int, forward_state: tuple[str, ...]) -> "_Tried":
         is_sum = isinstance(result, Sum)
         loss = torch.as_tensor(result.total if is_sum else result).detach()
         count = float(result.count) if is_sum else float(num_samples)
-        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, {})
+        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, {}, forward_state)
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
@@ -287,6 +309,32 @@ class _Tried(NamedTuple):
             for name, _ in module.named_buffers(recurse=False)
         }
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+class _StateOfForward:
+    """A context that notes which plain state outside a model is changed within the model's own calls."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._model = model
+        self._objects = objects
+        self.changed: dict[str, Any] = {}
+
+    def __enter__(self) -> "_StateOfForward":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin),
+            self._model.register_forward_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._before = ObjectState(self._objects)
+
+    def _end(self, *_: Any) -> None:
+        self.changed |= self._before.changed()
 
 
 def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:

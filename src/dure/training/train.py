@@ -380,7 +380,7 @@ class Conductor:
         check_counts(metrics, measured(max(1, few // 2)), few)
         changed = list(before.changed())
         before.put_back()
-        if changed and session.strategy.data_world_size * len(session.strategy.devices) > 1:
+        if changed and session.strategy.data_world_size * len(session.strategy.evaluation_models()) > 1:
             session.notes.append(
                 f"state that the evaluation keeps ({', '.join(changed[:4])}): of the batches that each rank evaluates"
             )

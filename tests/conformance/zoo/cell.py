@@ -20,7 +20,7 @@ WAYS = ("straight", "killed", "resumed")
 """Ways in which a cell is run: undisturbed; with a rank killed in its sixth step; stopped and taken up again."""
 
 DIVIDED = "divided"
-"""A further way: undisturbed, in microbatches. It need not have the verdict of the others, but one that is not wrong."""
+"""A further way: undisturbed, in microbatches. Its verdict need not be that of the others; it must not be wrong."""
 _KILLED_STEP = 6
 _numbers = count()
 

@@ -255,7 +255,7 @@ class ClampInLoss(ZooTask):
         return mse(model(x), y)
 
 
-@feature("Weights", "weights changed in the loss from the fourth step on")
+@feature("Weights", "weights changed in the loss from the fourth step on", declares=("buffers learned in forward",))
 class LateClampInLoss(ZooTask):
     def build_model(self) -> nn.Module:
         model = chain()
@@ -312,7 +312,7 @@ class AverageByHook(ZooTask):
         return optimizer
 
 
-@feature("Weights", "a teacher that follows its pupil in the loss")
+@feature("Weights", "a teacher that follows its pupil in the loss", declares=("parameters that the loss writes to",))
 class TeacherInLoss(ZooTask):
     def build_model(self) -> nn.Module:
         return WithAverage()
@@ -329,7 +329,7 @@ class TeacherInLoss(ZooTask):
         return mse(model(x), y) + 0.1 * mse(model(x), target)
 
 
-@feature("Weights", "weights unfrozen during the run")
+@feature("Weights", "weights unfrozen during the run", declares=("buffers learned in forward",))
 class Unfrozen(ZooTask):
     def build_model(self) -> nn.Module:
         model = chain()
@@ -346,7 +346,7 @@ class Unfrozen(ZooTask):
         return mse(model(x), y)
 
 
-@feature("Weights", "weights frozen during the run")
+@feature("Weights", "weights frozen during the run", declares=("buffers learned in forward",))
 class Frozen(ZooTask):
     def build_model(self) -> nn.Module:
         model = chain()

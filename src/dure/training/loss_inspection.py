@@ -135,7 +135,8 @@ class LossInspection:
             self._model.train()
             with torch.no_grad():
                 for parameter in self._model.parameters():  # a teacher may begin as its pupil's copy
-                    parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
+                    if parameter.is_floating_point():
+                        parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
             self._loss(self._model, batches[0])
             once = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
             try:

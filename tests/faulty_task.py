@@ -67,7 +67,7 @@ class Faulty(dure.Task):
     fault: str = "none"
     """What goes wrong."""
     place: str = "loss"
-    """Where: `loss`, `eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`,
+    """Where: `loss`, `eval`, `late eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`,
     `each loss` or `none`."""
     rank: int = 0
     step: int = 3
@@ -142,8 +142,7 @@ class Faulty(dure.Task):
         x, y = batch
         if not torch.is_grad_enabled():
             time.sleep(self.eval_pause_seconds)
-            if self.num_losses:  # a few samples are evaluated before training, too
-                self.at("eval")
+            self.at("late eval" if self.num_losses else "eval")  # a few samples are evaluated before training
             return functional.mse_loss(model(x), y)
         self.num_losses += 1
         is_quick = int(os.environ.get("RANK", "0")) == self.rank_without_pause

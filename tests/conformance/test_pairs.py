@@ -1,7 +1,9 @@
-"""A run may go on under any other strategy and number of devices: every pair of exact strategies, once."""
+"""A run may go on under any other strategy and number of devices: every exact strategy writes for two others.
+
+No strategy knows who wrote a checkpoint, so that all pairs would show no more than these.
+"""
 
 import functools
-import itertools
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.conformance.test_resume import back_to, resumed
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 EXACT = [name for name, info in STRATEGIES.items() if info.is_exact]
+PAIRS = [(name, EXACT[(place + step) % len(EXACT)]) for place, name in enumerate(EXACT) for step in (1, 5)]
 SETTINGS = {
     "global_batch_size": 7, "epochs": 2, "seed": 2, "clip_norm": 0.4, "checkpoint_every_samples": 28,
     "keep_checkpoints": 99, "record_samples": True,
@@ -35,7 +38,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(EXACT, 2)))
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_run_begun_under_one_strategy_ends_under_another_with_the_same_weights(first, second, runs, tmp_path):
     run = back_to(runs(first), 56, tmp_path)
     resumed(run, strategy=second, nproc=devices_of(second, 3), microbatch_size=2)

@@ -82,7 +82,7 @@ def test_samples_when_a_worker_was_killed_then_each_is_used_or_named_once(pace, 
     assert len(rest) == sum(dure_shares(size, WORKERS)[2] for size in sizes[:19])
 
 
-@pytest.mark.parametrize("place", ["eval", "build_model"])
+@pytest.mark.parametrize("place", ["late eval", "build_model"])
 def test_worker_when_killed_between_steps_then_the_run_goes_on_and_before_the_first_it_ends(place, prewarmed, tmp_path):
     command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 1, place=place))
     if place == "build_model":

@@ -133,9 +133,7 @@ class Strategy(ABC):
         self._correct_count()
         self.unscale_gradients()
         if self.options.clip_norm is not None:
-            # of what is stepped: other gradients are not unscaled either
-            stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            self.clip_gradients(stepped, self.options.clip_norm)
+            self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
         self.precision.step(self.optimizer)
         self.zero_gradients()
 
@@ -146,6 +144,10 @@ class Strategy(ABC):
     def unscale_gradients(self) -> None:
         """Bring fp16's gradients back to their true size, and note whether one overflowed."""
         self.precision.unscale(self.optimizer)
+
+    def stepped_parameters(self) -> list[nn.Parameter]:
+        """Return what this rank's optimiser steps: other gradients are not unscaled, nor part of the norm."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Scale the gradients down to a norm of `most`, the norm being that of the whole model's gradient."""

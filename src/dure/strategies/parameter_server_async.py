@@ -170,8 +170,7 @@ class AsyncWorker(InPace, Worker):
             if self.has_overflowed():
                 fraction = 0.0
             elif self.options.clip_norm is not None:
-                stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-                self.clip_gradients(stepped, self.options.clip_norm)
+                self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
             self.write_gradients()
         else:
             fraction = 0.0

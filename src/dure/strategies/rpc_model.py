@@ -281,7 +281,7 @@ class RpcModel(ReducedFacts):
         self._correct_count()
         self.unscale_gradients()
         if self.options.clip_norm is not None:
-            self.clip_gradients(self.trainable, self.options.clip_norm)
+            self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
         self.group.barrier()  # every rank has its gradients, and its learning rates, as they are to be
         if self.drives:
             self._remote_optimizer.step(self._context_id)

@@ -90,6 +90,8 @@ class Conductor:
         with ExitStack() as resources:
             resources.push(self.saver.leave)
             position, trusted = self.position, session.place.trusted_samples
+            # before anything is loaded, as in a run that begins: it may set what the task keeps
+            asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self.saver.go_on(self.memory, trusted)
             if trusted is not None:
                 self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
@@ -109,10 +111,9 @@ class Conductor:
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
-            schedule = check_schedule(
-                session.task.build_schedule(session.strategy.optimizer, session.total_samples),
-                session.strategy.optimizer,
-            )
+            before = ObjectState(session.strategy.objects)
+            schedule = check_schedule(asked, session.strategy.optimizer)
+            before.put_back()
             if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
                 self._rehearse_evaluation()
             self._say_start()

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from dure.strategies import STRATEGIES
-from tests.conformance.zoo.cell import reference_of, run_cell
+from tests.conformance.zoo.cell import DIVIDED, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 from tests.conformance.zoo.table import PAGE, is_available, page, read_verdicts, ways_of, worst
 
@@ -37,6 +37,18 @@ CELLS = [
 ]
 
 
+def _microbatch_marks(row: int, column: int) -> pytest.MarkDecorator:
+    """Return the mark of a cell in microbatches: the slow tests have one of every third row."""
+    return pytest.mark.slow if row % (3 * len(STRATEGIES)) == 3 * column else pytest.mark.zoo
+
+
+IN_MICROBATCHES = [
+    pytest.param(name, strategy, marks=_microbatch_marks(row, column))
+    for row, name in enumerate(FEATURES)
+    for column, strategy in enumerate(STRATEGIES)
+]
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
     return functools.cache(lambda name: reference_of(FEATURES[name], tmp_path_factory.mktemp("one")))
@@ -49,6 +61,15 @@ def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path)
         pytest.skip(f"needs {feature.needs} (make zoo)")
     verdict = worst(run_cell(feature, strategy, way, references(name), tmp_path) for way in ways_of(feature, strategy))
     assert verdict.kind == read_verdicts()[name][strategy]["kind"], verdict.detail
+
+
+@pytest.mark.parametrize(("name", "strategy"), IN_MICROBATCHES)
+def test_cell_in_microbatches_is_exact_declared_or_refused(name, strategy, references, tmp_path):
+    feature = FEATURES[name]
+    if not is_available(feature):
+        pytest.skip(f"needs {feature.needs} (make zoo)")
+    verdict = run_cell(feature, strategy, DIVIDED, references(name), tmp_path)
+    assert verdict.kind in ("exact", "declared", "refused"), verdict.detail
 
 
 def test_table_has_every_cell():

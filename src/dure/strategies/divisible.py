@@ -18,8 +18,10 @@ from dure.torchcompat import step_without_hooks
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
 _PER_GROUP = 2
 _MOST_PER_DIMENSION = 4
-_NUM_STEPS = 2
-"""In the first step most optimisers with a sense of the whole only look; in the second they act on it."""
+_NUM_STEPS = 12
+"""Some optimisers act on a sense of the whole only after a few steps."""
+_SCALES = (1.0, 0.01, 100.0)
+"""Sizes of gradients in turn: some act only where a norm is above a bound, or below."""
 
 
 def reason_not_to_divide(optimizer: Optimizer) -> str | None:
@@ -91,7 +93,10 @@ class _Trial:
         self._states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
         generator = torch.Generator().manual_seed(0)
         self._values = [_small_like(p, generator) for p in self._parameters]
-        self._gradients = [[_small_like(p, generator) for p in self._parameters] for _ in range(_NUM_STEPS)]
+        self._gradients = [
+            [_small_like(p, generator) * _SCALES[number % len(_SCALES)] for p in self._parameters]
+            for number in range(_NUM_STEPS)
+        ]
         self._has_rebound = False
 
     def reason(self) -> str | None:

@@ -32,6 +32,12 @@ NUM_SAMPLES = 8
 _PARTS = (1, 3, 4)
 _MOST_SECONDS = 5.0
 """Time after which no further call is made."""
+_LATER_CALLS = 12
+"""Calls that are made before a second look at the loss, which may change its ways after a few."""
+_LATER_GROUPS = 3
+"""Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
+_LATER_SECONDS = 2.0
+"""Time in which the calls for a second look begin."""
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
 _OTHER_TOLERANCE = 5e-2
@@ -49,6 +55,7 @@ class LossInspection:
         autocast: Callable[[], AbstractContextManager[Any]],
         *,
         is_exact: bool,
+        is_divided: bool = True,
     ) -> None:
         """Prepare.
 
@@ -59,6 +66,7 @@ class LossInspection:
             objects: What the loss may keep state in, by name.
             autocast: The context of a forward pass.
             is_exact: Whether forward passes are in full precision.
+            is_divided: Whether the loss will see batches in parts; only then there is a second look.
         """
         self._loss = loss
         self._model = model
@@ -66,6 +74,7 @@ class LossInspection:
         self._objects = objects
         self._autocast = autocast
         self._is_exact = is_exact
+        self._is_divided = is_divided
         self._watches_writes = True
 
     def traits(self, num_samples: int) -> LossTraits:
@@ -91,15 +100,16 @@ class LossInspection:
         is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
         try:
             second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
-            not_additive = self._additivity(few) if few > 1 and is_quick else None
+            not_additive = self._additivity(range(few)) if few > 1 and is_quick else None
+            later = self._later(num_samples) if is_quick and self._is_divided else _Later(False, None)
         except Exception as error:  # more samples at once may take more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
         buffers = first.buffers(self._model), second.buffers(self._model)
         state = first.trial.state, second.trial.state
         return LossTraits(
-            draws=first.trial.has_drawn,
-            not_additive=not_additive,
+            draws=first.trial.has_drawn or later.draws,
+            not_additive=not_additive or later.not_additive,
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(first.trial.parameters),
@@ -164,14 +174,38 @@ class LossInspection:
         tolerance = _TOLERANCES.get(one.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
         return math.isclose(one.total, other.total, rel_tol=tolerance) or not math.isfinite(one.total + other.total)
 
-    def _additivity(self, few: int) -> str | None:
+    def _later(self, num_samples: int) -> "_Later":
+        """Look once more, at other samples and after some calls."""
+        deadline = time.monotonic() + _LATER_SECONDS
+        groups = [
+            range(begin, min(begin + NUM_SAMPLES, num_samples))
+            for begin in range(NUM_SAMPLES, NUM_SAMPLES * (1 + _LATER_GROUPS), NUM_SAMPLES)
+            if begin + 1 < num_samples
+        ] or [range(min(num_samples, NUM_SAMPLES))]
+        with _silent(), Trial(self._model, self._objects, seed=1, watches_writes=False):
+            self._model.train()
+            for number in range(_LATER_CALLS):
+                if time.monotonic() > deadline:
+                    break
+                with torch.enable_grad(), self._autocast():
+                    self._loss(self._model, self._fetch(groups[number % len(groups)]))
+            draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
+            for places in groups:
+                if time.monotonic() > deadline:
+                    break
+                if not_additive := self._additivity(places):
+                    return _Later(draws, not_additive)
+        return _Later(draws, None)
+
+    def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
-        whole = self._tried(range(few), as_in_training=False)
-        parts, begin = [], 0
+        few = len(places)
+        whole = self._tried(places, as_in_training=False)
+        parts, begin = [], places.start
         for size in _PARTS:
-            if places := range(begin, min(begin + size, few)):
-                parts.append(self._tried(places, as_in_training=False))
-                begin += len(places)
+            if part := range(begin, min(begin + size, places.stop)):
+                parts.append(self._tried(part, as_in_training=False))
+                begin += len(part)
         if any(one.trial.has_drawn for one in (whole, *parts)):
             return None  # whoever draws is known to give another loss each time
         total, count = math.fsum(part.total for part in parts), math.fsum(part.items for part in parts)
@@ -249,7 +283,7 @@ def inspected_on_rank0(
         return LossTraits()
     if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
         return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
-    first = order.permutation(0)[:NUM_SAMPLES]
+    first = order.permutation(0)[: NUM_SAMPLES * (1 + _LATER_GROUPS)]
     own = loader.without_workers()
 
     def fetch(places: Sequence[int]) -> Any:
@@ -264,6 +298,7 @@ def inspected_on_rank0(
             strategy.objects,
             strategy.precision.autocast,
             is_exact=strategy.precision.name == "fp32",
+            is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
         ).traits(order.num_samples)
     finally:
         model.to("cpu")
@@ -280,6 +315,13 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 def _num_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+class _Later(NamedTuple):
+    """What a second look at a loss found."""
+
+    draws: bool
+    not_additive: str | None
 
 
 class _Tried(NamedTuple):

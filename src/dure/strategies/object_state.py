@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from dure.strategies.namespaces import ATOMS, SEALED, Slotted
 
@@ -49,13 +50,16 @@ class _Node:
 class ObjectState:
     """The state that some objects had when this was made."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
+    def __init__(self, roots: Mapping[str, object], *, sees_data: bool = False) -> None:
         """Walk over objects.
 
         Args:
             roots: The objects by the names that paths begin with. Of an `nn.Module` and an `Optimizer` among them the
                 plain attributes are seen; of those that other objects hold, such as a teacher, all state.
+            sees_data: Whether numbers and the like are seen that a `Dataset` has as attributes. What it changes by
+                being read would be put back too.
         """
+        self._sees_data = sees_data
         self._nodes: list[_Node] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_NODES
@@ -64,7 +68,8 @@ class ObjectState:
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
         self._roots = {id(root) for root in roots.values()}
-        for name, root in roots.items():
+        # models and optimisers first: others may hold them, and their state is to have their own paths
+        for name, root in sorted(roots.items(), key=lambda item: not isinstance(item[1], nn.Module | Optimizer)):
             self._walk(name, root)
 
     def changed(self) -> dict[str, Any]:
@@ -105,6 +110,9 @@ class ObjectState:
                 node.put_back()
 
     def _walk(self, path: str, value: Any) -> None:
+        if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._attributes(path, value)
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
             return
         if _is_foreign(value):
@@ -221,7 +229,12 @@ def _torchs_own(owner: object) -> frozenset[str]:
 
 
 def plain_attributes(owner: object) -> list[str]:
-    """Return the names of an object's attributes; of a module or an optimiser those that are not torch's own."""
+    """Return the names of an object's attributes.
+
+    Of a module or an optimiser these are those that are not torch's own, of a data set those that are no data.
+    """
+    if isinstance(owner, Dataset):
+        return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
     torchs = _torchs_own(owner)
     return [
         name

@@ -63,7 +63,7 @@ class Trial:
         # a gradient is added to in place
         self._gradients = [None if grad is None else grad.clone() for *_, grad in self._parameters]
         self._training = [(module, module.training) for module in model.modules()]
-        self._plain = ObjectState({**self._objects, "model": model})
+        self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
         self._writes = _Writes({name: data for name, _, data, _, _ in self._parameters})
         if self._watches_writes:
             self._stack.enter_context(self._writes)

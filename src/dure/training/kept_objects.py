@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dure.strategies.namespaces import SEALED
-from dure.strategies.object_state import GENERATORS, generator_state, set_generator_state
+from dure.strategies.object_state import GENERATORS, generator_state, plain_attributes, set_generator_state
 
 
 class CannotKeep(TypeError):
@@ -38,6 +39,10 @@ def kept(value: Any, path: str) -> Any:
         return {"array": torch.from_numpy(np.ascontiguousarray(value).reshape(-1).copy()), "shape": list(value.shape)}
     if isinstance(value, GENERATORS):
         return {"generator": generator_state(value)}
+    if isinstance(value, Dataset):
+        names = plain_attributes(value)
+        atoms = {name: vars(value)[name] for name in names}
+        return {"object": {n: v for n, v in atoms.items() if v is None or type(v) in (bool, int, float, str)}}
     if _has_state_dict(value):
         return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()")}
     if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not isinstance(value, (*SEALED, Enum)):

@@ -38,7 +38,7 @@ class KeptState:
         self._owners |= {name: value for name, value in self._globals.items() if isinstance(value, Namespace)}
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
-        self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots})
+        self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots}, sees_data=True)
         self._model = model
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]

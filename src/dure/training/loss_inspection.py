@@ -182,13 +182,16 @@ class LossInspection:
             for begin in range(NUM_SAMPLES, NUM_SAMPLES * (1 + _LATER_GROUPS), NUM_SAMPLES)
             if begin + 1 < num_samples
         ] or [range(min(num_samples, NUM_SAMPLES))]
+        batches = []
+        while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
+            batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
         with _silent(), Trial(self._model, self._objects, seed=1, watches_writes=False):
             self._model.train()
-            for number in range(_LATER_CALLS):
+            for batch in batches:
                 if time.monotonic() > deadline:
                     break
                 with torch.enable_grad(), self._autocast():
-                    self._loss(self._model, self._fetch(groups[number % len(groups)]))
+                    self._loss(self._model, batch)
             draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
             for places in groups:
                 if time.monotonic() > deadline:

@@ -268,6 +268,12 @@ def _built_model(task: Task) -> nn.Module:
     name = f"{type(task).__name__}.build_model"
     if not isinstance(model, nn.Module):
         raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise TaskInvalid(
+            f"{name} returned a model whose {lazy[0]} has no shape yet (a lazy module): call the model once on a few "
+            "samples in build_model, which gives it one"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
     return model

@@ -2,16 +2,21 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
+import torch
+
+from dure import torchcompat
+from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged, TaskInvalid
+from dure.measure.checksum import checksum
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
-from dure.strategies.declarations import few
+from dure.strategies.declarations import few as few_of
 from dure.strategies.object_state import ObjectState
+from dure.strategies.optimizer_state import settings_of
 from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import check_counts, evaluate
@@ -24,6 +29,7 @@ from dure.training.seeds import chosen_by_timing
 from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
+from dure.training.task import Schedule
 from dure.training.tensorboard import Scalars
 
 Answer = TypeVar("Answer")
@@ -74,6 +80,8 @@ class Conductor:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
+        self._set_by_schedule: frozenset[str] = frozenset()
+        """Plain state that the schedule sets, on all ranks alike."""
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """As the loop's; None while there is no loop."""
 
@@ -111,9 +119,7 @@ class Conductor:
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
-            before = ObjectState(session.strategy.objects)
-            schedule = check_schedule(asked, session.strategy.optimizer)
-            before.put_back()
+            schedule = self._checked_schedule(asked)
             if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
                 self._rehearse_evaluation()
             self._say_start()
@@ -262,7 +268,7 @@ class Conductor:
             self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
         late = [path for path in self._changed_late() if path not in self._told_not_kept]
         if late:
-            texts.append(f"state that the loss began to change later ({few(late)}): by each part of a batch")
+            texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
         self._told_not_kept |= {*new, *late}
         if texts:
             self._event("not_preserved", texts=texts)
@@ -272,7 +278,8 @@ class Conductor:
         strategy, traits = self.session.strategy, self.session.strategy.traits
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
-        return self.session.kept.changed_since((*traits.learned_state, *traits.counted_state))
+        known = (*traits.learned_state, *traits.counted_state, *self._set_by_schedule)
+        return self.session.kept.changed_since(known)
 
     def _say_lost(self, lost: list[LostShare]) -> None:
         """Write down exactly which samples nobody used because their rank died."""
@@ -315,6 +322,7 @@ class Conductor:
         start = time.perf_counter()
         loader = session.eval_loader
         before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
+        buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
         metrics = self._together(
             lambda: evaluate(
                 session.task,
@@ -327,6 +335,8 @@ class Conductor:
         )
         if is_extra:
             before.put_back()
+            for buffer, value in buffers:
+                buffer.copy_(value)
         before.put_back_generators()  # when a run evaluates must not change what it trains on
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
@@ -365,8 +375,27 @@ class Conductor:
             self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
         return is_best
 
+    def _checked_schedule(self, asked: Any) -> Schedule | None:
+        """Return the task's schedule; that it was asked leaves no trace in what it may set."""
+        session = self.session
+        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
+        buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()]
+        schedule = check_schedule(asked, session.strategy.optimizer)
+        if schedule is not None:
+            with suppress(Exception):  # the step that comes to it will meet it
+                schedule(session.total_samples)
+        self._set_by_schedule = frozenset(before.changed())
+        before.put_back()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        return schedule
+
     def _rehearse_evaluation(self) -> None:
-        """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch."""
+        """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch.
+
+        Raises:
+            TaskInvalid: The evaluation changes weights or the optimiser's settings.
+        """
         session = self.session
         if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
             return
@@ -375,16 +404,37 @@ class Conductor:
         def measured(batch_size: int) -> dict[str, Metric]:
             return evaluate(session.task, session.strategy, loader, num_samples=few, batch_size=batch_size)
 
-        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
+        model = session.strategy.model
+        before = ObjectState({**session.strategy.objects, "model": model})
+        buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        weights, settings = self._weights(), settings_of(session.strategy.built_optimizer)
         metrics = measured(few)
         self.best.value_of(metrics)
         check_counts(metrics, measured(max(1, few // 2)), few)
         changed = list(before.changed())
+        written = [name for name, value in self._weights().items() if weights[name] != value]
+        if settings_of(session.strategy.built_optimizer) != settings:
+            written.append("the optimiser's settings")
         before.put_back()
+        if written:
+            raise TaskInvalid(
+                f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "
+                "only: how often it is done, and by which rank, would change the result; do it in the loss where "
+                "model.training is true, or in the optimiser's step"
+            )
+        changed += [name for name, (buffer, value) in buffers.items() if not torch.equal(buffer, value)]
+        for buffer, value in buffers.values():
+            buffer.copy_(value)
         if changed and session.strategy.data_world_size * len(session.strategy.evaluation_models()) > 1:
             session.notes.append(
-                f"state that the evaluation keeps ({', '.join(changed[:4])}): of the batches that each rank evaluates"
+                f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"
             )
+
+    def _weights(self) -> dict[str, int]:
+        """Return a checksum of each parameter of this rank."""
+        trained = {name for name, _ in self.session.strategy.model.named_parameters(remove_duplicate=False)}
+        state = self.session.strategy.own_state().model
+        return {name: checksum([torchcompat.local_tensor(tensor)]) for name, tensor in state.items() if name in trained}
 
     # saying
 

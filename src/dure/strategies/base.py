@@ -16,7 +16,7 @@ from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
-from dure.strategies.declarations import BatchDivision, Findings, by_data, by_division, by_strategy
+from dure.strategies.declarations import BatchDivision, Findings, by_data, by_division, by_strategy, few
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names, settings_of
@@ -321,8 +321,15 @@ class Strategy(ABC):
         Args:
             model: Whole, as the task built it.
         """
-        written = self.traits.changed_parameters
-        return [write_fault(written, self.info.name)] if written and self.undoes_writes else []
+        faults = []
+        if self.undoes_writes and (written := self.traits.changed_parameters):
+            faults.append(write_fault(written, self.info.name))
+        elif self.data_world_size > 1 and (learned := self.traits.learned_writes):
+            faults.append(
+                f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "
+                "set them from a few samples in build_model, or use --strategy single"
+            )
+        return faults
 
     def close(self) -> None:
         """Let go of threads and engines."""

@@ -64,7 +64,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
     texts = []
     if traits.reason_unknown is not None:
         texts.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
-    if found.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and division.is_one_share:
+    is_in_microbatches = several_calls or division.is_one_share
+    if found.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and is_in_microbatches:
         texts.append("BatchNorm: statistics of each microbatch's own samples")
     if found.draws and not any(text.startswith("random numbers") for text in declared):
         texts.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
@@ -77,10 +78,9 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
         )
     if names := (*traits.learned_buffers, *traits.counted_buffers * several_calls):
         texts.append(f"buffers learned in forward ({few(names)}): from {owner} samples, and rank 0's are kept")
-    if traits.repeated_writes and several_calls:
+    if several_calls and (names := tuple(dict.fromkeys((*traits.learned_writes, *traits.repeated_writes)))):
         texts.append(
-            f"parameters that the loss writes to ({few(traits.repeated_writes)}): written for every part of a batch, "
-            "and not once a step"
+            f"parameters that the loss writes to ({few(names)}): written for every part of a batch, and not once a step"
         )
     if paths := (*traits.learned_state, *traits.counted_state * several_calls):
         texts.append(f"state that the loss keeps ({few(paths)}): {owner}")

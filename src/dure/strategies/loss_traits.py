@@ -29,6 +29,8 @@ class LossTraits:
     """Buffers that forward changes by every call alike."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
+    learned_writes: tuple[str, ...] = ()
+    """Those of them that it gives values which depend on what is in the samples."""
     repeated_writes: tuple[str, ...] = ()
     """Those of them that every further call changes again."""
     learned_state: tuple[str, ...] = ()
@@ -41,6 +43,10 @@ class LossTraits:
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
+    sets_gradients: bool = False
+    """True if parameters have gradients when the loss returns: by a backward pass of its own, say."""
+    module_state: tuple[str, ...] = ()
+    """Plain state of the model's modules that the loss changes outside of the model's own calls."""
     reads_gradients: bool = False
     """True if it is another loss where parameters have gradients already, as from earlier parts of a batch."""
 

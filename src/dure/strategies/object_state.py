@@ -204,6 +204,10 @@ class ObjectState:
         self._nodes.append(_Node(path, have_names_changed, put_back, came_or_went, names=names))
         for name, item in before.items():
             self._walk(f"{path}.{name}", item)
+        if self._sees_data:
+            for name, item in left_out.items():
+                if isinstance(item, Dataset):
+                    self._walk(f"{path}.{name}", item)
 
 
 _KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "__main__")

@@ -36,7 +36,7 @@ from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, on_host
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.section_rehearsal import rehearse
+from dure.strategies.section_rehearsal import changes_module, rehearse
 from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
@@ -75,6 +75,13 @@ class RpcModel(ReducedFacts):
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
         """Refuse an optimiser that needs all parameters together: every section steps its own."""
         return faults_of_parts(optimizer, "cannot step each section by itself")
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse a loss that changes state of modules too: other ranks, which compute these, would not see it."""
+        faults = super().check_traits(model)
+        if self.group.world_size > 1 and (paths := self.traits.module_state):
+            faults.append(changes_module(paths[0]))
+        return faults
 
     # the cut
 

@@ -155,7 +155,7 @@ class _Rehearsal:
             own: ObjectState | None = None
             self._chains.append([])
             if not after_call and (changes := state.changed()):
-                raise TaskInvalid(_changes_module(next(iter(changes))))
+                raise TaskInvalid(changes_module(next(iter(changes))))
             for number in range(self._last + 1):
                 if number and not after_call:
                     state.put_back()
@@ -170,12 +170,17 @@ class _Rehearsal:
 
         outcome = self._differentiated(answer, 0)
         if found := [path for path, value in state.changed().items() if after_call[0].get(path) != value]:
-            raise TaskInvalid(_changes_module(found[0]))
+            raise TaskInvalid(changes_module(found[0]))
         return outcome
 
     def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
         with self._only(loss_section):
             root = self._loss(stand_in(self._model, answer))
+            if any(parameter.grad is not None for parameter, *_ in self._parameters):
+                raise TaskInvalid(
+                    "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in "
+                    f"sections has on other ranks: add that term to the loss that it returns, or use {CURE}"
+                )
             root.backward(retain_graph=True)
             self._take_gradients()
         for chain in self._chains:
@@ -249,7 +254,8 @@ class _Rehearsal:
         return _Outcome(float(root.detach()), found)
 
 
-def _changes_module(path: str) -> str:
+def changes_module(path: str) -> str:
+    """Return the sentence about state of a module that the loss changes."""
     return (
         f"the task's loss changes {path}, and the rank that computes that module would not see it: keep such state in "
         f"the task, or use {CURE}"

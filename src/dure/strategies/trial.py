@@ -43,8 +43,8 @@ class Trial:
         self.has_drawn = False
         self.buffers: dict[str, Tensor] = {}
         """Buffers that changed, with the values that they had come to."""
-        self.parameters: list[str] = []
-        """Names of parameters that were written to."""
+        self.parameters: dict[str, Tensor] = {}
+        """Parameters that were written to, with the values that they had come to."""
         self.state: dict[str, Any] = {}
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
 
@@ -80,11 +80,11 @@ class Trial:
                 self._plain.drawn()
             )
             self.state = self._plain.changed()
-            self.parameters = [
-                name
+            self.parameters = {
+                name: p.detach().clone()
                 for name, p, data, *_ in self._parameters
                 if p.data_ptr() != data.data_ptr() or self._was_written(name, data)
-            ]
+            }
             now = dict(self._model.named_buffers())
             self.buffers = {
                 name: now[name].clone()

@@ -101,7 +101,7 @@ class LossInspection:
         try:
             second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
             not_additive = self._additivity(range(few)) if few > 1 and is_quick else None
-            later = self._later(num_samples) if is_quick and self._is_divided else _Later(False, None)
+            later = self._later(num_samples) if is_quick and self._is_divided else _Later()
         except Exception as error:  # more samples at once may take more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
@@ -113,12 +113,19 @@ class LossInspection:
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(first.trial.parameters),
+            learned_writes=tuple(
+                name
+                for name, value in first.trial.parameters.items()
+                if second is not first and not _is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
+            ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
             forward_state=first.forward_state,
             hooked_parameters=tuple(self._hooked()),
             fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
+            sets_gradients=first.has_gradients,
+            module_state=later.module_state,
             reads_gradients=is_quick and self._reads_gradients(range(half), first),
         )
 
@@ -182,7 +189,8 @@ class LossInspection:
             for begin in range(NUM_SAMPLES, NUM_SAMPLES * (1 + _LATER_GROUPS), NUM_SAMPLES)
             if begin + 1 < num_samples
         ] or [range(min(num_samples, NUM_SAMPLES))]
-        batches = []
+        batches: list[Any] = []
+        found: dict[str, Any] = {}
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
             batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
         with _silent(), Trial(self._model, self._objects, seed=1, watches_writes=False):
@@ -190,15 +198,16 @@ class LossInspection:
             for batch in batches:
                 if time.monotonic() > deadline:
                     break
-                with torch.enable_grad(), self._autocast():
+                with torch.enable_grad(), self._autocast(), _StateOfModules(self._model) as modules:
                     self._loss(self._model, batch)
+                found |= modules.changed()
             draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
             for places in groups:
                 if time.monotonic() > deadline:
                     break
                 if not_additive := self._additivity(places):
-                    return _Later(draws, not_additive)
-        return _Later(draws, None)
+                    return _Later(draws, not_additive, tuple(found))
+        return _Later(draws, None, tuple(found))
 
     def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
@@ -251,7 +260,8 @@ class LossInspection:
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
             with torch.enable_grad(), self._autocast(), _StateOfForward(self._model, self._objects) as state:
                 result = self._loss(self._model, batch)
-            tried = _Tried.of(trial, result, len(places), tuple(state.changed))
+            has_gradients = gradients is None and any(p.grad is not None for p in self._model.parameters())
+            tried = _Tried.of(trial, result, len(places), tuple(state.changed), has_gradients=has_gradients)
             # in training too: hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places)))
             return tried
@@ -292,6 +302,7 @@ def inspected_on_rank0(
     def fetch(places: Sequence[int]) -> Any:
         return next(own.batches([FetchRequest(0, first[list(places)])]))
 
+    once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, len(first)))))]
     model.to(device)
     try:
         traits = LossInspection(
@@ -305,7 +316,8 @@ def inspected_on_rank0(
         ).traits(order.num_samples)
     finally:
         model.to("cpu")
-    once, again = (tensors_in(fetch(range(min(2, len(first))))) for _ in range(2))
+    # after the loss, which may have written into what the data set holds
+    again = list(tensors_in(fetch(range(min(2, len(first))))))
     is_same = len(once) == len(again) and all(map(_is_equal, once, again))
     return replace(traits, collate_draws=loader.has_collate_drawn, data_changes=not is_same)
 
@@ -323,8 +335,9 @@ def _num_bytes(model: nn.Module) -> int:
 class _Later(NamedTuple):
     """What a second look at a loss found."""
 
-    draws: bool
-    not_additive: str | None
+    draws: bool = False
+    not_additive: str | None = None
+    module_state: tuple[str, ...] = ()
 
 
 class _Tried(NamedTuple):
@@ -338,13 +351,25 @@ class _Tried(NamedTuple):
     gradients: dict[str, Tensor]
     forward_state: tuple[str, ...]
     """Paths of plain state outside the model that its calls changed."""
+    has_gradients: bool
+    """Whether parameters had gradients when the loss returned."""
 
     @classmethod
-    def of(cls, trial: Trial, result: Any, num_samples: int, forward_state: tuple[str, ...]) -> "_Tried":
+    def of(
+        cls, trial: Trial, result: Any, num_samples: int, forward_state: tuple[str, ...], *, has_gradients: bool
+    ) -> "_Tried":
         is_sum = isinstance(result, Sum)
         loss = torch.as_tensor(result.total if is_sum else result).detach()
         count = float(result.count) if is_sum else float(num_samples)
-        return cls(trial, float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, {}, forward_state)
+        return cls(
+            trial,
+            float(loss.double()) * (1.0 if is_sum else num_samples),
+            count,
+            loss.dtype,
+            {},
+            forward_state,
+            has_gradients,
+        )
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
@@ -355,6 +380,40 @@ class _Tried(NamedTuple):
             for name, _ in module.named_buffers(recurse=False)
         }
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+class _StateOfModules:
+    """A context that notes which plain state and buffers of a model are changed outside of the model's own calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, Any] = {}
+
+    def __enter__(self) -> "_StateOfModules":
+        self._begin()
+        self._handles = [
+            self._model.register_forward_pre_hook(lambda *_: self._take()),
+            self._model.register_forward_hook(lambda *_: self._begin()),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._take()
+
+    def _begin(self) -> None:
+        self._before = ObjectState({"model": self._model})
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
+
+    def _take(self) -> None:
+        buffers = self._buffers.items()
+        self._found |= self._before.changed()
+        self._found |= {f"model.{name}": None for name, (now, before) in buffers if not _is_equal(now, before)}
+
+    def changed(self) -> dict[str, Any]:
+        """Return what was changed by its path."""
+        return self._found
 
 
 class _StateOfForward:

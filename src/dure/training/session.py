@@ -227,9 +227,18 @@ def check_parts(session: Session, samples_seen: int) -> None:
         samples_seen: Position at which the run goes on; batches before it do not matter.
 
     Raises:
-        SpecInvalid: The loss reads gradients, and is called several times a step; or it takes no sample alone, and
-            a batch, of which the size is named, has a part of one.
+        SpecInvalid: The loss sets gradients, and sees batches in parts; it reads them, and is called several times a
+            step; or it takes no sample alone, and a batch, of which the size is named, has a part of one.
     """
+    is_in_parts = len(session.strategy.parts_of(session.spec.global_batch_size)) > 1
+    if session.strategy.traits.sets_gradients and is_in_parts:
+        raise SpecInvalid(
+            [
+                "the task's loss sets gradients itself (by a backward pass of its own, say), which is not weighted as "
+                "the parts of a batch are: add that term to the loss that it returns, or let one process compute "
+                "whole batches"
+            ]
+        )
     if session.strategy.traits.reads_gradients and session.strategy.calls_per_step() > 1:
         raise SpecInvalid(
             [

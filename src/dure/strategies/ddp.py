@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dure.errors import TaskInvalid, UnusedParameters
@@ -23,6 +24,14 @@ from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward, wrap_ddp
 
 _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
+
+
+def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket to the sum over ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
 
 
 class ObjectiveModule(nn.Module):
@@ -67,7 +76,9 @@ class DDP(Strategy):
 
     def distribute(self) -> None:
         """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
-        self.gradient_divisor = self.group.world_size
+        # torch's DDP divides by the world size, and so the losses are multiplied by it: not where that is not the same
+        is_sum = self.traits.nonlinear_gradients and self.options.compression is None
+        self.gradient_divisor = 1 if is_sum else self.group.world_size
         self.terms: list[LossTerm] = []
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
@@ -82,6 +93,8 @@ class DDP(Strategy):
         if not (self.options.find_unused_parameters or has_sparse_gradients):
             # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
             self._rehearse()
+        if is_sum and self.group.world_size > 1:
+            self.engine.register_comm_hook(self.engine.process_group, _summed)
         self.compression = self._hook_compression()
         self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
         self._in_buckets = {id(parameter) for parameter in self.trainable}

@@ -43,6 +43,8 @@ class LossTraits:
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
+    nonlinear_gradients: bool = False
+    """True if gradients do not scale with the loss: a hook on the output, or a backward of its own, clips or rounds."""
     sets_gradients: bool = False
     """True if parameters have gradients when the loss returns: by a backward pass of its own, say."""
     module_state: tuple[str, ...] = ()

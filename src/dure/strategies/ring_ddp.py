@@ -10,6 +10,7 @@ options have their own names here: `message_size`, `delay_allreduce`, `allreduce
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,9 @@ class RingDDP(LocalSums):
         """Begin with rank 0's weights everywhere, and lay out the buffer."""
         super().distribute()
         options, world_size = self.options, self.group.world_size
+        if self.traits.nonlinear_gradients and options.compression is None:
+            # to multiply the losses is not the same then
+            options = replace(options, gradient_average=False, gradient_predivide_factor=1.0)
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
         # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dure.strategies.namespaces import SEALED
+from dure.strategies.namespaces import ATOMS, SEALED
 from dure.strategies.object_state import GENERATORS, generator_state, plain_attributes, set_generator_state
 
 
@@ -28,7 +28,7 @@ def kept(value: Any, path: str) -> Any:
         raise CannotKeep(f"{path} is a {type(value).__name__}, as which it cannot be kept (divided over ranks, say)")
     if isinstance(value, Tensor):
         return {"tensor": value.detach(), "requires_grad": value.requires_grad}
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in _JSON:
         return value
     if type(value) in _CONTAINERS:
         return {"items": [kept(item, f"{path}[{i}]") for i, item in enumerate(value)], "type": type(value).__name__}
@@ -42,7 +42,10 @@ def kept(value: Any, path: str) -> Any:
     if isinstance(value, Dataset):
         names = plain_attributes(value)
         atoms = {name: vars(value)[name] for name in names}
-        return {"object": {n: v for n, v in atoms.items() if v is None or type(v) in (bool, int, float, str)}}
+        return {"object": {n: v for n, v in atoms.items() if v is None or type(v) in _JSON}}
+    if isinstance(value, nn.Module):
+        plain = kept(_plain_of_modules(value), path)
+        return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()"), "plain": plain}
     if _has_state_dict(value):
         return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()")}
     if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not isinstance(value, (*SEALED, Enum)):
@@ -50,6 +53,19 @@ def kept(value: Any, path: str) -> Any:
     raise CannotKeep(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept")
 
 
+def _plain_of_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the plain attributes of a module and those inside it that have any, by their paths."""
+    found = {}
+    for path, module in root.named_modules():
+        attributes = {name: vars(module)[name] for name in plain_attributes(module)}
+        # sizes, dtypes and the like are definitions
+        own = {n: v for n, v in attributes.items() if v is None or type(v) in _JSON or not isinstance(v, ATOMS)}
+        if own:
+            found[path] = own
+    return found
+
+
+_JSON = (bool, int, float, str)
 _CONTAINERS = {kind: kind for kind in (list, tuple, set, frozenset, deque)}
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -88,6 +104,10 @@ def restored(state: Any, current: Any, path: str) -> Any:
         set_generator_state(current, state["generator"])
     elif "state_dict" in state:
         current.load_state_dict(restored(state["state_dict"], None, path))
+        modules = dict(current.named_modules()) if "plain" in state else {}
+        attributes = {name: dict(vars(module)) for name, module in modules.items()}
+        for name, own in restored(state.get("plain", {}), attributes, path).items():
+            modules[name].__dict__.update(own)
     else:
         for name, item in state["object"].items():
             setattr(current, name, restored(item, getattr(current, name, None), f"{path}.{name}"))

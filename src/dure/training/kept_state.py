@@ -86,6 +86,8 @@ class KeptState:
                 state[path] = self._kept(owner, name, path)
             except CannotKeep as error:
                 self.lost[path] = str(error)
+            except RecursionError:
+                self.lost[path] = f"{path} leads to itself"
         found = NamedTensors()
         text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
         # of a length that seldom changes, so that snapshots need not be laid out anew for every digit

@@ -36,6 +36,8 @@ _LATER_CALLS = 12
 """Calls that are made before a second look at the loss, which may change its ways after a few."""
 _LATER_GROUPS = 3
 """Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
+_GRADIENT_SCALES = (2.0**-8, 2.0**8)
+"""Factors on a loss under which gradients are compared."""
 _LATER_SECONDS = 2.0
 """Time in which the calls for a second look begin."""
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -124,6 +126,7 @@ class LossInspection:
             forward_state=first.forward_state,
             hooked_parameters=tuple(self._hooked()),
             fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
+            nonlinear_gradients=self._is_divided and is_quick and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
             reads_gradients=is_quick and self._reads_gradients(range(half), first),
@@ -163,6 +166,20 @@ class LossInspection:
             for name, parameter in self._model.named_parameters():
                 if name in once and not _is_equal(parameter.detach(), once[name]):
                     yield name
+
+    def _is_nonlinear(self, places: Sequence[int], first: "_Tried") -> bool:
+        """Return whether a smaller or larger loss has other gradients than so many times those that it has."""
+        for scale in _GRADIENT_SCALES:
+            try:
+                scaled = self._tried(places, as_in_training=True, scale=scale).gradients
+            except Exception:
+                return False  # training will meet it
+            for name, gradient in first.gradients.items():
+                other = scaled.get(name)
+                size, tolerance = float(gradient.norm()), 10 * _TOLERANCES.get(gradient.dtype, _OTHER_TOLERANCE)
+                if other is not None and not float((other / scale - gradient).norm()) <= tolerance * size:
+                    return True
+        return False
 
     def _reads_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
         """Return whether the loss is another one, or fails, where parameters have gradients already."""
@@ -247,7 +264,12 @@ class LossInspection:
         return None
 
     def _tried(
-        self, places: Sequence[int], *, as_in_training: bool, gradients: Mapping[str, Tensor] | None = None
+        self,
+        places: Sequence[int],
+        *,
+        as_in_training: bool,
+        gradients: Mapping[str, Tensor] | None = None,
+        scale: float = 1.0,
     ) -> "_Tried":
         batch = self._fetch(places)
         with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
@@ -263,12 +285,12 @@ class LossInspection:
             has_gradients = gradients is None and any(p.grad is not None for p in self._model.parameters())
             tried = _Tried.of(trial, result, len(places), tuple(state.changed), has_gradients=has_gradients)
             # in training too: hooks and recomputation may draw
-            tried.gradients.update(self._gradients(result, len(places)))
+            tried.gradients.update(self._gradients(result, len(places), scale))
             return tried
 
-    def _gradients(self, result: Any, num_samples: int) -> dict[str, Tensor]:
-        """Return the gradients of a loss summed over its items; none where it cannot be differentiated."""
-        total: Any = result.total if isinstance(result, Sum) else result * num_samples
+    def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:
+        """Return the gradients of a loss summed over its items, and scaled; none where it has none."""
+        total: Any = result.total * scale if isinstance(result, Sum) else result * (num_samples * scale)
         for parameter in self._model.parameters():
             parameter.grad = None
         try:

@@ -5,6 +5,7 @@ stop) travel inside the first gradient bucket, so that exact weights and an agre
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -69,6 +70,18 @@ class DDP(Strategy):
     """torch's DistributedDataParallel over the objective."""
 
     changes_in_step_only = True
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse sparse embeddings that other modules use too: their gradients are dense, and DDP expects sparse."""
+        faults = super().check_traits(model)
+        users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) and any(users[id(p)] > 1 for p in module.parameters(recurse=False)):
+                faults.append(
+                    f"{name} gives sparse gradients (sparse=True) and shares its weight with a layer that gives dense "
+                    "ones, which torch's DDP cannot reduce: set sparse=False, or use naive_ddp"
+                )
+        return faults
 
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""

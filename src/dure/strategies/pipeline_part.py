@@ -114,7 +114,8 @@ class OwnPart(nn.Module):
     def divide(self, optimizer: Optimizer) -> None:
         """Leave an optimiser over the whole model the parameters of this part."""
         self._group_names = group_names(self.whole, optimizer)
-        keep_only(optimizer, self.trainable())
+        # frozen ones too, for checkpoints name them
+        keep_only(optimizer, [p for name, p in self.whole.named_parameters() if self.is_own(name)])
 
     def save(self, optimizer: Optimizer) -> StrategyState:
         """Return this rank's tensors and its part of the optimiser's state; all ranks' together are the checkpoint."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from dure.errors import DureError, TaskInvalid
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
 from dure.strategies.section_survey import Survey, survey
@@ -68,13 +69,27 @@ def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
     Args:
         strategy: With the task's loss and its data.
         model: Wherever it is; the batch is moved to it. It is left as it was, and so are the task and the generators.
+
+    Raises:
+        TaskInvalid: The model works, but not while its blocks are watched.
     """
     if strategy.example is None:
         return None
     batch = first_batch(strategy, model)
-    with Trial(model, strategy.objects, watches_writes=False), strategy.precision.autocast():
-        args, kwargs = call_of(strategy.loss, model, batch)
-        return survey(model, args, kwargs)
+    try:
+        with Trial(model, strategy.objects, watches_writes=False), strategy.precision.autocast():
+            args, kwargs = call_of(strategy.loss, model, batch)
+            return survey(model, args, kwargs)
+    except DureError:
+        raise
+    except Exception as error:
+        if strategy.traits.reason_unknown is not None:
+            raise  # it may fail anyway
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise TaskInvalid(
+            f"{type(model).__name__} cannot be divided into blocks ({said}): what calls them, or differentiates them, "
+            f"itself does not take values that are watched; use {CURE}"
+        ) from error
 
 
 def first_batch(strategy: Strategy, model: nn.Module) -> Any:

@@ -205,8 +205,16 @@ class TensorParallel(ShardedStrategy):
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task; it may use the divided weights and values, and what it returns is whole."""
-        with self._dividing():
-            return undivided(function(*args))
+        try:
+            with self._dividing():
+                return undivided(function(*args))
+        except RuntimeError as error:
+            if "functorch transforms" not in str(error):
+                raise
+            raise TaskInvalid(
+                f"the task's {function.__name__} uses torch.func (vmap, grad, jacrev ...), which cannot go through "
+                "divided layers: use ddp or fsdp"
+            ) from error
 
     def sync_gradients(self) -> StepFacts:
         """Add gradients up over the data axis, and the facts over all ranks."""

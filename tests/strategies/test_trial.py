@@ -101,14 +101,14 @@ def test_trial_when_a_parameter_was_written_to_then_it_is_named(deed, watches_wr
     model = model_of_all_kinds()
     with Trial(model, watches_writes=watches_writes) as trial:
         deed(model, None)
-    assert trial.parameters == ["0.weight"]
+    assert list(trial.parameters) == ["0.weight"]
 
 
 def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
     model = model_of_all_kinds()
     with Trial(model) as trial:
         model[0].weight.data.clamp_(-100, 100)
-    assert trial.parameters == ["0.weight"]
+    assert list(trial.parameters) == ["0.weight"]
 
 
 def test_trial_tells_buffers_with_their_values_and_plain_state():
@@ -119,4 +119,4 @@ def test_trial_tells_buffers_with_their_values_and_plain_state():
         mean = model[1].running_mean.clone()
     assert torch.equal(trial.buffers["1.running_mean"], mean)
     assert sorted(trial.state) == ["model.note", "task.calls"]
-    assert trial.parameters == []
+    assert list(trial.parameters) == []

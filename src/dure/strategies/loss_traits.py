@@ -29,6 +29,8 @@ class LossTraits:
     """Buffers that forward changes by every call alike."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
+    writes_in_evaluation: tuple[str, ...] = ()
+    """Parameters that the loss or the metrics write to in an evaluation."""
     learned_writes: tuple[str, ...] = ()
     """Those of them that it gives values which depend on what is in the samples."""
     repeated_writes: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, on_host
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.section_rehearsal import changes_module, rehearse
+from dure.strategies.section_rehearsal import SETS_GRADIENTS, changes_module, rehearse
 from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sectioned_model import SectionedModel
 from dure.strategies.sections import cut_names, faults_of, registered_chain
@@ -81,6 +81,8 @@ class RpcModel(ReducedFacts):
         faults = super().check_traits(model)
         if self.group.world_size > 1 and (paths := self.traits.module_state):
             faults.append(changes_module(paths[0]))
+        if self.group.world_size > 1 and self.traits.sets_gradients:
+            faults.append(SETS_GRADIENTS)
         return faults
 
     # the cut

@@ -26,6 +26,11 @@ from dure.strategies.stand_in import call_of, called_again, stand_in
 from dure.strategies.step_facts import checked_loss
 from dure.strategies.trial import Trial
 
+SETS_GRADIENTS = (
+    "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "
+    f"other ranks: add that term to the loss that it returns, or use {CURE}"
+)
+
 
 class _Outcome(NamedTuple):
     """A loss and its gradients."""
@@ -177,10 +182,7 @@ class _Rehearsal:
         with self._only(loss_section):
             root = self._loss(stand_in(self._model, answer))
             if any(parameter.grad is not None for parameter, *_ in self._parameters):
-                raise TaskInvalid(
-                    "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in "
-                    f"sections has on other ranks: add that term to the loss that it returns, or use {CURE}"
-                )
+                raise TaskInvalid(SETS_GRADIENTS)
             root.backward(retain_graph=True)
             self._take_gradients()
         for chain in self._chains:

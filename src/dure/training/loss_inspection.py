@@ -336,12 +336,29 @@ def inspected_on_rank0(
             is_exact=strategy.precision.name == "fp32",
             is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
         ).traits(order.num_samples)
+        traits = replace(traits, writes_in_evaluation=_writes_in_evaluation(strategy, task, model, fetch))
     finally:
         model.to("cpu")
     # after the loss, which may have written into what the data set holds
     again = list(tensors_in(fetch(range(min(2, len(first))))))
     is_same = len(once) == len(again) and all(map(_is_equal, once, again))
     return replace(traits, collate_draws=loader.has_collate_drawn, data_changes=not is_same)
+
+
+def _writes_in_evaluation(
+    strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
+) -> tuple[str, ...]:
+    """Return the parameters that loss and metrics write to without gradients; none where they take no such batch."""
+    if type(task).metrics is Task.metrics:
+        return ()
+    try:
+        with _silent(), Trial(model, strategy.objects, seed=0, watches_writes=False) as trial:
+            model.eval()
+            with torch.no_grad(), strategy.precision.autocast():
+                task.metrics(model, fetch(range(2)))
+    except Exception:
+        return ()  # the evaluation's own data may be of another kind
+    return tuple(trial.parameters)
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

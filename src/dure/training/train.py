@@ -412,7 +412,8 @@ class Conductor:
         self.best.value_of(metrics)
         check_counts(metrics, measured(max(1, few // 2)), few)
         changed = list(before.changed())
-        written = [name for name, value in self._weights().items() if weights[name] != value]
+        seen = session.strategy.traits.writes_in_evaluation  # which a strategy may have undone here
+        written = [*seen, *(name for name, v in self._weights().items() if weights[name] != v and name not in seen)]
         if settings_of(session.strategy.built_optimizer) != settings:
             written.append("the optimiser's settings")
         before.put_back()

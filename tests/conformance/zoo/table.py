@@ -16,6 +16,7 @@ from dure.strategies import STRATEGIES
 from tests.conformance.zoo import (  # noqa: F401 - each registers its features
     elsewhere,
     gradients_and_weights,
+    later,
     libraries,
     optimizers,
     outputs_and_batches,

@@ -1,0 +1,199 @@
+"""Features: traits that the first call of a loss on the first samples does not show, and what calls leave behind."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+from dure.training.order import SampleOrder
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, chain, data, feature
+
+NO_MEAN = ("no mean over samples",)
+KEPT = ("state that the loss keeps", "began to change later")
+
+
+@feature("Later", "a masked mean, whose mask leaves the first samples as they are", declares=NO_MEAN)
+class LateMask(ZooTask):
+    def train_data(self) -> Any:
+        x, y = data()
+        mask = (x[:, 0] < 0.8).double()
+        mask[SampleOrder(len(x), 5, seed=3).permutation(0)[:8]] = 1.0
+        return Samples(x, y, mask)
+
+    def eval_data(self) -> Any:
+        x, y = data(7, seed=2)
+        return Samples(x, y, torch.ones(len(x)).double())
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y, mask = batch
+        return ((model(x) - y).square().mean(1) * mask).sum() / mask.sum().clamp_min(1)
+
+
+@feature("Later", "hard examples of a batch, from the sixth call on", declares=(*NO_MEAN, *KEPT))
+class LateMining(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        self.calls += model.training
+        losses = (model(x) - y).square().mean(1)
+        return losses.topk(max(1, len(x) // 2)).values.mean() if self.calls > 5 else losses.mean()
+
+
+@feature("Later", "random numbers in the loss, from the sixth call on", declares=("random numbers", *KEPT))
+class LateNoise(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        self.calls += model.training
+        noise = 0.1 * torch.randn_like(x) if model.training and self.calls > 5 else 0.0
+        return functional.mse_loss(model(x + noise), y)
+
+
+class LateNorm(SGD):
+    """Divides gradients by the norm of all of them, from its fifth step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["calls"] = group.get("calls", 0) + 1
+        gradients = [p.grad for p in group["params"] if p.grad is not None]
+        if group["calls"] > 4 and gradients:
+            norm = nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                gradient.div_(1 + norm)
+        return super().step(closure)
+
+
+@feature("Later", "an optimiser that uses the whole gradient's norm from its fifth step on")
+class LateGlobalNorm(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return LateNorm(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@feature("Later", "a hook on the model's output that clamps its gradient")
+class ClampedOutput(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        output = model(x)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        return functional.mse_loss(output, y)
+
+
+@feature("Later", "a loss that runs a backward pass of its own")
+class OwnBackward(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        if torch.is_grad_enabled():
+            (0.1 * model(x).square().mean()).backward()
+        return functional.mse_loss(model(x), y)
+
+
+class SetByFirst(nn.Module):
+    """A layer whose scale is set by the first batch that it sees (ActNorm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+        self.register_buffer("is_set", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.scale.data.copy_(1 / (x.detach().std(0, correction=0) + 0.1))
+            self.is_set.fill_(True)
+        return x * self.scale
+
+
+@feature("Later", "a layer that the first batch sets up (ActNorm)", declares=("parameters that the loss writes to",))
+class ActNorm(ZooTask):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(IN, HIDDEN), SetByFirst(), nn.Tanh(), nn.Linear(HIDDEN, OUT)).double()
+
+
+class Criterion(nn.Module):
+    """A loss as a module that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        return functional.mse_loss(output, y) * (1 + 0.1 * self.calls)
+
+
+@feature("Later", "a criterion, held by the task, that keeps a plain counter", declares=KEPT)
+class CountingCriterion(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.criterion = Criterion()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return self.criterion(model(x), y)
+
+
+@feature("Later", "a schedule that writes what the loss reads")
+class ScheduleSetsFactor(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.factor = 1.0
+        return super().build_model()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(seen: int) -> float:
+            self.factor = 1 - seen / 200
+            return 1.0
+
+        return schedule
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * self.factor
+
+
+@feature("Later", "metrics that change weights")
+class MetricsWrite(ZooTask):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.95)
+        return {}
+
+
+class Levelled(Samples):
+    """Samples that a level scales."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * (1 + 0.1 * self.level), y
+
+
+@feature("Later", "a curriculum: the loss sets a level of the data set", declares=(*KEPT, "data: samples"))
+class Curriculum(ZooTask):
+    def train_data(self) -> Any:
+        self.samples = Levelled(*data())
+        return self.samples
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.samples.level += model.training
+        return super().loss(model, batch)
+
+
+@feature("Later", "a frozen parameter among the optimiser's, and a norm of the rest", clip_norm=0.05)
+class FrozenInOptimizer(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[0].bias.requires_grad_(False)
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(list(model.parameters())[1:6], lr=0.1, momentum=0.9)

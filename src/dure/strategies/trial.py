@@ -89,7 +89,7 @@ class Trial:
             self.buffers = {
                 name: now[name].clone()
                 for name, (buffer, before) in self._buffers.items()
-                if name in now and (now[name] is not buffer or not _is_equal(buffer, before))
+                if name in now and (now[name] is not buffer or not is_equal(buffer, before))
             }
         self._stack.close()
         with torch.no_grad():
@@ -97,7 +97,7 @@ class Trial:
 
     def _was_written(self, name: str, data: Tensor) -> bool:
         before = self._writes.before.get(name)
-        return before is not None and (self._watches_writes or not _is_equal(data, before))
+        return before is not None and (self._watches_writes or not is_equal(data, before))
 
     def _put_back(self) -> None:
         for module, registered in self._modules:
@@ -105,7 +105,7 @@ class Trial:
                 vars(module)[kind].clear()
                 vars(module)[kind].update(entries)
         for buffer, before in self._buffers.values():
-            if not _is_equal(buffer, before):
+            if not is_equal(buffer, before):
                 buffer.copy_(before)
         for (name, parameter, data, requires_grad, grad), values in zip(self._parameters, self._gradients, strict=True):
             parameter.data = data
@@ -122,7 +122,8 @@ def _registered(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {kind: dict(vars(module)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same kind and values, NaN being the same as itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num()))

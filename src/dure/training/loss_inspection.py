@@ -24,6 +24,7 @@ from dure.strategies.containers import tensors_in
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial
+from dure.training.call_watches import StateOfForward, StateOfModules
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.order import SampleOrder
 from dure.training.task import Task
@@ -215,7 +216,7 @@ class LossInspection:
             for batch in batches:
                 if time.monotonic() > deadline:
                     break
-                with torch.enable_grad(), self._autocast(), _StateOfModules(self._model) as modules:
+                with torch.enable_grad(), self._autocast(), StateOfModules(self._model) as modules:
                     self._loss(self._model, batch)
                 found |= modules.changed()
             draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
@@ -280,7 +281,7 @@ class LossInspection:
                         module.eval()
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
-            with torch.enable_grad(), self._autocast(), _StateOfForward(self._model, self._objects) as state:
+            with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
                 result = self._loss(self._model, batch)
             has_gradients = gradients is None and any(p.grad is not None for p in self._model.parameters())
             tried = _Tried.of(trial, result, len(places), tuple(state.changed), has_gradients=has_gradients)
@@ -419,66 +420,6 @@ class _Tried(NamedTuple):
             for name, _ in module.named_buffers(recurse=False)
         }
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
-
-
-class _StateOfModules:
-    """A context that notes which plain state and buffers of a model are changed outside of the model's own calls."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._found: dict[str, Any] = {}
-
-    def __enter__(self) -> "_StateOfModules":
-        self._begin()
-        self._handles = [
-            self._model.register_forward_pre_hook(lambda *_: self._take()),
-            self._model.register_forward_hook(lambda *_: self._begin()),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._take()
-
-    def _begin(self) -> None:
-        self._before = ObjectState({"model": self._model})
-        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
-
-    def _take(self) -> None:
-        buffers = self._buffers.items()
-        self._found |= self._before.changed()
-        self._found |= {f"model.{name}": None for name, (now, before) in buffers if not _is_equal(now, before)}
-
-    def changed(self) -> dict[str, Any]:
-        """Return what was changed by its path."""
-        return self._found
-
-
-class _StateOfForward:
-    """A context that notes which plain state outside a model is changed within the model's own calls."""
-
-    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
-        self._model = model
-        self._objects = objects
-        self.changed: dict[str, Any] = {}
-
-    def __enter__(self) -> "_StateOfForward":
-        self._handles = [
-            self._model.register_forward_pre_hook(self._begin),
-            self._model.register_forward_hook(self._end),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, *_: Any) -> None:
-        self._before = ObjectState(self._objects)
-
-    def _end(self, *_: Any) -> None:
-        self.changed |= self._before.changed()
 
 
 def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:

@@ -2,34 +2,29 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-import torch
-
-from dure import torchcompat
-from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged, TaskInvalid
-from dure.measure.checksum import checksum
+from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
 from dure.rundir import RunDir
 from dure.strategies.declarations import few as few_of
 from dure.strategies.object_state import ObjectState
-from dure.strategies.optimizer_state import settings_of
 from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
-from dure.training.evaluation import check_counts, evaluate
-from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop, check_schedule
+from dure.training.evaluation import evaluate
+from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
+from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.replica_check import ReplicaCheck
 from dure.training.saving import Saver
 from dure.training.seeds import chosen_by_timing
 from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
-from dure.training.task import Schedule
 from dure.training.tensorboard import Scalars
 
 Answer = TypeVar("Answer")
@@ -119,9 +114,9 @@ class Conductor:
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
-            schedule = self._checked_schedule(asked)
+            schedule, self._set_by_schedule = asked_schedule(session, asked)
             if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
-                self._rehearse_evaluation()
+                session.notes += rehearse_evaluation(session, self.best)
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
@@ -374,68 +369,6 @@ class Conductor:
             self.position.best_before = before
             self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
         return is_best
-
-    def _checked_schedule(self, asked: Any) -> Schedule | None:
-        """Return the task's schedule; that it was asked leaves no trace in what it may set."""
-        session = self.session
-        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
-        buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()]
-        schedule = check_schedule(asked, session.strategy.optimizer)
-        if schedule is not None:
-            with suppress(Exception):  # the step that comes to it will meet it
-                schedule(session.total_samples)
-        self._set_by_schedule = frozenset(before.changed())
-        before.put_back()
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        return schedule
-
-    def _rehearse_evaluation(self) -> None:
-        """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch.
-
-        Raises:
-            TaskInvalid: The evaluation changes weights or the optimiser's settings.
-        """
-        session = self.session
-        if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
-            return
-        loader, few = session.eval_loader.without_workers(), min(4, session.eval_samples)
-
-        def measured(batch_size: int) -> dict[str, Metric]:
-            return evaluate(session.task, session.strategy, loader, num_samples=few, batch_size=batch_size)
-
-        model = session.strategy.model
-        before = ObjectState({**session.strategy.objects, "model": model})
-        buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-        weights, settings = self._weights(), settings_of(session.strategy.built_optimizer)
-        metrics = measured(few)
-        self.best.value_of(metrics)
-        check_counts(metrics, measured(max(1, few // 2)), few)
-        changed = list(before.changed())
-        seen = session.strategy.traits.writes_in_evaluation  # which a strategy may have undone here
-        written = [*seen, *(name for name, v in self._weights().items() if weights[name] != v and name not in seen)]
-        if settings_of(session.strategy.built_optimizer) != settings:
-            written.append("the optimiser's settings")
-        before.put_back()
-        if written:
-            raise TaskInvalid(
-                f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "
-                "only: how often it is done, and by which rank, would change the result; do it in the loss where "
-                "model.training is true, or in the optimiser's step"
-            )
-        changed += [name for name, (buffer, value) in buffers.items() if not torch.equal(buffer, value)]
-        for buffer, value in buffers.values():
-            buffer.copy_(value)
-        if changed and session.strategy.data_world_size * len(session.strategy.evaluation_models()) > 1:
-            session.notes.append(
-                f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"
-            )
-
-    def _weights(self) -> dict[str, int]:
-        """Return a checksum of each parameter of this rank."""
-        trained = {name for name, _ in self.session.strategy.model.named_parameters(remove_duplicate=False)}
-        state = self.session.strategy.own_state().model
-        return {name: checksum([torchcompat.local_tensor(tensor)]) for name, tensor in state.items() if name in trained}
 
     # saying
 

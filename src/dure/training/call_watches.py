@@ -1,0 +1,69 @@
+"""Watches over calls of a loss: which plain state changes inside the model's own calls, and which outside of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dure.strategies.object_state import ObjectState
+from dure.strategies.trial import is_equal
+
+
+class StateOfModules:
+    """A context that notes which plain state and buffers of a model are changed outside of the model's own calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, Any] = {}
+
+    def __enter__(self) -> "StateOfModules":
+        self._begin()
+        self._handles = [
+            self._model.register_forward_pre_hook(lambda *_: self._take()),
+            self._model.register_forward_hook(lambda *_: self._begin()),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._take()
+
+    def _begin(self) -> None:
+        self._before = ObjectState({"model": self._model})
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
+
+    def _take(self) -> None:
+        buffers = self._buffers.items()
+        self._found |= self._before.changed()
+        self._found |= {f"model.{name}": None for name, (now, before) in buffers if not is_equal(now, before)}
+
+    def changed(self) -> dict[str, Any]:
+        """Return what was changed by its path."""
+        return self._found
+
+
+class StateOfForward:
+    """A context that notes which plain state outside a model is changed within the model's own calls."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._model = model
+        self._objects = objects
+        self.changed: dict[str, Any] = {}
+
+    def __enter__(self) -> "StateOfForward":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin),
+            self._model.register_forward_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._before = ObjectState(self._objects)
+
+    def _end(self, *_: Any) -> None:
+        self.changed |= self._before.changed()

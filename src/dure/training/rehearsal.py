@@ -1,0 +1,91 @@
+"""Rehearsal of what a run asks of a task later: its schedule, and an evaluation; neither leaves a trace."""
+
+from contextlib import suppress
+from typing import Any
+
+from dure import torchcompat
+from dure.errors import TaskInvalid
+from dure.measure.checksum import checksum
+from dure.measure.records import Metric
+from dure.strategies.declarations import few as few_of
+from dure.strategies.object_state import ObjectState
+from dure.strategies.optimizer_state import settings_of
+from dure.strategies.trial import is_equal
+from dure.training.best import Best
+from dure.training.evaluation import check_counts, evaluate
+from dure.training.loop import check_schedule
+from dure.training.session import Session
+from dure.training.task import Schedule
+
+_NUM_SAMPLES = 4
+
+
+def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
+    """Return the schedule that a task built, and the paths of the plain state that it sets.
+
+    Raises:
+        TaskInvalid: It is no function of samples.
+    """
+    strategy = session.strategy
+    before = ObjectState({**strategy.objects, "model": strategy.model})
+    buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
+    schedule = check_schedule(given, strategy.optimizer)
+    if schedule is not None:
+        with suppress(Exception):  # the step that comes to it will meet it
+            schedule(session.total_samples)
+    found = frozenset(before.changed())
+    before.put_back()
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    return schedule, found
+
+
+def rehearse_evaluation(session: Session, best: Best) -> list[str]:
+    """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch.
+
+    Returns:
+        What the run does not preserve, a text each.
+
+    Raises:
+        TaskInvalid: The evaluation changes weights or the optimiser's settings, or counts wrongly.
+    """
+    if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
+        return []
+    task, strategy, model = session.task, session.strategy, session.strategy.model
+    loader, few = session.eval_loader.without_workers(), min(_NUM_SAMPLES, session.eval_samples)
+
+    def measured(batch_size: int) -> dict[str, Metric]:
+        return evaluate(task, strategy, loader, num_samples=few, batch_size=batch_size)
+
+    before = ObjectState({**strategy.objects, "model": model})
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    weights, settings = _weights(session), settings_of(strategy.built_optimizer)
+    metrics = measured(few)
+    best.value_of(metrics)
+    check_counts(metrics, measured(max(1, few // 2)), few)
+    changed = list(before.changed())
+    seen = strategy.traits.writes_in_evaluation  # which a strategy may have undone here
+    written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
+    if settings_of(strategy.built_optimizer) != settings:
+        written.append("the optimiser's settings")
+    before.put_back()
+    if written:
+        raise TaskInvalid(
+            f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "
+            "only: how often it is done, and by which rank, would change the result; do it in the loss where "
+            "model.training is true, or in the optimiser's step"
+        )
+    changed += [name for name, (buffer, value) in buffers.items() if not is_equal(buffer, value)]
+    for buffer, value in buffers.values():
+        buffer.copy_(value)
+    if not changed or strategy.data_world_size * len(strategy.evaluation_models()) == 1:
+        return []
+    return [f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"]
+
+
+def _weights(session: Session) -> dict[str, int]:
+    """Return a checksum of each parameter of this rank."""
+    strategy = session.strategy
+    trained = {name for name, _ in strategy.model.named_parameters(remove_duplicate=False)}
+    state = strategy.own_state().model
+    return {name: checksum([torchcompat.local_tensor(tensor)]) for name, tensor in state.items() if name in trained}

@@ -205,3 +205,43 @@ def test_attribute_when_it_was_a_function_and_becomes_a_number_then_is_named():
     state = ObjectState({"task": holder})
     holder.act = 3
     assert list(state.changed()) == state.take_changed() == ["task.act"]
+
+
+def test_state_of_functions_is_seen_and_put_back():
+    calls, log = 0, []
+
+    def counting(seen=[], step=1):  # noqa: B006 - a default that can change is what is seen
+        nonlocal calls
+        calls += 1
+        log.append(calls)
+        seen.append(calls)
+        counting.last = calls
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.function = counting
+    state = ObjectState({"task": holder})
+    counting()
+    assert set(state.changed()) == {
+        "task.function().calls",
+        "task.function().log",
+        "task.function().seen",
+        "task.function().last",
+    }
+    assert list(state.functions) == ["task.function()"]
+    state.put_back()
+    assert (calls, log, counting.__defaults__, vars(counting)) == (0, [], ([], 1), {})
+
+
+def test_hooks_of_modules_are_looked_into_and_functions_of_libraries_are_not():
+    calls = []
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, args, output: calls.append(1))
+    state = ObjectState({"model": model, "plain": {"function": torch.compile}})
+    model(torch.ones(1, 2))
+    assert list(state.changed()) == ["model.0._forward_hooks[0]().calls"]
+    assert len(state.functions) == 1
+    state.put_back()
+    assert calls == []

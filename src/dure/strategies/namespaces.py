@@ -112,27 +112,100 @@ class Namespace:
         self._variables[name] = value
 
 
+class _FunctionVariables(MutableMapping[str, Any]):
+    """What a function keeps between calls, as a mapping: variables of its closure, default values, attributes."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        names = function.__code__.co_freevars
+        self._cells = dict(zip(names, function.__closure__ or (), strict=True))
+
+    def _defaults(self) -> dict[str, int]:
+        code, values = self._function.__code__, self._function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount]
+        return {name: place for place, name in enumerate(names[len(names) - len(values) :])}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._cells:
+            try:
+                return self._cells[name].cell_contents
+            except ValueError:  # nothing was assigned yet
+                raise KeyError(name) from None
+        if name in (places := self._defaults()):
+            return (self._function.__defaults__ or ())[places[name]]
+        return vars(self._function)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        elif name in (places := self._defaults()):
+            values = list(self._function.__defaults__ or ())
+            values[places[name]] = value
+            self._function.__defaults__ = tuple(values)
+        else:
+            vars(self._function)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._cells:
+            del self._cells[name].cell_contents
+        else:
+            del vars(self._function)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        filled = [name for name in self._cells if name in self]
+        return iter(dict.fromkeys((*filled, *self._defaults(), *vars(self._function))))
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self[name]  # type: ignore[index]
+        except KeyError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class FunctionState(Namespace):
+    """What a function keeps between calls as the attributes of an object: closure, default values and attributes."""
+
+    __slots__ = ()
+
+    def __init__(self, function: types.FunctionType) -> None:
+        """Look at a function."""
+        object.__setattr__(self, "_variables", _FunctionVariables(function))
+
+
 def used_globals(*classes: type) -> dict[str, object]:
     """Return what functions of a user's classes may keep state in beside their objects.
 
     These are the global variables of their modules that the functions name, where they hold state, those that the
-    functions assign to, and the classes' own variables. Functions, classes and modules among them are left out.
+    functions assign to, the classes' own variables, and functions with closures, attributes or default values that can
+    change. Classes and modules among them are left out.
     """
     found: dict[str, object] = {}
-    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _is_users(base)):
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if is_users(base)):
         module = sys.modules[base.__module__]
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
         names = {name for function in functions for name in function.__code__.co_names} & vars(module).keys()
         values = {f"global {name}": vars(module)[name] for name in names}
-        found |= {name: value for name, value in values.items() if not isinstance(value, (*ATOMS, *SEALED))}
+        found |= {name: value for name, value in values.items() if _may_keep_state(value)}
+        found |= {f"{function.__qualname__}": function for function in functions if _may_keep_state(function)}
         if assigned := {name for function in functions for name in _assigned(function)}:
             found[f"globals of {base.__qualname__}"] = Namespace(module, _named(assigned))
         found[f"class {base.__qualname__}"] = Namespace(base, _is_variable)
     return found
 
 
-def _is_users(cls: type) -> bool:
-    """Return whether a class is neither dure's nor a library's."""
+def _may_keep_state(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        keeps = any(not isinstance(held, (*ATOMS, *SEALED)) for held in value.__defaults__ or ())
+        return is_users(value) and (keeps or bool(value.__closure__) or bool(vars(value)))
+    return not isinstance(value, (*ATOMS, *SEALED))
+
+
+def is_users(cls: Any) -> bool:
+    """Return whether a class or function is neither dure's nor a library's."""
     package = cls.__module__.partition(".")[0]
     module = sys.modules.get(cls.__module__)
     is_library = package in ("dure", "torch") or (package in sys.stdlib_module_names and package != "__main__")

@@ -20,8 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from dure.strategies.namespaces import ATOMS, SEALED, Slotted
+from dure.strategies.namespaces import ATOMS, SEALED, FunctionState, Slotted, is_users
 
+_CALL = "()"
+"""End of a function's path, behind which its variables are."""
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
 _MOST_NODES = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
 _MOST_ITEMS = 1_000
@@ -63,6 +69,8 @@ class ObjectState:
         self._nodes: list[_Node] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_NODES
+        self.functions: dict[str, FunctionState] = {}
+        """Functions that were found, by their paths."""
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
@@ -113,6 +121,12 @@ class ObjectState:
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)
+        if isinstance(value, types.MethodType) and is_users(value.__func__):
+            self._walk(path, value.__self__)
+        elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
+            self._seen[id(value)] = value
+            self.functions[f"{path}{_CALL}"] = FunctionState(value)
+            self._attributes(f"{path}{_CALL}", self.functions[f"{path}{_CALL}"])
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
             return
         if _is_foreign(value):
@@ -204,10 +218,14 @@ class ObjectState:
         self._nodes.append(_Node(path, have_names_changed, put_back, came_or_went, names=names))
         for name, item in before.items():
             self._walk(f"{path}.{name}", item)
-        if self._sees_data:
-            for name, item in left_out.items():
-                if isinstance(item, Dataset):
-                    self._walk(f"{path}.{name}", item)
+        for name, item in left_out.items():
+            if isinstance(item, types.FunctionType | types.MethodType) or (
+                self._sees_data and isinstance(item, Dataset)
+            ):
+                self._walk(f"{path}.{name}", item)
+        for hooks in _HOOKS:
+            for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
+                self._walk(f"{path}.{hooks}[{number}]", hook)
 
 
 _KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "__main__")

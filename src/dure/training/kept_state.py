@@ -39,6 +39,7 @@ class KeptState:
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
         self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots}, sees_data=True)
+        self._owners |= self._built.functions
         self._model = model
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
@@ -56,14 +57,14 @@ class KeptState:
 
         Attributes of the optimiser are left out: its own steps change them.
         """
-        named = ((owner, name) for owner, name in self._changed if owner != "optimizer")
+        named = ((owner, name) for owner, name in self._changed if owner.partition(".")[0] != "optimizer")
         found = sorted(name if owner == "globals" else f"{owner}.{name}" for owner, name in named)
         paths = list(known)
         return [path for path in found if not any(is_inside(path, other) for other in paths)]
 
     def _attribute_of(self, path: str) -> tuple[str, str]:
         """Return the owner and the attribute that a path leads through; a global variable is its own."""
-        if path.startswith("global "):
+        if path.startswith("global ") and not any(path.startswith(f"{owner}.") for owner in self._built.functions):
             name = path.removeprefix("global ").partition(".")[0].partition("[")[0]
             return "globals", f"global {name}"
         owner = max((owner for owner in self._owners if path.startswith(f"{owner}.")), key=len)

@@ -197,3 +197,45 @@ class FrozenInOptimizer(ZooTask):
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(list(model.parameters())[1:6], lr=0.1, momentum=0.9)
+
+
+def counting() -> Any:
+    """Return a function that counts its calls in its closure."""
+    calls = 0
+
+    def factor() -> float:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        return 1 + 0.1 * calls
+
+    return factor
+
+
+@feature("Later", "a closure, held by the task, that counts its calls", declares=KEPT)
+class CountingClosure(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.factor = counting()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * self.factor()
+
+
+@feature("Later", "a forward hook whose closure counts", declares=KEPT)
+class CountingHook(ZooTask):
+    def build_model(self) -> nn.Module:
+        model, factor = chain(), counting()
+        model[3].register_forward_hook(lambda module, args, output: output * factor())
+        return model
+
+
+@feature("Later", "a default argument of the loss that counts", declares=KEPT)
+class CountingDefault(ZooTask):
+    def build_model(self) -> nn.Module:
+        type(self).loss.__defaults__[0].clear()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any, seen: list[int] = []) -> Any:  # noqa: B006 - that is the trait
+        if torch.is_grad_enabled():
+            seen.append(1)
+        return super().loss(model, batch) * (1 + 0.1 * len(seen))

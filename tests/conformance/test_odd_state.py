@@ -85,7 +85,7 @@ class Odd(Mortal):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "clocked", "rank"), [("ddp", True, 1), ("zero1", False, 1), ("parameter_server", False, 0)]
+    ("strategy", "clocked", "rank"), [("ddp", True, 1), ("zero1", False, 1), ("parameter_server", False, 1)]
 )
 def test_run_when_a_rank_is_killed_goes_on_with_all_state_of_the_task(strategy, clocked, rank, tmp_path: Path):
     odd: dict[str, Any] = {"clocked": clocked}

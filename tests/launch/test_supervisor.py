@@ -65,9 +65,15 @@ def test_ranks_when_one_fails_then_the_others_are_gone_within_two_seconds(tmp_pa
 
 
 def test_rank_that_can_be_missed_when_killed_then_the_others_go_on(tmp_path, start):
-    outcome = launch(tmp_path, start, ["linger", "kill", "linger"], expendable=(1,))
+    outcome = launch(tmp_path, start, ["linger", "train and be killed", "linger"], expendable=(1,))
     assert codes(outcome) == [0, -signal.SIGKILL, 0]
     assert [end.is_tolerated for end in outcome.ends] == [False, True, False]
+
+
+def test_rank_that_can_be_missed_when_killed_before_it_trains_then_the_others_are_ended(tmp_path):
+    outcome = launch(tmp_path, "fork", ["linger", "kill"], expendable=(1,))
+    assert outcome.ends[0].was_stopped
+    assert not outcome.ends[1].is_tolerated
 
 
 @pytest.mark.parametrize("deed", ["raise", "report", 3])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dure.heartbeat import Heartbeats
 from dure.place import Place
 
 
@@ -34,7 +35,9 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     if deed == "report":
         os.pwrite(place.report_fd, b'{"message": "told"}', 0)
         return 1
-    if deed == "kill":
+    if deed in ("kill", "train and be killed"):
+        if deed != "kill":
+            Heartbeats(place.heartbeat_fd, place.rank.world_size).beat(rank, 0)
         os.kill(os.getpid(), signal.SIGKILL)
     if deed == "linger":
         time.sleep(1.5)  # longer than ranks get after a failure

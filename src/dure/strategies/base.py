@@ -52,6 +52,8 @@ class Strategy(ABC):
     change: what reads them may then do so until that begins."""
     undoes_writes = False
     """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
+    holds_memory = False
+    """Whether it keeps the memory of parameters that it was given: what other memory holds would be lost."""
     gradient_divisor: float = 1
     """What the engine divides the summed gradients by (DDP: the world size)."""
 
@@ -324,6 +326,11 @@ class Strategy(ABC):
         faults = []
         if self.undoes_writes and (written := self.traits.changed_parameters):
             faults.append(write_fault(written, self.info.name))
+        elif self.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):
+            faults.append(
+                f"the task's loss gives {few(rebound)} other memory (p.data = ...), which {self.info.name} would not "
+                "see: change it in place (p.data.copy_(...)), or use ddp"
+            )
         elif self.data_world_size > 1 and (learned := self.traits.learned_writes):
             faults.append(
                 f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "

@@ -29,6 +29,8 @@ class LossTraits:
     """Buffers that forward changes by every call alike."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
+    rebound_parameters: tuple[str, ...] = ()
+    """Those of them that it gives other memory (`p.data = ...`)."""
     writes_in_evaluation: tuple[str, ...] = ()
     """Parameters that the loss or the metrics write to in an evaluation."""
     learned_writes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from dure.measure.checksum import checksum
 from dure.strategies.namespaces import ATOMS, SEALED, FunctionState, Slotted, is_users
 
 _CALL = "()"
@@ -134,7 +135,8 @@ class ObjectState:
         self._num_left -= 1
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if isinstance(value, Tensor):
-            self._nodes.append(_tensor_node(path, value))
+            if id(value) not in self._trained:
+                self._nodes.append(_tensor_node(path, value))
         elif isinstance(value, np.ndarray):
             if value.size <= _MOST_ELEMENTS and value.dtype != object:
                 self._nodes.append(_array_node(path, value))
@@ -171,7 +173,12 @@ class ObjectState:
     def _container(self, path: str, value: Any) -> None:
         if len(value) > _MOST_ITEMS:
             length = len(value)
-            self._nodes.append(_Node(path, lambda: len(value) != length, lambda: None, lambda: len(value)))
+
+            def shorten() -> None:
+                if isinstance(value, list):
+                    del value[length:]  # logs and histories grow at their end
+
+            self._nodes.append(_Node(path, lambda: len(value) != length, shorten, lambda: len(value)))
             return
         before = copy.copy(value)
         is_mapping = isinstance(value, MutableMapping)
@@ -258,10 +265,15 @@ def plain_attributes(owner: object) -> list[str]:
     if isinstance(owner, Dataset):
         return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
     torchs = _torchs_own(owner)
+    # what lists the parameters of a module is no state; a task may have parameters of its own
+    has_parameters = isinstance(owner, nn.Module | Optimizer)
     return [
         name
         for name, value in vars(owner).items()
-        if name not in torchs and not isinstance(value, SEALED) and not _holds_parameters(value)
+        if name not in torchs
+        and not isinstance(value, SEALED)
+        and not (has_parameters and _holds_parameters(value))
+        and type(value) is not DTensor
     ]
 
 
@@ -282,29 +294,35 @@ def _attribute_node(path: str, owner: Any, name: str, before: Any) -> _Node:
     )
 
 
-def _comparable(value: Any) -> Any:
-    """Return something that is equal for values that are alike, one level deep into containers."""
-    if isinstance(value, Tensor) and type(value) is not Tensor:
-        return type(value).__qualname__
-    if isinstance(value, Tensor):
-        return [
-            str(value.dtype),
-            tuple(value.shape),
-            _bits(value).tolist() if value.numel() <= _MOST_COMPARED else None,
-        ]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Incomparable:
+    """Value of which nothing can be told but which object it is: another one counts as changed by the samples."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Incomparable) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _comparable(value: Any, depth: int = 4) -> Any:
+    """Return something that is equal for values that are alike, a few levels deep into containers."""
+    if isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
+        shown = [str(value.dtype), tuple(value.shape)]
+        return [*shown, _bits(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
     if isinstance(value, ATOMS):
         return repr(value)
-    if isinstance(value, np.ndarray):
-        return value.tolist() if value.size <= _MOST_COMPARED else value.shape
-    if isinstance(value, Mapping):
-        return [(repr(key), _shown(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple | deque | set | frozenset):
-        return [_shown(item) for item in value]
-    return type(value).__qualname__
-
-
-def _shown(item: Any) -> Any:
-    return _comparable(item) if isinstance(item, (*ATOMS, Tensor)) else type(item).__qualname__
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return [str(value.dtype), np.shape(value), value.tobytes()]
+    if depth and isinstance(value, Mapping):
+        return [(_comparable(key, 0), _comparable(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if depth and isinstance(value, list | tuple | deque):
+        return [_comparable(item, depth - 1) for item in value]
+    return _Incomparable(value)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -63,6 +63,7 @@ class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
 
     changes_in_step_only = True
+    holds_memory = True
 
     @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:

@@ -45,6 +45,8 @@ class Trial:
         """Buffers that changed, with the values that they had come to."""
         self.parameters: dict[str, Tensor] = {}
         """Parameters that were written to, with the values that they had come to."""
+        self.rebound: list[str] = []
+        """Names of parameters that were given other memory (`p.data = ...`)."""
         self.state: dict[str, Any] = {}
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
 
@@ -80,10 +82,11 @@ class Trial:
                 self._plain.drawn()
             )
             self.state = self._plain.changed()
+            self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
             self.parameters = {
                 name: p.detach().clone()
                 for name, p, data, *_ in self._parameters
-                if p.data_ptr() != data.data_ptr() or self._was_written(name, data)
+                if name in self.rebound or self._was_written(name, data)
             }
             now = dict(self._model.named_buffers())
             self.buffers = {

@@ -28,6 +28,8 @@ from dure.strategies.step_hooks import fault_of_replaced_step, run_around_all
 class ZeRO1(DDP):
     """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
 
+    holds_memory = True
+
     @classmethod
     def import_late_parts(cls) -> None:
         """Import the divided optimisers: 0.8 s of processor time in every rank."""

@@ -1,5 +1,6 @@
 """Plain Python state as tensors and plain values, and back: counters and the like that no `state_dict` knows."""
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from enum import Enum
@@ -35,6 +36,8 @@ def kept(value: Any, path: str) -> Any:
     if type(value) in _MAPPINGS:
         pairs = [[kept(key, f"{path} (a key)"), kept(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {"pairs": pairs, "type": type(value).__name__}
+    if isinstance(value, (*_CONTAINERS, *_MAPPINGS)):
+        raise CannotKeep(f"{path} is a {type(value).__qualname__}, a container of its own kind, which cannot be kept")
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         return {"array": torch.from_numpy(np.ascontiguousarray(value).reshape(-1).copy()), "shape": list(value.shape)}
     if isinstance(value, GENERATORS):
@@ -47,7 +50,10 @@ def kept(value: Any, path: str) -> Any:
         plain = kept(_plain_of_modules(value), path)
         return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()"), "plain": plain}
     if _has_state_dict(value):
-        return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()")}
+        own = value.state_dict()
+        if not isinstance(own, Mapping):
+            raise CannotKeep(f"{path} is a {type(value).__qualname__}, whose state_dict() is none")
+        return {"state_dict": kept(dict(own), f"{path}.state_dict()")}
     if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not isinstance(value, (*SEALED, Enum)):
         return {"object": {name: kept(item, f"{path}.{name}") for name, item in vars(value).items()}}
     raise CannotKeep(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept")
@@ -109,8 +115,11 @@ def restored(state: Any, current: Any, path: str) -> Any:
         for name, own in restored(state.get("plain", {}), attributes, path).items():
             modules[name].__dict__.update(own)
     else:
+        assign: Any = setattr
+        if getattr(getattr(current, "__dataclass_params__", None), "frozen", False):
+            current, assign = copy.copy(current), object.__setattr__  # it cannot be changed where it is
         for name, item in state["object"].items():
-            setattr(current, name, restored(item, getattr(current, name, None), f"{path}.{name}"))
+            assign(current, name, restored(item, getattr(current, name, None), f"{path}.{name}"))
     return current
 
 

@@ -4,7 +4,9 @@ What a module or an optimiser has in its `state_dict` is kept there. Here is the
 they were when the session was built.
 """
 
+import copy
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.errors import CheckpointMismatch
+from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.namespaces import Namespace, used_globals
 from dure.strategies.object_state import ObjectState, is_inside
 from dure.torchcompat import MODULE_CONTENTS
@@ -25,6 +27,8 @@ PREFIX = "kept."
 _TREE = f"{PREFIX}tree"
 _ABSENT = "absent"
 _FLAGS = "requires_grad"
+_REBOUND = "rebound"
+"""Attributes that name another object than at first: what they named then, others may name still."""
 
 
 class KeptState:
@@ -40,6 +44,8 @@ class KeptState:
         roots = {"optimizer": optimizer, "model": model, **self._globals}
         self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots}, sees_data=True)
         self._owners |= self._built.functions
+        self._first = {owner: dict(vars(value)) for owner, value in self._owners.items()}
+        """The objects that attributes named at first."""
         self._model = model
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
@@ -79,8 +85,18 @@ class KeptState:
         if not self._changed and not self._saves_itself and not flags:
             return {}
         state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
+        rebound = [f"{owner}.{name}" for owner, name in sorted(self._changed) if self._is_rebound(owner, name)]
+        if rebound:
+            state[_REBOUND] = kept(rebound, _REBOUND)
         if self._saves_itself:
-            state["task"] = kept(dict(self._owners["task"].state_dict()), "the task's state_dict()")
+            own = self._owners["task"].state_dict()
+            try:
+                state["task"] = kept(dict(own), "the task's state_dict()")
+            except (CannotKeep, RecursionError, TypeError, ValueError) as error:
+                raise TaskInvalid(
+                    f"the task's state_dict() cannot be kept ({error}): let it return a dict of numbers, strings, "
+                    "tensors, lists and dicts"
+                ) from error
         for owner, name in sorted(self._changed):
             path = f"{owner}.{name}"
             try:
@@ -98,6 +114,10 @@ class KeptState:
 
     def _flags_now(self) -> list[bool]:
         return [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
+
+    def _is_rebound(self, owner: str, name: str) -> bool:
+        first = self._first.get(owner, {}).get(name)
+        return first is not None and vars(self._owners[owner]).get(name) is not first
 
     def _kept(self, owner: str, name: str, path: str) -> Any:
         values = self._globals if owner == "globals" else vars(self._owners[owner])
@@ -120,13 +140,14 @@ class KeptState:
             for name, parameter in self._model.named_parameters():
                 if name in flags:
                     parameter.requires_grad_(flags[name])
+            rebound = restored(state.pop(_REBOUND), None, _REBOUND) if _REBOUND in state else []
             for path, value in state.items():
-                self._restore(path, value)
+                self._restore(path, value, is_rebound=path in rebound)
         except (CannotKeep, LookupError, AttributeError) as error:
             raise CheckpointMismatch(f"the checkpoint holds state that does not fit this task: {error}") from error
         self.look()
 
-    def _restore(self, path: str, value: Any) -> None:
+    def _restore(self, path: str, value: Any, *, is_rebound: bool) -> None:
         owner, _, name = path.rpartition(".")
         if owner == "globals":
             restored(value, self._globals[name], name)
@@ -135,7 +156,12 @@ class KeptState:
         if value == _ABSENT:
             vars(target).pop(name, None)
         else:
-            setattr(target, name, restored(value, getattr(target, name, None), path))
+            current = getattr(target, name, None)
+            if is_rebound and isinstance(current, Tensor):
+                current = current.detach().new_empty(0)  # only where it is
+            elif is_rebound and isinstance(current, list | dict | set | deque):
+                current = copy.copy(current)
+            setattr(target, name, restored(value, current, path))
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

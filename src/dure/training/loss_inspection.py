@@ -115,7 +115,8 @@ class LossInspection:
             not_additive=not_additive or later.not_additive,
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
-            changed_parameters=tuple(first.trial.parameters),
+            changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
+            rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
             learned_writes=tuple(
                 name
                 for name, value in first.trial.parameters.items()
@@ -211,7 +212,8 @@ class LossInspection:
         found: dict[str, Any] = {}
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
             batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
-        with _silent(), Trial(self._model, self._objects, seed=1, watches_writes=False):
+        written = Trial(self._model, self._objects, seed=1, watches_writes=False)
+        with _silent(), written:
             self._model.train()
             for batch in batches:
                 if time.monotonic() > deadline:
@@ -220,12 +222,12 @@ class LossInspection:
                     self._loss(self._model, batch)
                 found |= modules.changed()
             draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
+            not_additive = None
             for places in groups:
-                if time.monotonic() > deadline:
+                if not_additive is not None or time.monotonic() > deadline:
                     break
-                if not_additive := self._additivity(places):
-                    return _Later(draws, not_additive, tuple(found))
-        return _Later(draws, None, tuple(found))
+                not_additive = self._additivity(places)
+        return _Later(draws, not_additive, tuple(found), tuple(written.parameters), tuple(written.rebound))
 
     def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
@@ -378,6 +380,8 @@ class _Later(NamedTuple):
     draws: bool = False
     not_additive: str | None = None
     module_state: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
 
 
 class _Tried(NamedTuple):

@@ -1,5 +1,7 @@
 """Features: traits that the first call of a loss on the first samples does not show, and what calls leave behind."""
 
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -239,3 +241,74 @@ class CountingDefault(ZooTask):
         if torch.is_grad_enabled():
             seen.append(1)
         return super().loss(model, batch) * (1 + 0.1 * len(seen))
+
+
+class PulledToAverage(ZooTask):
+    """A task whose weights are drawn to an average of theirs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        pull = (model[0].weight - self.average).square().sum()
+        if model.training:
+            self.average = 0.9 * self.average + 0.1 * model[0].weight.detach()
+        return super().loss(model, batch) + 0.1 * pull
+
+
+@feature(
+    "Later",
+    "an average that begins as the weight itself, and is another tensor later",
+    declares=(*KEPT, "no checkpoint holds"),
+)
+class AverageOfWeight(PulledToAverage):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        self.average = model[0].weight.detach()
+        return model
+
+
+@dataclass(frozen=True)
+class Moments:
+    mean: float = 0.0
+
+
+@feature("Later", "a frozen dataclass that the loss replaces", declares=KEPT)
+class ReplacedMoments(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.moments = Moments()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        value = functional.mse_loss(model(x), y - self.moments.mean)
+        if model.training:
+            self.moments = replace(self.moments, mean=0.9 * self.moments.mean + 0.5 * y.mean().item())
+        return value
+
+
+@feature("Later", "copies of the parameters that the loss averages", declares=KEPT)
+class ShadowParameters(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        self.shadow = copy.deepcopy(list(model.parameters()))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        pull = sum((p - s.detach()).square().sum() for p, s in zip(model.parameters(), self.shadow, strict=True))
+        if model.training:
+            with torch.no_grad():
+                for parameter, shadow in zip(model.parameters(), self.shadow, strict=True):
+                    shadow.lerp_(parameter, 0.1)
+        return super().loss(model, batch) + 0.1 * pull
+
+
+@feature("Later", "weights that every third call of the loss writes to through `.data`")
+class LateWrites(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        if model.training and self.calls % 3 == 0:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+        return super().loss(model, batch)

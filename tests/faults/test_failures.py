@@ -35,7 +35,7 @@ CASES = {
     ("raise", "train_data", 1): (f"rank 1 failed: {PLANNED}", "in train_data"),
     ("raise", "prepare_data", 0): (f"rank 0 failed: {PLANNED}", "in prepare_data"),
     # evaluations are tried before the first step
-    ("raise", "eval", 1): (f"rank 1 failed: {PLANNED}", 'self.at("eval")'),
+    ("raise", "eval", 1): (f"rank 1 failed: {PLANNED}", 'self.at("late eval" if'),
     ("raise", "dataset", 0): (f"failed after step 6: {PLANNED}", "in __getitems__"),
 }
 QUICK = [("raise", "loss", 1), ("kill", "loss", 1), ("exit_0", "loss", 0)]

@@ -300,7 +300,11 @@ class ShadowParameters(ZooTask):
         return super().loss(model, batch) + 0.1 * pull
 
 
-@feature("Later", "weights that every third call of the loss writes to through `.data`")
+@feature(
+    "Later",
+    "weights that every third call of the loss writes to through `.data`",
+    declares=(*KEPT, "parameters that the loss writes to"),
+)
 class LateWrites(ZooTask):
     def build_model(self) -> nn.Module:
         self.calls = 0

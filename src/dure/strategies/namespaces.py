@@ -113,7 +113,7 @@ class Namespace:
 
 
 class _FunctionVariables(MutableMapping[str, Any]):
-    """What a function keeps between calls, as a mapping: variables of its closure, default values, attributes."""
+    """Variables that a function keeps between calls, as a mapping: of its closure, default values, attributes."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
@@ -167,7 +167,7 @@ class _FunctionVariables(MutableMapping[str, Any]):
 
 
 class FunctionState(Namespace):
-    """What a function keeps between calls as the attributes of an object: closure, default values and attributes."""
+    """Variables that a function keeps between calls as the attributes of an object."""
 
     __slots__ = ()
 

@@ -47,6 +47,7 @@ class Prewarmed:
             if "code" in answer:
                 self._codes[answer["pid"]] = answer["code"]
             else:
+                self._codes.pop(answer["pid"], None)  # of an earlier command: the kernel gives numbers again
                 self._started.put(answer["pid"])
 
     def start(self, folder: Path, *argv: object, script: Path | None = None, **environment: str) -> "Command":

@@ -114,6 +114,79 @@ def test_digest_when_something_else_changed_then_is_the_same(old, new, digests_o
     assert before == after
 
 
+REACHED = {
+    "import in a function": ("from digest_other import f; return f()", "def f(): return {}"),
+    "import of a module in a function": ("import digest_other; return digest_other.f()", "def f(): return {}"),
+    "import of everything": ("return starred()", "def starred(): return {}"),
+    "import that may fail": ("return optional()", "def optional(): return {}"),
+    "statement of another file": ("return C", "C = {{}}\nC.update(a={})"),
+    "loop of another file": ("return C", "C = {{}}\nfor name in ['a']:\n    C[name] = {}"),
+    "branch of another file": ("return C", "if True:\n    def C(): return {}"),
+    "statements that begin alike": ("return C", "C = {{}}\nif True:\n    C['a'] = {}\nif True:\n    C['b'] = 2"),
+    "name defined twice": ("return C", "C = [{}]\nC += [1]"),
+    "side effect of an import": ("return 1", "import torch\ntorch.manual_seed({})"),
+}
+
+
+@pytest.mark.parametrize("case", REACHED)
+def test_digest_when_code_changed_that_is_reached_by_detours_then_differs(case, digests_of):
+    body, other = REACHED[case]
+    task = f"""
+    import dure
+    from digest_other import *
+    try:
+        from digest_other import optional
+    except ImportError:
+        pass
+
+    class Task(dure.Task):
+        def build_model(self):
+            {body}
+
+        train_data = build_optimizer = build_model
+    """
+    assert digests_of(task, other.format(1)) == digests_of(task, other.format(1))
+    assert digests_of(task, other.format(1)) != digests_of(task, other.format(3))
+
+
+def test_digest_of_files_with_one_name_and_of_modules_not_imported_yet(tmp_path, digests_of):
+    for folder, value in (("one", 1), ("two", 2)):
+        (tmp_path / f"digest_{folder}").mkdir()
+        (tmp_path / f"digest_{folder}/net.py").write_text(f"def f(): return {value}")
+    task = """
+    import dure
+
+    class Task(dure.Task):
+        def build_model(self):
+            from digest_one.net import f
+            import digest_two.net
+            return f() + digest_two.net.f()
+
+        train_data = build_optimizer = build_model
+    """
+    seen = [digests_of(task)]
+    for folder in ("one", "two"):
+        (tmp_path / f"digest_{folder}/net.py").write_text("def f(): return 3")
+        seen.append(digests_of(task))
+    assert len({tuple(each.items()) for each in seen}) == 3
+
+
+def test_digest_when_modules_import_each_other_then_comes_to_an_end(tmp_path, digests_of):
+    (tmp_path / "digest_ring.py").write_text("from digest_ring2 import *\nfrom digest_ring2 import f")
+    (tmp_path / "digest_ring2.py").write_text("from digest_ring import *\nfrom digest_ring import f")
+    task = """
+    import dure
+
+    class Task(dure.Task):
+        def build_model(self):
+            from digest_ring import f
+            return f() + unknown()
+
+        train_data = build_optimizer = build_model
+    """
+    assert list(digests_of(task))
+
+
 def test_digest_when_a_statement_that_defines_nothing_changed_then_differs(digests_of):
     before, after = digests_of(), digests_of(TASK.replace("dict(a=1)", "dict(a=2)"))
     assert before.keys() ^ after.keys() == {f"digest_task.py:`dict(a={number})`" for number in (1, 2)}

@@ -144,15 +144,15 @@ class Global:
 
 def test_global_variables_that_a_class_uses_are_found_and_modules_and_functions_left_out():
     found = used_globals(Global)
-    assert found.keys() == {"global SEEN", "globals of Global", "class Global"}
-    assert dict(vars(found["globals of Global"])) == {"COUNT": 0}
+    assert found.keys() == {"global SEEN", "globals of test_object_state", "class Global"}
+    assert dict(vars(found["globals of test_object_state"])) == {"COUNT": 0}
     assert dict(vars(found["class Global"])) == {"calls": 0}
 
 
 def test_variables_of_modules_and_classes_when_assigned_to_then_are_seen_and_put_back():
     state = ObjectState(used_globals(Global))
     Global().loss()
-    assert set(state.changed()) == {"global SEEN", "globals of Global.COUNT", "class Global.calls"}
+    assert set(state.changed()) == {"global SEEN", "globals of test_object_state.COUNT", "class Global.calls"}
     state.put_back()
     assert (COUNT, Global.calls, SEEN) == (0, 0, [0])
 

@@ -16,7 +16,7 @@ from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
 from dure.strategies.batches import Microbatch
-from dure.strategies.declarations import BatchDivision, Findings, by_data, by_division, by_strategy, few
+from dure.strategies.declarations import BatchDivision, Findings, by_data, by_division, by_strategy, by_trial, few
 from dure.strategies.info import StrategyInfo
 from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names, settings_of
@@ -297,7 +297,12 @@ class Strategy(ABC):
             is_one_share=self.data_world_size == 1,
             is_one_device=self.data_world_size * len(self.devices) == 1,
         )
-        return [*by_data(self.traits), *declared, *by_division(division, self.traits, found, declared)]
+        return [
+            *by_data(self.traits),
+            *by_trial(self.traits),
+            *declared,
+            *by_division(division, self.traits, found, declared),
+        ]
 
     @property
     def draws(self) -> bool:

@@ -44,6 +44,16 @@ def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -
     ]
 
 
+def by_trial(traits: LossTraits) -> list[str]:
+    """Return the difference that comes from calls of the loss before training, which are to leave no trace."""
+    if not traits.left_state:
+        return []
+    return [
+        f"state that the loss keeps ({few(traits.left_state)}): changed by calls before training, by which the loss is "
+        "looked at, and too large to be put back"
+    ]
+
+
 def by_data(traits: LossTraits) -> list[str]:
     """Return the difference that comes from data which are not the same whenever they are read."""
     if not traits.data_changes:

@@ -5,11 +5,15 @@ own. It is found by walking over attributes and containers, as far as these are 
 """
 
 import copy
+import itertools
+import queue
 import random
 import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dure.measure.checksum import checksum
-from dure.strategies.namespaces import ATOMS, SEALED, FunctionState, Slotted, is_users
+from dure.strategies.namespaces import ATOMS, SEALED, FunctionState, Namespace, is_users, with_dict
 
 _CALL = "()"
 """End of a function's path, behind which its variables are."""
@@ -32,11 +36,15 @@ _HOOKS = (
 _MOST_NODES = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
 _MOST_ITEMS = 1_000
-"""Items of a container that are looked into: longer ones are data, and compared by their length."""
+"""Items of a container that are looked into. Of longer ones, most likely data, these few are."""
+_MOST_COPIED = 100_000
+"""Items of a container that are all compared and put back. Of longer ones, some are compared."""
 _MOST_COMPARED = 1 << 16
 """Elements of a tensor or array whose values are compared between two moments."""
 _MOST_ELEMENTS = 1 << 20
-"""Elements of a tensor or array whose values are kept to be put back."""
+"""Elements of a tensor or array whose values are kept to be put back. Of larger ones, some are compared."""
+_MOST_SAMPLED = 1 << 14
+"""Elements of a large tensor or array that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class _Node:
     value: Callable[[], Any] = lambda: None
     """Content at this moment, to be compared with that of another moment."""
     is_generator: bool = False
+    is_put_back: bool = True
+    """Whether the change can be undone."""
     names: Callable[[], Iterable[str]] | None = None
     """Paths of attributes that came or went, where the place is the names of an object. The value is a dictionary of
     them then."""
@@ -57,7 +67,7 @@ class _Node:
 class ObjectState:
     """The state that some objects had when this was made."""
 
-    def __init__(self, roots: Mapping[str, object], *, sees_data: bool = False) -> None:
+    def __init__(self, roots: Mapping[str, object], *, sees_data: bool = False, puts_back: bool = True) -> None:
         """Walk over objects.
 
         Args:
@@ -65,8 +75,11 @@ class ObjectState:
                 plain attributes are seen; of those that other objects hold, such as a teacher, all state.
             sees_data: Whether numbers and the like are seen that a `Dataset` has as attributes. What it changes by
                 being read would be put back too.
+            puts_back: Whether `put_back` will be called. If not, less is copied, and of large values a sample compared.
         """
         self._sees_data = sees_data
+        self._most_elements = _MOST_ELEMENTS if puts_back else _MOST_COMPARED
+        self._most_copied = _MOST_COPIED if puts_back else _MOST_ITEMS
         self._nodes: list[_Node] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_NODES
@@ -74,6 +87,12 @@ class ObjectState:
         """Functions that were found, by their paths."""
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
+        self.large: dict[str, Tensor] = {}
+        """Tensors of which no copy is kept, by their paths: whoever changes them undoes it."""
+        self.kinds: dict[str, type] = {}
+        """Types of what was found, by its path."""
+        self.unseen: str | None = None
+        """Path of the first object that was not looked into, because there are too many; None if all were."""
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
         self._roots = {id(root) for root in roots.values()}
@@ -100,17 +119,21 @@ class ObjectState:
         changed = [node for node in self._nodes if node.has_changed()]
         if done := {id(node) for node in changed if node.names is None}:
             self._nodes = [node for node in self._nodes if id(node) not in done]
-        return [path for node in changed for path in ([node.path] if node.names is None else node.names())]
+        paths = (path for node in changed for path in ([node.path] if node.names is None else node.names()))
+        return list(dict.fromkeys(paths))
 
     def drawn(self) -> list[str]:
         """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
         return [node.path for node in self._nodes if node.is_generator and node.has_changed()]
 
-    def put_back(self) -> None:
-        """Bring everything back into the state that it had."""
+    def put_back(self) -> list[str]:
+        """Bring everything back into the state that it had; return the paths of what is too large for that."""
+        left = []
         for node in self._nodes:
             if node.has_changed():
                 node.put_back()
+                left += [] if node.is_put_back else [node.path]
+        return left
 
     def put_back_generators(self) -> None:
         """Bring the generators of random numbers into the states that they had."""
@@ -119,6 +142,7 @@ class ObjectState:
                 node.put_back()
 
     def _walk(self, path: str, value: Any) -> None:
+        self.kinds[path] = type(value)
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._attributes(path, value)
@@ -128,18 +152,26 @@ class ObjectState:
             self._seen[id(value)] = value
             self.functions[f"{path}{_CALL}"] = FunctionState(value)
             self._attributes(f"{path}{_CALL}", self.functions[f"{path}{_CALL}"])
-        if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen or self._num_left <= 0:
+        if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
             return
-        if _is_foreign(value):
+        if isinstance(value, queue.Queue):
+            self._walk(f"{path}.queue", value.queue)
+        if self._num_left <= 0:
+            self.unseen = self.unseen or path
+            return
+        if isinstance(value, bytearray | array):
+            self._nodes.append(_bytes_node(path, value))
+        elif isinstance(value, ContextVar):
+            self._nodes.append(_variable_node(path, value))
+        elif _is_foreign(value):
             return
         self._num_left -= 1
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if isinstance(value, Tensor):
             if id(value) not in self._trained:
-                self._nodes.append(_tensor_node(path, value))
+                self._tensor(path, value)
         elif isinstance(value, np.ndarray):
-            if value.size <= _MOST_ELEMENTS and value.dtype != object:
-                self._nodes.append(_array_node(path, value))
+            self._nodes.append(_array_node(path, value, self._most_elements))
         elif (generator := _generator_node(path, value)) is not None:
             self._nodes.append(generator)
         elif isinstance(value, nn.Module):
@@ -150,35 +182,33 @@ class ObjectState:
         elif isinstance(value, Optimizer) and id(value) not in self._roots:
             self._nodes.append(_optimizer_node(path, value))
         elif isinstance(value, tuple | frozenset):
-            self._items(path, enumerate(value))
+            self._items(path, _some(value))
         elif isinstance(value, list | deque | set | MutableMapping):
             self._container(path, value)
         elif isinstance(value, Iterator):
             self.opaque.append(path)
-        elif hasattr(value, "__dict__") and not isinstance(vars(value), types.MappingProxyType):
-            self._attributes(path, value)
-        elif hasattr(type(value), "__slots__"):
-            self._attributes(path, Slotted(value))
+        elif (owner := with_dict(value)) is not None:
+            self._attributes(path, owner)
+
+    def _tensor(self, path: str, tensor: Tensor) -> None:
+        if tensor.numel() > self._most_elements:
+            self.large[path] = tensor
+        self._nodes.append(_tensor_node(path, tensor, self._most_elements))
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if id(tensor) not in self._trained and id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
-                self._nodes.append(_tensor_node(f"{path}.{name}", tensor))
+                self._tensor(f"{path}.{name}", tensor)
 
     def _items(self, path: str, items: Any) -> None:
         for key, item in items:
             self._walk(f"{path}[{key!r}]", item)
 
     def _container(self, path: str, value: Any) -> None:
-        if len(value) > _MOST_ITEMS:
-            length = len(value)
-
-            def shorten() -> None:
-                if isinstance(value, list):
-                    del value[length:]  # logs and histories grow at their end
-
-            self._nodes.append(_Node(path, lambda: len(value) != length, shorten, lambda: len(value)))
+        if len(value) > self._most_copied:
+            self._nodes.append(_long_node(path, value))
+            self._items(path, _some(value))
             return
         before = copy.copy(value)
         is_mapping = isinstance(value, MutableMapping)
@@ -190,7 +220,7 @@ class ObjectState:
         self._nodes.append(
             _Node(path, lambda: not _are_same_items(before, value), put_back, lambda: _comparable(value))
         )
-        self._items(path, list(value.items()) if is_mapping else enumerate(list(value)))
+        self._items(path, _some(value))
 
     def _attributes(self, path: str, owner: Any) -> None:
         before = {name: vars(owner)[name] for name in plain_attributes(owner)}
@@ -225,6 +255,9 @@ class ObjectState:
         self._nodes.append(_Node(path, have_names_changed, put_back, came_or_went, names=names))
         for name, item in before.items():
             self._walk(f"{path}.{name}", item)
+        if not isinstance(owner, (nn.Module, Optimizer, Dataset, Namespace)):
+            named = {name: item for name, item in left_out.items() if isinstance(item, _DEFINITIONS)}
+            self._nodes += [_attribute_node(f"{path}.{name}", owner, name, item) for name, item in named.items()]
         for name, item in left_out.items():
             if isinstance(item, types.FunctionType | types.MethodType) or (
                 self._sees_data and isinstance(item, Dataset)
@@ -233,6 +266,17 @@ class ObjectState:
         for hooks in _HOOKS:
             for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)
+
+
+_DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+"""Kinds of values that are no state themselves; which one of them an attribute names is."""
+
+
+def _some(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container, each with its place; of a long one a few, equally far apart."""
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    step = 1 if len(container) <= _MOST_ITEMS else -(-len(container) // (_MOST_ITEMS // 10))
+    yield from list(itertools.islice(items, 0, None, step))
 
 
 _KNOWN_PACKAGES = ("builtins", "collections", "itertools", "random", "types", "__main__")
@@ -316,6 +360,8 @@ def _comparable(value: Any, depth: int = 4) -> Any:
         return repr(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return [str(value.dtype), np.shape(value), value.tobytes()]
+    if isinstance(value, _DEFINITIONS):
+        return value.__qualname__
     if depth and isinstance(value, Mapping):
         return [(_comparable(key, 0), _comparable(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, set | frozenset):
@@ -328,7 +374,7 @@ def _comparable(value: Any, depth: int = 4) -> Any:
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if not isinstance(one, ATOMS) or type(one) is not type(other):
+    if not isinstance(one, (*ATOMS, types.MethodType)) or type(one) is not type(other):
         return False
     return bool(one == other or (one != one and other != other))  # NaN is the same as itself here
 
@@ -343,35 +389,96 @@ def _are_same_items(one: Any, other: Any) -> bool:
     return all(map(_is_same, one, other))
 
 
-def _tensor_node(path: str, tensor: Tensor) -> _Node:
+def _long_node(path: str, container: Any) -> _Node:
+    """Return the place of a container that is too long to be compared item by item."""
+    length, some = len(container), list(_some(container))
+
+    def has_changed() -> bool:
+        if len(container) != length:
+            return True
+        if isinstance(container, Mapping):
+            return not all(key in container and _is_same(container[key], item) for key, item in some)
+        if isinstance(container, set):
+            return not all(item in container for _, item in some)
+        return not all(_is_same(container[place], item) for place, item in some)
+
+    def shorten() -> None:
+        if isinstance(container, list):
+            del container[length:]  # logs and histories grow at their end
+
+    return _Node(path, has_changed, shorten, lambda: (len(container), _comparable(some)), is_put_back=False)
+
+
+def _tensor_node(path: str, tensor: Tensor, most_elements: int) -> _Node:
     version = tensor._version
-    small = tensor.layout == torch.strided and tensor.numel() <= _MOST_ELEMENTS and not tensor.is_meta
-    values = tensor.detach().clone() if small else None
+    is_comparable = tensor.layout == torch.strided and not tensor.is_meta
+    is_small = is_comparable and tensor.numel() <= most_elements
+    values = tensor.detach().clone() if is_small else None
+    sample = _sample(tensor).clone() if is_comparable and not is_small else None
 
     def has_changed() -> bool:
         if values is None:
-            return bool(tensor._version != version)
-        return not torch.equal(_bits(tensor), _bits(values))  # a change through `.data` has no version
+            # a change through `.data` has no version
+            return bool(tensor._version != version) or not (sample is None or torch.equal(_sample(tensor), sample))
+        return not torch.equal(_bits(tensor), _bits(values))
 
     def put_back() -> None:
         if values is not None:
-            tensor.detach().copy_(values)
+            at = tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+            tensor.detach()[at].copy_(values[at])  # expanded ones have several elements in one place
 
-    return _Node(path, has_changed, put_back, lambda: _comparable(tensor))
+    return _Node(path, has_changed, put_back, lambda: _comparable(tensor), is_put_back=is_small)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor as bytes, equally far apart."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:_MOST_SAMPLED]
+    return _bits(flat[:: flat.numel() // _MOST_SAMPLED | 1])
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes: NaN is equal to itself."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _array_node(path: str, array: Any) -> _Node:
-    before = array.copy()
+def _array_node(path: str, values: Any, most_elements: int) -> _Node:
+    is_small = values.dtype != object and values.size <= most_elements
+
+    def looked_at() -> Any:
+        return values if is_small else values.flat[:: values.size // _MOST_SAMPLED | 1]
+
+    before = looked_at().copy()
 
     def has_changed() -> bool:
-        return bool(array.tobytes() != before.tobytes())
+        now = looked_at()
+        return not _are_same_items([*now], [*before]) if values.dtype == object else now.tobytes() != before.tobytes()
 
-    return _Node(path, has_changed, lambda: np.copyto(array, before), lambda: _comparable(array))
+    def put_back() -> None:
+        if is_small:
+            np.copyto(values, before)
+
+    return _Node(path, has_changed, put_back, lambda: _comparable(values), is_put_back=is_small)
+
+
+def _bytes_node(path: str, value: Any) -> _Node:
+    before = value[:]
+
+    def put_back() -> None:
+        value[:] = before
+
+    return _Node(path, lambda: value != before, put_back, lambda: bytes(value))
+
+
+def _variable_node(path: str, variable: ContextVar[Any]) -> _Node:
+    before = variable.get(None)
+
+    def has_changed() -> bool:
+        return not _is_same(variable.get(None), before)
+
+    def put_back() -> None:
+        variable.set(before)
+
+    return _Node(path, has_changed, put_back, lambda: _comparable(variable.get(None)))
 
 
 def _optimizer_node(path: str, optimizer: Optimizer) -> _Node:
@@ -401,8 +508,8 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 def _generator_node(path: str, value: Any) -> _Node | None:
-    if not isinstance(value, GENERATORS):
-        return None
+    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
+        return None  # the system's own has no state
     before = copy.deepcopy(generator_state(value))
 
     def has_changed() -> bool:

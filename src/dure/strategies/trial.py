@@ -49,6 +49,8 @@ class Trial:
         """Names of parameters that were given other memory (`p.data = ...`)."""
         self.state: dict[str, Any] = {}
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
+        self.left: list[str] = []
+        """Paths of what changed and is too large to be put back."""
 
     def __enter__(self) -> "Trial":
         """Note everything."""
@@ -66,11 +68,12 @@ class Trial:
         self._gradients = [None if grad is None else grad.clone() for *_, grad in self._parameters]
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
-        self._writes = _Writes({name: data for name, _, data, _, _ in self._parameters})
+        self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
+        self._writes = _Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
         if self._watches_writes:
             self._stack.enter_context(self._writes)
         else:
-            self._writes.before = {name: data.clone() for name, _, data, _, _ in self._parameters}
+            self._writes.before = {name: data.clone() for name, data in self._writes.tensors.items()}
         return self
 
     def __exit__(
@@ -118,7 +121,11 @@ class Trial:
             parameter.grad = None if grad is None or values is None else grad.copy_(values)
         for module, training in self._training:
             module.training = training
-        self._plain.put_back()
+        # operations on them were watched
+        restored = {path: self._writes.before[path] for path in self._large if path in self._writes.before}
+        for path, before in restored.items():
+            self._large[path].copy_(before)
+        self.left = [path for path in self._plain.put_back() if path not in restored]
 
 
 def _registered(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -138,7 +145,7 @@ class _Writes(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-        self._tensors = tensors
+        self.tensors = tensors
         self.before: dict[str, Tensor] = {}
 
     def __torch_dispatch__(
@@ -152,7 +159,7 @@ class _Writes(TorchDispatchMode):
     def _keep(self, tensor: Tensor) -> None:
         name = self._names.get(tensor.untyped_storage().data_ptr())
         if name is not None and name not in self.before:
-            self.before[name] = self._tensors[name].detach().clone()
+            self.before[name] = self.tensors[name].detach().clone()
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

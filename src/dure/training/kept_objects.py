@@ -1,17 +1,21 @@
 """Plain Python state as tensors and plain values, and back: counters and the like that no `state_dict` knows."""
 
 import copy
+from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from functools import partial
+from queue import Queue
+from random import SystemRandom
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dure.strategies.namespaces import ATOMS, SEALED
+from dure.strategies.namespaces import ATOMS, SEALED, with_dict
 from dure.strategies.object_state import GENERATORS, generator_state, plain_attributes, set_generator_state
 
 
@@ -19,66 +23,144 @@ class CannotKeep(TypeError):
     """State of a kind that cannot be written without pickle; the message says where it is and of which kind."""
 
 
-def kept(value: Any, path: str) -> Any:
+def kept(value: Any, path: str, there: Mapping[str, type] | None = None) -> Any:
     """Return a value as tensors and plain values, from which `restored` makes it again.
+
+    Args:
+        value: To be kept.
+        path: Of the value.
+        there: Types of what is there whenever the session is built, by path: state goes back into such an object, for
+            none can be made. None if everything is there.
 
     Raises:
         CannotKeep: It holds something of a kind that cannot be kept.
     """
-    if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
-        raise CannotKeep(f"{path} is a {type(value).__name__}, as which it cannot be kept (divided over ranks, say)")
-    if isinstance(value, Tensor):
-        return {"tensor": value.detach(), "requires_grad": value.requires_grad}
-    if value is None or type(value) in _JSON:
-        return value
-    if type(value) in _CONTAINERS:
-        return {"items": [kept(item, f"{path}[{i}]") for i, item in enumerate(value)], "type": type(value).__name__}
-    if type(value) in _MAPPINGS:
-        pairs = [[kept(key, f"{path} (a key)"), kept(item, f"{path}[{key!r}]")] for key, item in value.items()]
-        return {"pairs": pairs, "type": type(value).__name__}
-    if isinstance(value, (*_CONTAINERS, *_MAPPINGS)):
-        raise CannotKeep(f"{path} is a {type(value).__qualname__}, a container of its own kind, which cannot be kept")
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-        return {"array": torch.from_numpy(np.ascontiguousarray(value).reshape(-1).copy()), "shape": list(value.shape)}
-    if isinstance(value, GENERATORS):
-        return {"generator": generator_state(value)}
-    if isinstance(value, Dataset):
-        names = plain_attributes(value)
-        atoms = {name: vars(value)[name] for name in names}
+    return _Keeper(there).kept(value, path)
+
+
+class _Keeper:
+    def __init__(self, there: Mapping[str, type] | None) -> None:
+        self._there = there
+
+    def kept(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in _JSON:
+            return value
+        for kinds, keep in self._by_kind:
+            if isinstance(value, kinds):
+                return keep(self, value, path)
+        raise CannotKeep(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept")
+
+    def _tensor(self, value: Tensor, path: str) -> Any:
+        if type(value) not in (Tensor, nn.Parameter):
+            raise CannotKeep(
+                f"{path} is a {type(value).__name__}, as which it cannot be kept (divided over ranks, say)"
+            )
+        return {"tensor": value.detach().resolve_conj().resolve_neg(), "requires_grad": value.requires_grad}
+
+    def _container(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind not in _CONTAINERS.values() and kind not in _MAPPINGS.values():
+            raise CannotKeep(f"{path} is a {kind.__qualname__}, a container of its own kind, which cannot be kept")
+        if kind in _CONTAINERS.values():
+            inside = self if kind not in (set, frozenset) else _Keeper({})  # by its place none is found again
+            items = [inside.kept(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            return {"items": items, "type": kind.__name__} | ({"maxlen": value.maxlen} if kind is deque else {})
+        keys = _Keeper({})
+        pairs = [
+            [keys.kept(key, f"{path} (a key)"), self.kept(item, f"{path}[{key!r}]")] for key, item in value.items()
+        ]
+        return {"pairs": pairs, "type": kind.__name__} | (self._factory(value, path) if kind is defaultdict else {})
+
+    def _factory(self, value: Any, path: str) -> dict[str, Any]:
+        """Return how a missing entry is made, by name; nothing if that is known where the mapping is."""
+        factory = value.default_factory
+        if factory is None or factory in _FACTORIES:
+            return {"factory": getattr(factory, "__name__", None)}
+        self._check_there(value, path)
+        return {}
+
+    def _check_there(self, value: Any, path: str) -> None:
+        if self._there is not None and self._there.get(path) is not type(value):
+            raise CannotKeep(f"{path} is a {type(value).__qualname__} that was made on the way, which cannot be kept")
+
+    def _array(self, value: Any, path: str) -> Any:
+        if value.dtype.hasobject:
+            raise CannotKeep(f"{path} is a numpy.ndarray of objects, which cannot be kept")
+        values = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
+        return {"array": values, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
+
+    def _buffer(self, value: Any, path: str) -> Any:
+        values = torch.frombuffer(bytearray(value), dtype=torch.uint8) if len(value) else torch.empty(0)
+        return {"buffer": values, "type": value.typecode if isinstance(value, array) else type(value).__name__}
+
+    def _complex(self, value: complex, path: str) -> Any:
+        return {"complex": [value.real, value.imag]}
+
+    def _enum(self, value: Enum, path: str) -> Any:
+        self._check_there(value, path)
+        return {"enum": value.name}
+
+    def _generator(self, value: Any, path: str) -> Any:
+        self._check_there(value, path)
+        return {"object": {}} if isinstance(value, SystemRandom) else {"generator": generator_state(value)}
+
+    def _queue(self, value: Any, path: str) -> Any:
+        self._check_there(value, path)
+        return {"object": {"queue": self.kept(value.queue, f"{path}.queue")}}
+
+    def _dataset(self, value: Any, path: str) -> Any:
+        self._check_there(value, path)
+        atoms = {name: vars(value)[name] for name in plain_attributes(value)}
         return {"object": {n: v for n, v in atoms.items() if v is None or type(v) in _JSON}}
-    if isinstance(value, nn.Module):
-        plain = kept(_plain_of_modules(value), path)
+
+    def _module(self, value: nn.Module, path: str) -> Any:
+        self._check_there(value, path)
+        plain = {}
+        for name, module in value.named_modules():
+            attributes = {each: vars(module)[each] for each in plain_attributes(module)}
+            # sizes, dtypes and the like are definitions
+            own = {n: v for n, v in attributes.items() if v is None or type(v) in _JSON or not isinstance(v, ATOMS)}
+            inner = f"{path}.{name}" if name else path
+            if own:
+                plain[name] = {attribute: self.kept(item, f"{inner}.{attribute}") for attribute, item in own.items()}
         return {"state_dict": kept(dict(value.state_dict()), f"{path}.state_dict()"), "plain": plain}
-    if _has_state_dict(value):
-        own = value.state_dict()
-        if not isinstance(own, Mapping):
-            raise CannotKeep(f"{path} is a {type(value).__qualname__}, whose state_dict() is none")
-        return {"state_dict": kept(dict(own), f"{path}.state_dict()")}
-    if type(value).__module__ != "builtins" and hasattr(value, "__dict__") and not isinstance(value, (*SEALED, Enum)):
-        return {"object": {name: kept(item, f"{path}.{name}") for name, item in vars(value).items()}}
-    raise CannotKeep(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept")
 
+    def _object(self, value: Any, path: str) -> Any:
+        owner = None if isinstance(value, (*SEALED, *ATOMS)) else with_dict(value)
+        if owner is None and not _has_state_dict(value):
+            raise CannotKeep(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be kept")
+        self._check_there(value, path)
+        if _has_state_dict(value):
+            own = value.state_dict()
+            if not isinstance(own, Mapping):
+                raise CannotKeep(f"{path} is a {type(value).__qualname__}, whose state_dict() is none")
+            return {"state_dict": kept(dict(own), f"{path}.state_dict()")}
+        return {"object": {name: self.kept(item, f"{path}.{name}") for name, item in vars(owner).items()}}
 
-def _plain_of_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the plain attributes of a module and those inside it that have any, by their paths."""
-    found = {}
-    for path, module in root.named_modules():
-        attributes = {name: vars(module)[name] for name in plain_attributes(module)}
-        # sizes, dtypes and the like are definitions
-        own = {n: v for n, v in attributes.items() if v is None or type(v) in _JSON or not isinstance(v, ATOMS)}
-        if own:
-            found[path] = own
-    return found
+    _by_kind: ClassVar[list[tuple[Any, Callable[["_Keeper", Any, str], Any]]]] = [
+        (Tensor, _tensor),
+        ((list, tuple, set, frozenset, deque, dict), _container),
+        ((np.ndarray, np.generic), _array),
+        ((bytes, bytearray, array), _buffer),
+        (complex, _complex),
+        (Enum, _enum),
+        (GENERATORS, _generator),
+        (Queue, _queue),
+        (Dataset, _dataset),
+        (nn.Module, _module),
+        (object, _object),
+    ]
 
 
 _JSON = (bool, int, float, str)
-_CONTAINERS = {kind: kind for kind in (list, tuple, set, frozenset, deque)}
-_MAPPINGS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
+_MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict)}
+_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, int, float, str, list, tuple, set, dict)}
 
 
 def _has_state_dict(value: Any) -> bool:
-    is_class = isinstance(value, type)
-    return not is_class and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    cls = type(value)  # an object's own `__getattr__` may raise anything
+    return cls is not type and hasattr(cls, "state_dict") and hasattr(cls, "load_state_dict")
 
 
 def restored(state: Any, current: Any, path: str) -> Any:
@@ -95,32 +177,49 @@ def restored(state: Any, current: Any, path: str) -> Any:
         # what is inside is paired by its place, where the container is of the same kind as before
         olds = list(current) if isinstance(current, list | tuple | deque) else []
         items = [restored(item, olds[i] if i < len(olds) else None, path) for i, item in enumerate(state["items"])]
-        return _refilled(current, items, {kind.__name__: kind for kind in _CONTAINERS}[state["type"]])
+        kind = _CONTAINERS[state["type"]]
+        return _refilled(current, items, kind, partial(deque, maxlen=state["maxlen"]) if kind is deque else kind)
     if "pairs" in state:
         before = current if isinstance(current, Mapping) else {}
         pairs = [(restored(key, None, path), item) for key, item in state["pairs"]]
         entries = {key: restored(item, before.get(key), f"{path}[{key!r}]") for key, item in pairs}
-        return _refilled(current, entries, {kind.__name__: kind for kind in _MAPPINGS}[state["type"]])
+        return _refilled(current, entries, _MAPPINGS[state["type"]], partial(_mapping, state))
     if "array" in state:
-        values = state["array"].numpy().reshape(state["shape"]).copy()
+        dtype = np.lib.format.descr_to_dtype(_as_descr(state["dtype"]))
+        values = np.frombuffer(state["array"].numpy().tobytes(), dtype).reshape(state["shape"]).copy()
+        is_alike = isinstance(current, np.ndarray) and (current.shape, current.dtype) == (values.shape, values.dtype)
+        if is_alike and current.flags.writeable:
+            current[...] = values  # others may refer to it
+            return current
         return values if state["shape"] or isinstance(current, np.ndarray) else values[()]
+    if "buffer" in state:
+        content = bytes(state["buffer"].numpy().astype(np.uint8))
+        if state["type"] in ("bytes", "bytearray"):
+            return content if state["type"] == "bytes" else bytearray(content)
+        return array(state["type"], content)
+    if "complex" in state:
+        return complex(*state["complex"])
     if current is None:
         raise CannotKeep(f"{path} had state in the run that is gone on with, and is None now")
+    if "enum" in state:
+        return type(current)[state["enum"]]
     if "generator" in state:
         set_generator_state(current, state["generator"])
     elif "state_dict" in state:
         current.load_state_dict(restored(state["state_dict"], None, path))
         modules = dict(current.named_modules()) if "plain" in state else {}
-        attributes = {name: dict(vars(module)) for name, module in modules.items()}
-        for name, own in restored(state.get("plain", {}), attributes, path).items():
-            modules[name].__dict__.update(own)
+        for name, own in state.get("plain", {}).items():
+            _restore_attributes(modules[name], own, path)
     else:
-        assign: Any = setattr
-        if getattr(getattr(current, "__dataclass_params__", None), "frozen", False):
-            current, assign = copy.copy(current), object.__setattr__  # it cannot be changed where it is
-        for name, item in state["object"].items():
-            assign(current, name, restored(item, getattr(current, name, None), f"{path}.{name}"))
+        if getattr(getattr(type(current), "__dataclass_params__", None), "frozen", False):
+            current = copy.copy(current)  # it cannot be changed where it is
+        _restore_attributes(with_dict(current), state["object"], path)
     return current
+
+
+def _restore_attributes(owner: Any, state: Mapping[str, Any], path: str) -> None:
+    for name, item in state.items():
+        vars(owner)[name] = restored(item, vars(owner).get(name), f"{path}.{name}")
 
 
 def _restored_tensor(saved: Tensor, current: Any, *, requires_grad: bool) -> Tensor:
@@ -131,10 +230,29 @@ def _restored_tensor(saved: Tensor, current: Any, *, requires_grad: bool) -> Ten
     return saved.clone().to(device).requires_grad_(requires_grad)
 
 
-def _refilled(current: Any, items: Any, kind: Any) -> Any:
+def _refilled(current: Any, items: Any, kind: Any, make: Callable[[Any], Any]) -> Any:
     """Put items into the container that is there, to which others may refer; make one if it is of another kind."""
     if type(current) is kind and kind not in (tuple, frozenset):
         current.clear()
-        (current.update if kind in (set, *_MAPPINGS) else current.extend)(items)
+        (current.update if kind in (set, *_MAPPINGS.values()) else current.extend)(items)
         return current
-    return kind(None, items) if kind is defaultdict else kind(items)
+    return make(items)
+
+
+def _mapping(state: Mapping[str, Any], entries: Mapping[Any, Any]) -> Any:
+    kind: Any = _MAPPINGS[state["type"]]
+    if kind is not defaultdict:
+        return kind(entries)
+    factories = {name: factory for factory, name in _FACTORIES.items()}
+    return kind(factories.get(state.get("factory", "")), entries)
+
+
+def _as_descr(descr: Any) -> Any:
+    """Return a description of a dtype as NumPy made it, before it went through JSON."""
+    if not isinstance(descr, list):
+        return descr
+    return [tuple(_as_descr(part) if i == 1 else _as_shape(part) for i, part in enumerate(field)) for field in descr]
+
+
+def _as_shape(part: Any) -> Any:
+    return tuple(_as_shape(each) for each in part) if isinstance(part, list) else part

@@ -42,7 +42,8 @@ class KeptState:
         self._owners |= {name: value for name, value in self._globals.items() if isinstance(value, Namespace)}
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
-        self._built = ObjectState(roots if self._saves_itself else {"task": task, **roots}, sees_data=True)
+        watched = roots if self._saves_itself else {"task": task, **roots}
+        self._built = ObjectState(watched, sees_data=True, puts_back=False)
         self._owners |= self._built.functions
         self._first = {owner: dict(vars(value)) for owner, value in self._owners.items()}
         """The objects that attributes named at first."""
@@ -53,6 +54,10 @@ class KeptState:
         self._changed: set[tuple[str, str]] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
+        if (unseen := self._built.unseen) is not None:
+            self.lost[unseen] = (
+                f"{unseen} and what follows are more objects than are looked at, so changes are not kept"
+            )
 
     def look(self) -> None:
         """Find the attributes that have changed; those found once are kept from then on."""
@@ -121,7 +126,8 @@ class KeptState:
 
     def _kept(self, owner: str, name: str, path: str) -> Any:
         values = self._globals if owner == "globals" else vars(self._owners[owner])
-        return kept(values[name], path) if name in values else _ABSENT
+        where = name if owner == "globals" else path
+        return kept(values[name], where, self._built.kinds) if name in values else _ABSENT
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned.
@@ -156,7 +162,7 @@ class KeptState:
         if value == _ABSENT:
             vars(target).pop(name, None)
         else:
-            current = getattr(target, name, None)
+            current = vars(target).get(name)
             if is_rebound and isinstance(current, Tensor):
                 current = current.detach().new_empty(0)  # only where it is
             elif is_rebound and isinstance(current, list | dict | set | deque):

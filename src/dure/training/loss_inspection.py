@@ -131,6 +131,7 @@ class LossInspection:
             nonlinear_gradients=self._is_divided and is_quick and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
+            left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
             reads_gradients=is_quick and self._reads_gradients(range(half), first),
         )
 
@@ -227,7 +228,9 @@ class LossInspection:
                 if not_additive is not None or time.monotonic() > deadline:
                     break
                 not_additive = self._additivity(places)
-        return _Later(draws, not_additive, tuple(found), tuple(written.parameters), tuple(written.rebound))
+        return _Later(
+            draws, not_additive, tuple(found), tuple(written.parameters), tuple(written.rebound), tuple(written.left)
+        )
 
     def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
@@ -382,6 +385,7 @@ class _Later(NamedTuple):
     module_state: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     rebound: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 class _Tried(NamedTuple):

@@ -316,7 +316,8 @@ class Conductor:
             return
         start = time.perf_counter()
         loader = session.eval_loader
-        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
+        objects = {**session.strategy.objects, "model": session.strategy.model}
+        before = ObjectState(objects, puts_back=is_extra)
         buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
         metrics = self._together(
             lambda: evaluate(

@@ -5,8 +5,12 @@ import logging
 import os
 import queue
 import random
+import sys
 import threading
+import types
+from array import array
 from collections import defaultdict, deque
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -23,6 +27,19 @@ class Inner:
         self.last = deque([1, 2], maxlen=3)
 
 
+class Slotted:
+    __slots__ = ("__dict__", "__hidden", "count")
+
+    def __init__(self):
+        self.count = self.__hidden = self.other = 0
+
+    def hide(self):
+        self.__hidden += 1
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
 class Holder:
     """One attribute of each kind that state is kept in."""
 
@@ -35,6 +52,19 @@ class Holder:
         self.table = defaultdict(list)
         self.names = {"a"}
         self.not_a_number = float("nan")
+        self.slotted = Slotted()
+        self.queue = queue.Queue()
+        self.bytes = bytearray(b"abc")
+        self.numbers = array("d", [1.0])
+        self.variable = ContextVar("variable", default=0)
+        self.phase = self.first
+        self.expanded = torch.zeros(1).expand(4)
+        self.conj = torch.zeros(2, dtype=torch.complex64).conj()
+        self.long = [0] * 2000
+
+    def first(self): ...
+
+    def second(self): ...
 
 
 CHANGES = {
@@ -48,6 +78,17 @@ CHANGES = {
     "table": lambda h: h.table["z"].append(1),
     "names": lambda h: h.names.add("b"),
     "new": lambda h: setattr(h, "new", 1),
+    "slotted.count": lambda h: setattr(h.slotted, "count", 1),
+    "slotted.other": lambda h: setattr(h.slotted, "other", 1),
+    "slotted._Slotted__hidden": lambda h: h.slotted.hide(),
+    "queue.queue": lambda h: h.queue.put(1),
+    "bytes": lambda h: h.bytes.append(1),
+    "numbers": lambda h: h.numbers.append(1),
+    "variable": lambda h: h.variable.set(1),
+    "phase": lambda h: setattr(h, "phase", h.second),
+    "expanded": lambda h: h.expanded[:1].add_(1),
+    "conj": lambda h: h.conj.add_(1),
+    "long": lambda h: h.long.__setitem__(1234, 1),
 }
 
 
@@ -116,6 +157,46 @@ def test_values_of_changes_are_equal_for_equal_changes_alone():
     assert change_by(1) != change_by(2)
 
 
+LARGE = {
+    "tensor": lambda: torch.zeros(3 << 19),
+    "transposed": lambda: torch.zeros(3, 1 << 19).T,
+    "array": lambda: np.zeros(3 << 19),
+    "objects": lambda: np.array([None] * 10),
+    "list": lambda: [0] * 200_000,
+    "deque": lambda: deque([0] * 200_000),
+    "dict": lambda: dict.fromkeys(range(200_000), 0),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_value_when_changed_then_is_named_though_it_cannot_be_put_back(kind):
+    holder = Holder()
+    holder.value = LARGE[kind]()
+    state = ObjectState({"task": holder})
+    assert state.changed() == {}
+    if isinstance(holder.value, torch.Tensor):
+        holder.value.data[0] = 1
+    else:
+        holder.value[0] = 1
+    assert list(state.changed()) == ["task.value"]
+    assert state.put_back() == ["task.value"]
+
+
+def test_set_when_longer_than_is_compared_then_its_length_tells():
+    holder = Holder()
+    holder.value = set(range(200_000))
+    state = ObjectState({"task": holder})
+    holder.value.add(-1)
+    assert list(state.changed()) == ["task.value"]
+
+
+def test_objects_when_there_are_too_many_then_the_first_that_is_not_looked_at_is_named():
+    state = ObjectState({"task": [[[0] for _ in range(100)] for _ in range(100)]})
+    assert state.unseen is not None
+    assert state.unseen.startswith("task[")
+    assert ObjectState({"task": Holder()}).unseen is None
+
+
 def test_cycles_and_long_lists_come_to_an_end():
     holder = Holder()
     holder.itself = holder
@@ -155,6 +236,52 @@ def test_variables_of_modules_and_classes_when_assigned_to_then_are_seen_and_put
     assert set(state.changed()) == {"global SEEN", "globals of test_object_state.COUNT", "class Global.calls"}
     state.put_back()
     assert (COUNT, Global.calls, SEEN) == (0, 0, [0])
+
+
+helpers = types.ModuleType("helpers_of_tests")
+helpers.LIMIT, helpers.TIMES = [1], 0
+sys.modules[helpers.__name__] = helpers
+HITS = []
+
+
+def note():
+    HITS.append(1)
+
+
+class Meter:
+    count = 0
+
+    @staticmethod
+    def update():
+        Meter.count += 1
+
+
+class ByDetours:
+    @staticmethod
+    def static():
+        note()
+
+    @classmethod
+    def of_class(cls):
+        Meter.update()
+
+    @property
+    def total(self):
+        return [helpers.LIMIT for _ in range(1)]
+
+    def nested(self):
+        def inner():
+            helpers.TIMES = 3
+
+        return inner
+
+
+def test_state_that_is_reached_by_helpers_and_other_kinds_of_methods_is_found():
+    found = used_globals(ByDetours)
+    assert found["global HITS"] is HITS
+    assert dict(vars(found["class Meter"])) == {"count": 0}
+    assert found["global LIMIT"] is helpers.LIMIT
+    assert dict(vars(found[f"globals of {helpers.__name__}"])) == {"TIMES": 0}
 
 
 def test_module_and_optimizer_that_a_task_holds_when_stepped_then_are_seen_and_put_back():

@@ -1,7 +1,10 @@
 """Plain state in checkpoints: kept, brought back into the objects that are there, or named as lost."""
 
 import random
+from array import array
 from collections import OrderedDict, defaultdict, deque
+from enum import Enum
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -25,6 +28,10 @@ VALUES = [
     7, -0.1, float("inf"), "text", None, True, [1, [2, "x"]], (1, 2), {3, 4}, frozenset({5}), deque([1, 2]),
     {"a": 1, 2: "b"}, OrderedDict(x=1), defaultdict(None, {"y": [1]}), torch.arange(3.0),
     torch.tensor(2, dtype=torch.int8), np.arange(4).reshape(2, 2), np.float32(0.1), {"deep": [{"t": torch.ones(2)}]},
+    deque([1], maxlen=3), defaultdict(list, {"y": [1]}), b"\x00a", bytearray(b"b"), array("d", [1.5]), array("i"),
+    1 - 2j, np.arange(2, dtype=">i4"), np.longdouble("0.1"),
+    np.array([(1, [2.5, 3])], dtype=[("a", "i4"), ("b", "f8", (2,))]),
+    np.array(["2026-01-01"], dtype="datetime64[D]"), np.zeros((0, 3)), np.array([1j]),
 ]  # fmt: skip
 
 
@@ -44,6 +51,49 @@ def test_object_when_restored_then_the_one_that_is_there_has_its_state():
     assert (list(other.values), other.total) == ([2, 3], torch.tensor(5.0))
     assert other.values is values
     assert other.values.maxlen == 2
+
+
+class Kind(Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Slots:
+    __slots__ = ("__dict__", "kind")
+
+    def __init__(self):
+        self.kind, self.table, self.waiting, self.array = Kind.FIRST, defaultdict(lambda: 0), Queue(), np.zeros(2)
+
+
+def test_objects_with_slots_enums_queues_and_factories_when_restored_then_are_as_they_were():
+    old, new = Slots(), Slots()
+    old.kind = Kind.SECOND
+    old.table["a"] += 2
+    old.waiting.put("x")
+    old.array[0] = 7
+    alias = new.array
+    restored(kept(old, "x"), new, "x")
+    assert (new.kind, dict(new.table), new.waiting.get(), list(alias)) == (Kind.SECOND, {"a": 2}, "x", [7, 0])
+    assert new.table["never seen"] == 0
+
+
+class Raising:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_object_whose_attributes_raise_is_kept_all_the_same():
+    old, new = Raising(), Raising()
+    vars(old)["n"] = 3
+    assert vars(restored(kept(old, "x"), new, "x")) == {"n": 3}
+
+
+@pytest.mark.parametrize(
+    "value", [[Meter()], {"a": Meter()}, {Meter(): 1}, {Meter()}, Kind.FIRST, random.Random(), defaultdict(lambda: 1)]
+)
+def test_value_that_no_session_would_find_again_cannot_be_kept(value):
+    with pytest.raises(CannotKeep, match="that was made on the way, which cannot be kept"):
+        kept(value, "x", {})
 
 
 def test_generator_when_restored_then_goes_on_drawing():

@@ -8,6 +8,7 @@ import torch
 
 import dure
 from dure.errors import TaskInvalid, WorkerFailed
+from dure.measure.sums import exact_sum
 from dure.training.metric_checks import check_count, check_sum, doubt
 from tests.training.test_session import ROWS, Small, sums, train
 
@@ -122,3 +123,26 @@ def test_run_when_a_metric_is_a_mean_over_each_batch_then_it_is_taken(tmp_path):
         "metrics": lambda self, model, batch: {"spread": dure.Sum(batch[0].float().mean(), 1)},
     }
     train(type("T", (Small,), methods), tmp_path)
+
+
+@pytest.mark.parametrize("name", [0, ("a", 1), "a\ud800", "a\n\x1b[31m"])
+def test_run_when_a_metric_has_a_name_that_no_record_can_have_then_it_is_refused(name, tmp_path):
+    methods = {"eval_data": lambda self: ROWS, "metrics": lambda self, model, batch: {name: dure.Sum(1.0, 1)}}
+    with pytest.raises(WorkerFailed, match="a name is a string of printable characters") as caught:
+        train(type("T", (Small,), methods), tmp_path)
+    assert caught.value.exit_code == 2
+
+
+def test_run_when_a_total_is_an_integer_beyond_floats_then_it_is_refused(tmp_path):
+    methods = {"eval_data": lambda self: ROWS, "metrics": sums(huge=dure.Sum(10**400, 1))}
+    with pytest.raises(WorkerFailed, match="an integer that no float holds") as caught:
+        train(type("T", (Small,), methods), tmp_path)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "total"), [([1e308, 1e308], math.inf), ([math.inf, 1.0], math.inf), ([0.1] * 10, 1.0)]
+)
+def test_sum_when_it_is_finite_then_is_rounded_once_and_else_is_infinite(values, total):
+    assert exact_sum(values) == total
+    assert math.isnan(exact_sum([math.inf, -math.inf]))

@@ -1,5 +1,7 @@
 """A value with its weight: the only form in which dure averages anything."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,3 +23,12 @@ class Sum:
 
     total: "Tensor | float"
     count: "Tensor | int | float"
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return a sum that is rounded once; infinite, or no number, where infinities or huge values give that."""
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return sum(numbers)

@@ -203,7 +203,7 @@ class ObjectState:
 
     def _items(self, path: str, items: Any) -> None:
         for key, item in items:
-            self._walk(f"{path}[{key!r}]", item)
+            self._walk(f"{path}[{key_text(key)}]", item)
 
     def _container(self, path: str, value: Any) -> None:
         if len(value) > self._most_copied:
@@ -357,7 +357,7 @@ def _comparable(value: Any, depth: int = 4) -> Any:
         shown = [str(value.dtype), tuple(value.shape)]
         return [*shown, _bits(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
     if isinstance(value, ATOMS):
-        return repr(value)
+        return key_text(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return [str(value.dtype), np.shape(value), value.tobytes()]
     if isinstance(value, _DEFINITIONS):
@@ -554,6 +554,14 @@ def _with_arrays(state: Any) -> Any:
     if state.keys() == {"array", "dtype"}:
         return np.array(state["array"], dtype=state["dtype"])
     return {key: _with_arrays(value) for key, value in state.items()}
+
+
+def key_text(key: object) -> str:
+    """Return a key as paths show it."""
+    try:
+        return repr(key)
+    except Exception:
+        return object.__repr__(key)  # of a class whose own fails
 
 
 def is_inside(path: str, other: str) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.errors import DataInvalid, TaskInvalid
 from dure.measure.records import Metric
-from dure.measure.sums import Sum
+from dure.measure.sums import Sum, exact_sum
 from dure.strategies.base import Strategy
 from dure.strategies.batches import to_device
 from dure.strategies.replicas import DeviceThreads
 from dure.telling import tell
 from dure.training.fetch import FetchRequest, Loader
-from dure.training.metric_checks import check_count, check_sum, doubt
+from dure.training.metric_checks import check_count, check_name, check_sum, doubt
 from dure.training.task import Task
 
 _MOST_SAMPLES_PER_BATCH = 256
@@ -48,7 +48,7 @@ def evaluate(
 ) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
 
-    Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `math.fsum`, whose
+    Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `exact_sum`, whose
     result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
     random numbers come from its own seed, and those of training go on as if there had been no evaluation.
 
@@ -192,6 +192,7 @@ def _evaluation_call(
         if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         for name, value in measured.items():
+            check_name(name)
             check_sum(name, value)
         if "loss" in measured:
             raise TaskInvalid("the task's metrics returned one named loss, as the task's own loss is: rename it")
@@ -213,8 +214,8 @@ def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Me
     names = list(dict.fromkeys(name for batch in batches for name in batch))
     metrics = {}
     for name in names:
-        total = math.fsum(batch[name][0] for batch in batches if name in batch)
-        count = math.fsum(batch[name][1] for batch in batches if name in batch)
+        total = exact_sum(batch[name][0] for batch in batches if name in batch)
+        count = exact_sum(batch[name][1] for batch in batches if name in batch)
         if count == 0:
             raise DataInvalid(f"the evaluation metric {name} has a count of 0 over all samples: nothing to divide by")
         metrics[name] = Metric(value=total / count, count=int(count) if count.is_integer() else count)
@@ -231,7 +232,10 @@ def _number(value: "Tensor | float") -> float:
             f"a dure.Sum of the evaluation holds a tensor of shape {tuple(value.shape)}: give it scalars, one Sum for "
             "each number"
         )
-    return float(value.detach().double().cpu().item() if isinstance(value, Tensor) else value)
+    try:
+        return float(value.detach().double().cpu().item() if isinstance(value, Tensor) else value)
+    except OverflowError as error:
+        raise TaskInvalid("a dure.Sum of the evaluation holds an integer that no float holds: scale it") from error
 
 
 def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:

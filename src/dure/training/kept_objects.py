@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dure.strategies.namespaces import ATOMS, SEALED, with_dict
-from dure.strategies.object_state import GENERATORS, generator_state, plain_attributes, set_generator_state
+from dure.strategies.object_state import GENERATORS, generator_state, key_text, plain_attributes, set_generator_state
 
 
 class CannotKeep(TypeError):
@@ -67,14 +67,15 @@ class _Keeper:
             return {"items": items, "type": kind.__name__} | ({"maxlen": value.maxlen} if kind is deque else {})
         keys = _Keeper({})
         pairs = [
-            [keys.kept(key, f"{path} (a key)"), self.kept(item, f"{path}[{key!r}]")] for key, item in value.items()
+            [keys.kept(key, f"{path} (a key)"), self.kept(item, f"{path}[{key_text(key)}]")]
+            for key, item in value.items()
         ]
         return {"pairs": pairs, "type": kind.__name__} | (self._factory(value, path) if kind is defaultdict else {})
 
     def _factory(self, value: Any, path: str) -> dict[str, Any]:
         """Return how a missing entry is made, by name; nothing if that is known where the mapping is."""
         factory = value.default_factory
-        if factory is None or factory in _FACTORIES:
+        if factory is None or any(factory is kind for kind in _FACTORIES):
             return {"factory": getattr(factory, "__name__", None)}
         self._check_there(value, path)
         return {}
@@ -182,7 +183,7 @@ def restored(state: Any, current: Any, path: str) -> Any:
     if "pairs" in state:
         before = current if isinstance(current, Mapping) else {}
         pairs = [(restored(key, None, path), item) for key, item in state["pairs"]]
-        entries = {key: restored(item, before.get(key), f"{path}[{key!r}]") for key, item in pairs}
+        entries = {key: restored(item, before.get(key), f"{path}[{key_text(key)}]") for key, item in pairs}
         return _refilled(current, entries, _MAPPINGS[state["type"]], partial(_mapping, state))
     if "array" in state:
         dtype = np.lib.format.descr_to_dtype(_as_descr(state["dtype"]))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dure import torchcompat
-from dure.measure.sums import Sum
+from dure.measure.sums import Sum, exact_sum
 from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.containers import tensors_in
 from dure.strategies.loss_traits import LossTraits
@@ -243,11 +243,11 @@ class LossInspection:
                 begin += len(part)
         if any(one.trial.has_drawn for one in (whole, *parts)):
             return None  # whoever draws is known to give another loss each time
-        total, count = math.fsum(part.total for part in parts), math.fsum(part.items for part in parts)
+        total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
         if not all(map(math.isfinite, (whole.total, total, whole.items, count))) or not (count and whole.items):
             return None
         tolerance = _TOLERANCES.get(whole.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
-        scale = math.fsum(abs(part.total) for part in parts)
+        scale = exact_sum(abs(part.total) for part in parts)
         if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
             return self._difference_of_gradients(whole, parts, tolerance)
         return (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.measure.sums import Sum
+from dure.measure.sums import Sum, exact_sum
 
 _FRACTIONS = frozenset(
     ("accuracy", "acc", "top1", "top5", "precision", "recall", "f1", "auc", "auroc", "iou", "miou", "dice", "correct")
@@ -18,6 +18,16 @@ _FRACTIONS = frozenset(
 _NOT_FRACTIONS = frozenset(("percent", "percentage", "pct", "loss", "error", "count", "num", "total", "log"))
 _FEWEST_SAMPLES = 8
 """Samples of a batch from which a total below 1 is no sum of hits."""
+
+
+def check_name(name: object) -> None:
+    """Refuse a name that records cannot have.
+
+    Raises:
+        TaskInvalid: It is no string, or one that no file can hold.
+    """
+    if not isinstance(name, str) or not name.isprintable():
+        raise TaskInvalid(f"the task's metrics have one named {name!a:.60}: a name is a string of printable characters")
 
 
 def check_sum(name: str, measured: Sum) -> None:
@@ -65,7 +75,7 @@ def doubt(name: str, sums: Sequence[tuple[float, float]], num_samples: int) -> s
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if not words & _FRACTIONS or words & _NOT_FRACTIONS:
         return None
-    value = math.fsum(total for total, _ in sums) / math.fsum(count for _, count in sums)
+    value = exact_sum(total for total, _ in sums) / exact_sum(count for _, count in sums)
     if not math.isfinite(value):
         return None
     if not 0 <= value <= 1:

@@ -8,6 +8,7 @@ from dure.strategies import STRATEGIES
 from examples.digits import Digits
 from tests.conformance.cases import (
     TO_ROUNDING,
+    crossed,
     evaluated_digests,
     largest_difference,
     samples_by_epoch,
@@ -57,8 +58,7 @@ def test_all_ranks_hold_equal_weights_whenever_they_are_read(strategy, num_devic
     assert len(list(digests.iterdir())) == num_devices
 
 
-@pytest.mark.parametrize("settings", [{"microbatch_size": 1}, {}], ids=["by one", "whole"])
-@pytest.mark.parametrize(("strategy", "num_devices"), INEXACT)
+@pytest.mark.parametrize(("strategy", "num_devices", "settings"), crossed(INEXACT, [({"microbatch_size": 1},), ({},)]))
 def test_every_sample_of_an_epoch_is_used_once_with_a_last_batch_smaller_than_the_ranks(
     strategy, num_devices, settings, tmp_path
 ):
@@ -83,8 +83,7 @@ def test_evaluation_is_that_of_one_process_with_the_saved_weights(strategy, num_
         assert alone[name]["value"] == pytest.approx(metric.value, rel=1e-12)
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), INEXACT)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("strategy", "num_devices", "optimizer"), crossed(INEXACT, [("sgd",), ("adamw",)]))
 def test_a_checkpoint_means_the_same_to_every_exact_strategy(strategy, num_devices, optimizer, tmp_path):
     task = Regression(kind="tokens", optimizer=optimizer)
     whole = train_case(tmp_path, task, strategy, num_devices, **SETTINGS)

@@ -182,6 +182,14 @@ def test_large_value_when_changed_then_is_named_though_it_cannot_be_put_back(kin
     assert state.put_back() == ["task.value"]
 
 
+def test_item_of_a_list_of_ten_thousand_when_changed_then_is_seen_without_a_copy_too():
+    holder = Holder()
+    holder.value = [0] * 10_000
+    state = ObjectState({"task": holder}, puts_back=False)
+    holder.value[7777] = 1
+    assert list(state.changed()) == ["task.value"]
+
+
 def test_set_when_longer_than_is_compared_then_its_length_tells():
     holder = Holder()
     holder.value = set(range(200_000))

@@ -6,6 +6,7 @@ own. It is found by walking over attributes and containers, as far as these are 
 
 import copy
 import itertools
+import operator
 import queue
 import random
 import sys
@@ -36,9 +37,12 @@ _HOOKS = (
 _MOST_NODES = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
 _MOST_ITEMS = 1_000
-"""Items of a container that are looked into. Of longer ones, most likely data, these few are."""
+"""Items of a container that are looked into, and compared of a long one. Of longer ones, most likely data, a tenth of
+as many is looked into."""
+_MOST_WATCHED = 10_000
+"""Items of a container that are all compared, where nothing is put back."""
 _MOST_COPIED = 100_000
-"""Items of a container that are all compared and put back. Of longer ones, some are compared."""
+"""Items of a container that are all compared and put back."""
 _MOST_COMPARED = 1 << 16
 """Elements of a tensor or array whose values are compared between two moments."""
 _MOST_ELEMENTS = 1 << 20
@@ -79,7 +83,7 @@ class ObjectState:
         """
         self._sees_data = sees_data
         self._most_elements = _MOST_ELEMENTS if puts_back else _MOST_COMPARED
-        self._most_copied = _MOST_COPIED if puts_back else _MOST_ITEMS
+        self._most_copied = _MOST_COPIED if puts_back else _MOST_WATCHED
         self._nodes: list[_Node] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_NODES
@@ -272,10 +276,10 @@ _DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.Metho
 """Kinds of values that are no state themselves; which one of them an attribute names is."""
 
 
-def _some(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a container, each with its place; of a long one a few, equally far apart."""
+def _some(container: Any, most: int = _MOST_ITEMS // 10) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container, each with its place; of a long one so many, equally far apart."""
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
-    step = 1 if len(container) <= _MOST_ITEMS else -(-len(container) // (_MOST_ITEMS // 10))
+    step = 1 if len(container) <= _MOST_ITEMS else -(-len(container) // most)
     yield from list(itertools.islice(items, 0, None, step))
 
 
@@ -386,12 +390,12 @@ def _are_same_items(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, set):
         return bool(one == other)
-    return all(map(_is_same, one, other))
+    return all(map(operator.is_, one, other)) or all(map(_is_same, one, other))
 
 
 def _long_node(path: str, container: Any) -> _Node:
     """Return the place of a container that is too long to be compared item by item."""
-    length, some = len(container), list(_some(container))
+    length, some = len(container), list(_some(container, _MOST_ITEMS))
 
     def has_changed() -> bool:
         if len(container) != length:

@@ -234,7 +234,8 @@ class ObjectState:
 
         def have_names_changed() -> bool:
             there = vars(owner)  # only a value that was left out can count as an attribute later
-            if there.keys() == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
+            names_now = there.keys() if type(there) is dict else set(there)  # others' views are slow to compare
+            if names_now == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
                 return False
             return now().keys() != before.keys()
 

@@ -1,5 +1,6 @@
 """State of plain objects: seen when it changes, and put back."""
 
+import argparse
 import itertools
 import logging
 import os
@@ -17,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.namespaces import used_globals
 from dure.strategies.object_state import ObjectState
+from dure.strategies.used_globals import used_globals
 
 
 class Inner:
@@ -54,6 +55,7 @@ class Holder:
         self.not_a_number = float("nan")
         self.slotted = Slotted()
         self.queue = queue.Queue()
+        self.arguments = argparse.Namespace(step=0)
         self.bytes = bytearray(b"abc")
         self.numbers = array("d", [1.0])
         self.variable = ContextVar("variable", default=0)
@@ -81,7 +83,7 @@ CHANGES = {
     "slotted.count": lambda h: setattr(h.slotted, "count", 1),
     "slotted.other": lambda h: setattr(h.slotted, "other", 1),
     "slotted._Slotted__hidden": lambda h: h.slotted.hide(),
-    "queue.queue": lambda h: h.queue.put(1),
+    "arguments.step": lambda h: setattr(h.arguments, "step", 1),
     "bytes": lambda h: h.bytes.append(1),
     "numbers": lambda h: h.numbers.append(1),
     "variable": lambda h: h.variable.set(1),
@@ -182,12 +184,41 @@ def test_large_value_when_changed_then_is_named_though_it_cannot_be_put_back(kin
     assert state.put_back() == ["task.value"]
 
 
-def test_item_of_a_list_of_ten_thousand_when_changed_then_is_seen_without_a_copy_too():
+def test_buffer_when_large_then_it_is_seen_and_cannot_be_put_back():
     holder = Holder()
-    holder.value = [0] * 10_000
-    state = ObjectState({"task": holder}, puts_back=False)
-    holder.value[7777] = 1
-    assert list(state.changed()) == ["task.value"]
+    holder.value = bytearray(3 << 19)
+    state = ObjectState({"task": holder})
+    holder.value[0] = 1
+    assert (list(state.changed()), state.put_back()) == (["task.value"], ["task.value"])
+    holder.value.append(1)  # nothing holds on to its memory
+
+
+def test_queue_when_changed_then_it_is_named_and_left_to_the_thread_that_fills_it():
+    holder = Holder()
+    state = ObjectState({"task": holder})
+    holder.queue.put(1)
+    assert (list(state.changed()), state.put_back(), holder.queue.qsize()) == (["task.queue"], ["task.queue"], 1)
+
+
+def test_context_variable_when_put_back_then_has_its_default_again_and_without_one_cannot_be():
+    for default, left in (({"default": 3}, []), ({}, ["task.variable"])):
+        holder = Holder()
+        holder.variable = ContextVar("variable", **default)
+        state = ObjectState({"task": holder})
+        holder.variable.set(5)
+        assert state.put_back() == left
+        assert holder.variable.get() == default.get("default", 5)
+
+
+def test_objects_when_they_lie_too_deep_then_the_first_that_is_not_looked_at_is_named():
+    holder = None
+    for _ in range(2000):
+        outer = Holder()
+        outer.inner, holder = holder, outer
+    state = ObjectState({"task": holder})
+    assert state.unseen.startswith("task.inner.inner")
+    holder.inner.count += 1
+    assert list(state.changed()) == ["task.inner.count"]
 
 
 def test_set_when_longer_than_is_compared_then_its_length_tells():

@@ -1,7 +1,9 @@
 """A trial leaves no trace, and tells what it has changed."""
 
 import copy
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,20 @@ def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
     with Trial(model) as trial:
         model[0].weight.data.clamp_(-100, 100)
     assert list(trial.parameters) == ["0.weight"]
+
+
+@pytest.mark.parametrize("watches_writes", [True, False])
+def test_trial_when_a_large_tensor_was_written_to_then_it_is_as_before_and_sparse_ones_are_left_alone(watches_writes):
+    bank = torch.zeros(3 << 19)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (5000, 5000), check_invariants=True)
+    holder = types.SimpleNamespace(bank=bank, sparse=sparse, array=np.zeros(3 << 19))
+    with Trial(nn.Linear(1, 1), {"task": holder}, watches_writes=watches_writes) as trial:
+        bank[:4] = 1
+        bank.data[1000:1004] = 1
+        holder.array[0] = 1
+    assert trial.state.keys() == {"task.bank", "task.array"}
+    assert trial.left == ["task.array"]
+    assert not bank.any()
 
 
 def test_trial_tells_buffers_with_their_values_and_plain_state():

@@ -62,18 +62,17 @@ class Slots:
     __slots__ = ("__dict__", "kind")
 
     def __init__(self):
-        self.kind, self.table, self.waiting, self.array = Kind.FIRST, defaultdict(lambda: 0), Queue(), np.zeros(2)
+        self.kind, self.table, self.array = Kind.FIRST, defaultdict(lambda: 0), np.zeros(2)
 
 
-def test_objects_with_slots_enums_queues_and_factories_when_restored_then_are_as_they_were():
+def test_objects_with_slots_enums_and_factories_when_restored_then_are_as_they_were():
     old, new = Slots(), Slots()
     old.kind = Kind.SECOND
     old.table["a"] += 2
-    old.waiting.put("x")
     old.array[0] = 7
     alias = new.array
     restored(kept(old, "x"), new, "x")
-    assert (new.kind, dict(new.table), new.waiting.get(), list(alias)) == (Kind.SECOND, {"a": 2}, "x", [7, 0])
+    assert (new.kind, dict(new.table), list(alias)) == (Kind.SECOND, {"a": 2}, [7, 0])
     assert new.table["never seen"] == 0
 
 
@@ -109,8 +108,8 @@ def test_generator_when_restored_then_goes_on_drawing():
 
 @pytest.mark.parametrize(
     "value",
-    [open, lambda: 1, nn.Linear, object(), np.array(["a", None])],
-    ids=["builtin", "function", "class", "object", "array of objects"],
+    [open, lambda: 1, nn.Linear, object(), np.array(["a", None]), Queue()],
+    ids=["builtin", "function", "class", "object", "array of objects", "queue"],
 )
 def test_value_of_an_unknown_kind_cannot_be_kept(value):
     with pytest.raises(CannotKeep, match=r"x(\.y)? is a .* which cannot be kept"):
@@ -158,6 +157,62 @@ def test_state_when_attributes_changed_then_another_session_goes_on_with_them():
     assert {name: t.tolist() for name, t in other.tensors().items()} == {
         name: t.tolist() for name, t in tensors.items()
     }
+
+
+BUFFER, ARRAY, RECORDS = bytearray(1), np.zeros(2), [0]
+
+
+class Inner(Task):
+    """State inside of containers and objects, which begins as the weight itself, or as what another attribute names."""
+
+    def __init__(self):
+        self.array = self.first_array = np.zeros(2)
+        self.pair = (torch.zeros(2), [1])
+        self.meter = self.first_meter = Meter()
+        self.phase = Kind.FIRST
+
+    def globals(self):
+        return BUFFER, ARRAY, RECORDS
+
+
+def inner_session():
+    task, model = Inner(), nn.Linear(1, 1)
+    task.best = {"weight": model.weight.detach()}
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return task, model, KeptState(task, model, optimizer)
+
+
+def test_state_when_another_object_took_a_place_then_what_was_there_keeps_its_values():
+    task, _, state = inner_session()
+    task.best["weight"] = torch.full((1, 1), 7.0)
+    task.array = task.array + 1
+    task.pair = (torch.ones(2), [2])
+    task.meter = Meter()
+    task.meter.total = 5
+    task.phase = Kind.SECOND
+    tensors = state.tensors()
+    assert state.lost == {}
+    other, other_model, other_state = inner_session()
+    weight = other_model.weight.item()
+    other_state.restore(tensors)
+    assert (other.best["weight"].item(), other_model.weight.item()) == (7.0, weight)
+    assert (list(other.array), list(other.first_array)) == ([1, 1], [0, 0])
+    assert (other.pair[0].tolist(), other.pair[1]) == ([1, 1], [2])
+    assert (other.meter.total, other.first_meter.total, other.phase) == (5, None, Kind.SECOND)
+
+
+def test_global_buffers_when_restored_then_are_filled_where_they_are():
+    _, _, state = inner_session()
+    BUFFER[0], ARRAY[0] = 3, 4
+    RECORDS.append(5)
+    tensors = state.tensors()
+    BUFFER[0], ARRAY[0] = 0, 0
+    del RECORDS[1:]
+    _, _, other_state = inner_session()
+    other_state.restore(tensors)
+    assert (BUFFER, list(ARRAY), RECORDS) == (bytearray([3]), [4, 0], [0, 5])
+    BUFFER[0], ARRAY[0] = 0, 0
+    del RECORDS[1:]
 
 
 def test_state_when_an_attribute_changed_back_and_forth_then_its_size_stays():

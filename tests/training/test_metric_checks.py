@@ -141,7 +141,14 @@ def test_run_when_a_total_is_an_integer_beyond_floats_then_it_is_refused(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("values", "total"), [([1e308, 1e308], math.inf), ([math.inf, 1.0], math.inf), ([0.1] * 10, 1.0)]
+    ("values", "total"),
+    [
+        ([1e308, 1e308], math.inf),
+        ([1e308, 1e308, -1e308], 1e308),
+        ([1e308, 1e308, -math.inf], -math.inf),
+        ([math.inf, 1.0], math.inf),
+        ([0.1] * 10, 1.0),
+    ],
 )
 def test_sum_when_it_is_finite_then_is_rounded_once_and_else_is_infinite(values, total):
     assert exact_sum(values) == total

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_SMALL = 2.0**-64
+"""Factor by which as many numbers of any size are added without an overflow as a list can hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sum:
     """A total and the number of items it was summed over.
@@ -26,9 +30,11 @@ class Sum:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return a sum that is rounded once; infinite, or no number, where infinities or huge values give that."""
+    """Return a sum, rounded once, that does not depend on the order; infinite, or no number, where that is so."""
     numbers = list(values)
+    if not all(map(math.isfinite, numbers)):
+        return sum(number for number in numbers if not math.isfinite(number))
     try:
         return math.fsum(numbers)
-    except (OverflowError, ValueError):
-        return sum(numbers)
+    except OverflowError:
+        return math.fsum(number * _SMALL for number in numbers) / _SMALL

@@ -306,7 +306,7 @@ class Strategy(ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether model or loss draw random numbers in training, as far as is known."""
+        """True if model or loss draw random numbers in training, as far as is known."""
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         return has_dropout or self.traits.draws
 

@@ -49,8 +49,8 @@ def by_trial(traits: LossTraits) -> list[str]:
     if not traits.left_state:
         return []
     return [
-        f"state that the loss keeps ({few(traits.left_state)}): changed by calls before training, by which the loss is "
-        "looked at, and too large to be put back"
+        f"state that the loss keeps ({few(traits.left_state)}): changed by the calls of the loss before training, and "
+        "could not be put back (large arrays, queues)"
     ]
 
 

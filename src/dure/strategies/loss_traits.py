@@ -44,7 +44,7 @@ class LossTraits:
     forward_state: tuple[str, ...] = ()
     """Plain state outside the model that its forward, or a hook on its modules, changes."""
     left_state: tuple[str, ...] = ()
-    """Plain state that the calls changed and that was too large to be put back."""
+    """Plain state that the calls changed and that could not be put back."""
     hooked_parameters: tuple[str, ...] = ()
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None

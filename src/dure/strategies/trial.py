@@ -50,7 +50,7 @@ class Trial:
         self.state: dict[str, Any] = {}
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
         self.left: list[str] = []
-        """Paths of what changed and is too large to be put back."""
+        """Paths of what changed and could not be put back."""
 
     def __enter__(self) -> "Trial":
         """Note everything."""

@@ -30,7 +30,7 @@ class StateOfModules:
         self._take()
 
     def _begin(self) -> None:
-        self._before = ObjectState({"model": self._model}, puts_back=False)
+        self._before = ObjectState({"model": self._model})
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
 
     def _take(self) -> None:
@@ -63,7 +63,7 @@ class StateOfForward:
             handle.remove()
 
     def _begin(self, *_: Any) -> None:
-        self._before = ObjectState(self._objects, puts_back=False)
+        self._before = ObjectState(self._objects)
 
     def _end(self, *_: Any) -> None:
         self.changed |= self._before.changed()

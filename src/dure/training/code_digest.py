@@ -136,7 +136,7 @@ class _Source:
         )
         try:
             return cls(ast.parse(Path(file).read_bytes()), file, package)
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError, RecursionError):
             return None
 
     def _add(self, node: ast.stmt) -> None:

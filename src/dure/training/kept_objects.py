@@ -15,22 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dure.strategies.generator_state import GENERATORS, generator_state, set_generator_state
 from dure.strategies.namespaces import ATOMS, SEALED, with_dict
-from dure.strategies.object_state import GENERATORS, generator_state, key_text, plain_attributes, set_generator_state
+from dure.strategies.object_state import plain_attributes
+from dure.strategies.state_places import key_text
 
 
 class CannotKeep(TypeError):
     """State of a kind that cannot be written without pickle; the message says where it is and of which kind."""
 
 
-def kept(value: Any, path: str, there: Mapping[str, type] | None = None) -> Any:
+def kept(value: Any, path: str, there: Mapping[str, object] | None = None) -> Any:
     """Return a value as tensors and plain values, from which `restored` makes it again.
 
     Args:
         value: To be kept.
         path: Of the value.
-        there: Types of what is there whenever the session is built, by path: state goes back into such an object, for
-            none can be made. None if everything is there.
+        there: What is there whenever the session is built, by its path. State of an object goes back into such a one,
+            for none can be made; a tensor or a container that was there is filled where it is, for others may refer to
+            it, and one that has taken its place is made anew. None if the value was there, and all that it holds.
 
     Raises:
         CannotKeep: It holds something of a kind that cannot be kept.
@@ -39,7 +42,9 @@ def kept(value: Any, path: str, there: Mapping[str, type] | None = None) -> Any:
 
 
 class _Keeper:
-    def __init__(self, there: Mapping[str, type] | None) -> None:
+    """Maker of plain values from state, a method for each kind of object."""
+
+    def __init__(self, there: Mapping[str, object] | None) -> None:
         self._there = there
 
     def kept(self, value: Any, path: str) -> Any:
@@ -55,7 +60,8 @@ class _Keeper:
             raise CannotKeep(
                 f"{path} is a {type(value).__name__}, as which it cannot be kept (divided over ranks, say)"
             )
-        return {"tensor": value.detach().resolve_conj().resolve_neg(), "requires_grad": value.requires_grad}
+        values = value.detach().resolve_conj().resolve_neg()
+        return {"tensor": values, "requires_grad": value.requires_grad, **self._is_new(value, path)}
 
     def _container(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -64,13 +70,15 @@ class _Keeper:
         if kind in _CONTAINERS.values():
             inside = self if kind not in (set, frozenset) else _Keeper({})  # by its place none is found again
             items = [inside.kept(item, f"{path}[{i}]") for i, item in enumerate(value)]
-            return {"items": items, "type": kind.__name__} | ({"maxlen": value.maxlen} if kind is deque else {})
+            more = {"maxlen": value.maxlen} if kind is deque else {}
+            return {"items": items, "type": kind.__name__, **more, **self._is_new(value, path)}
         keys = _Keeper({})
         pairs = [
             [keys.kept(key, f"{path} (a key)"), self.kept(item, f"{path}[{key_text(key)}]")]
             for key, item in value.items()
         ]
-        return {"pairs": pairs, "type": kind.__name__} | (self._factory(value, path) if kind is defaultdict else {})
+        more = self._factory(value, path) if kind is defaultdict else {}
+        return {"pairs": pairs, "type": kind.__name__, **more, **self._is_new(value, path)}
 
     def _factory(self, value: Any, path: str) -> dict[str, Any]:
         """Return how a missing entry is made, by name; nothing if that is known where the mapping is."""
@@ -80,19 +88,28 @@ class _Keeper:
         self._check_there(value, path)
         return {}
 
+    def _is_new(self, value: Any, path: str) -> dict[str, bool]:
+        return {} if self._there is None or self._there.get(path) is value else {"is_new": True}
+
     def _check_there(self, value: Any, path: str) -> None:
-        if self._there is not None and self._there.get(path) is not type(value):
+        if self._there is not None and type(self._there.get(path)) is not type(value):
             raise CannotKeep(f"{path} is a {type(value).__qualname__} that was made on the way, which cannot be kept")
 
     def _array(self, value: Any, path: str) -> Any:
         if value.dtype.hasobject:
             raise CannotKeep(f"{path} is a numpy.ndarray of objects, which cannot be kept")
         values = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
-        return {"array": values, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
+        return {
+            "array": values,
+            "dtype": np.lib.format.dtype_to_descr(value.dtype),
+            "shape": list(value.shape),
+            "is_array": isinstance(value, np.ndarray),
+        } | (self._is_new(value, path))
 
     def _buffer(self, value: Any, path: str) -> Any:
         values = torch.frombuffer(bytearray(value), dtype=torch.uint8) if len(value) else torch.empty(0)
-        return {"buffer": values, "type": value.typecode if isinstance(value, array) else type(value).__name__}
+        kind = value.typecode if isinstance(value, array) else type(value).__name__
+        return {"buffer": values, "type": kind, **self._is_new(value, path)}
 
     def _complex(self, value: complex, path: str) -> Any:
         return {"complex": [value.real, value.imag]}
@@ -106,8 +123,7 @@ class _Keeper:
         return {"object": {}} if isinstance(value, SystemRandom) else {"generator": generator_state(value)}
 
     def _queue(self, value: Any, path: str) -> Any:
-        self._check_there(value, path)
-        return {"object": {"queue": self.kept(value.queue, f"{path}.queue")}}
+        raise CannotKeep(f"{path} is a queue, which other threads may use, and which cannot be kept")
 
     def _dataset(self, value: Any, path: str) -> Any:
         self._check_there(value, path)
@@ -136,7 +152,8 @@ class _Keeper:
             if not isinstance(own, Mapping):
                 raise CannotKeep(f"{path} is a {type(value).__qualname__}, whose state_dict() is none")
             return {"state_dict": kept(dict(own), f"{path}.state_dict()")}
-        return {"object": {name: self.kept(item, f"{path}.{name}") for name, item in vars(owner).items()}}
+        attributes = {name: self.kept(item, f"{path}.{name}") for name, item in vars(owner).items()}
+        return {"object": attributes, **self._is_new(value, path)}
 
     _by_kind: ClassVar[list[tuple[Any, Callable[["_Keeper", Any, str], Any]]]] = [
         (Tensor, _tensor),
@@ -172,32 +189,31 @@ def restored(state: Any, current: Any, path: str) -> Any:
     """
     if not isinstance(state, Mapping):
         return state
+    target = None if state.get("is_new") else current
     if "tensor" in state:
-        return _restored_tensor(state["tensor"], current, requires_grad=state["requires_grad"])
+        return _restored_tensor(state["tensor"], target, current, requires_grad=state["requires_grad"])
     if "items" in state:
         # what is inside is paired by its place, where the container is of the same kind as before
         olds = list(current) if isinstance(current, list | tuple | deque) else []
         items = [restored(item, olds[i] if i < len(olds) else None, path) for i, item in enumerate(state["items"])]
         kind = _CONTAINERS[state["type"]]
-        return _refilled(current, items, kind, partial(deque, maxlen=state["maxlen"]) if kind is deque else kind)
+        return _refilled(target, items, kind, partial(deque, maxlen=state["maxlen"]) if kind is deque else kind)
     if "pairs" in state:
         before = current if isinstance(current, Mapping) else {}
         pairs = [(restored(key, None, path), item) for key, item in state["pairs"]]
         entries = {key: restored(item, before.get(key), f"{path}[{key_text(key)}]") for key, item in pairs}
-        return _refilled(current, entries, _MAPPINGS[state["type"]], partial(_mapping, state))
+        return _refilled(target, entries, _MAPPINGS[state["type"]], partial(_mapping, state, current))
     if "array" in state:
-        dtype = np.lib.format.descr_to_dtype(_as_descr(state["dtype"]))
-        values = np.frombuffer(state["array"].numpy().tobytes(), dtype).reshape(state["shape"]).copy()
-        is_alike = isinstance(current, np.ndarray) and (current.shape, current.dtype) == (values.shape, values.dtype)
-        if is_alike and current.flags.writeable:
-            current[...] = values  # others may refer to it
-            return current
-        return values if state["shape"] or isinstance(current, np.ndarray) else values[()]
+        return _restored_array(state, target)
     if "buffer" in state:
         content = bytes(state["buffer"].numpy().astype(np.uint8))
-        if state["type"] in ("bytes", "bytearray"):
-            return content if state["type"] == "bytes" else bytearray(content)
-        return array(state["type"], content)
+        if state["type"] == "bytes":
+            return content
+        buffer = bytearray(content) if state["type"] == "bytearray" else array(state["type"], content)
+        if type(target) is not type(buffer):
+            return buffer
+        target[:] = buffer
+        return target
     if "complex" in state:
         return complex(*state["complex"])
     if current is None:
@@ -212,8 +228,7 @@ def restored(state: Any, current: Any, path: str) -> Any:
         for name, own in state.get("plain", {}).items():
             _restore_attributes(modules[name], own, path)
     else:
-        if getattr(getattr(type(current), "__dataclass_params__", None), "frozen", False):
-            current = copy.copy(current)  # it cannot be changed where it is
+        current = current if target is not None else copy.copy(current)
         _restore_attributes(with_dict(current), state["object"], path)
     return current
 
@@ -223,29 +238,39 @@ def _restore_attributes(owner: Any, state: Mapping[str, Any], path: str) -> None
         vars(owner)[name] = restored(item, vars(owner).get(name), f"{path}.{name}")
 
 
-def _restored_tensor(saved: Tensor, current: Any, *, requires_grad: bool) -> Tensor:
-    if isinstance(current, Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:
-        current.detach().copy_(saved)  # others may refer to it
-        return current
+def _restored_tensor(saved: Tensor, target: Any, current: Any, *, requires_grad: bool) -> Tensor:
+    if isinstance(target, Tensor) and target.shape == saved.shape and target.dtype == saved.dtype:
+        target.detach().copy_(saved)
+        return target
     device = current.device if isinstance(current, Tensor) else saved.device
     return saved.clone().to(device).requires_grad_(requires_grad)
 
 
-def _refilled(current: Any, items: Any, kind: Any, make: Callable[[Any], Any]) -> Any:
-    """Put items into the container that is there, to which others may refer; make one if it is of another kind."""
-    if type(current) is kind and kind not in (tuple, frozenset):
-        current.clear()
-        (current.update if kind in (set, *_MAPPINGS.values()) else current.extend)(items)
-        return current
+def _restored_array(state: Mapping[str, Any], target: Any) -> Any:
+    dtype = np.lib.format.descr_to_dtype(_as_descr(state["dtype"]))
+    values = np.frombuffer(state["array"].numpy().tobytes(), dtype).reshape(state["shape"]).copy()
+    is_alike = isinstance(target, np.ndarray) and (target.shape, target.dtype) == (values.shape, values.dtype)
+    if is_alike and target.flags.writeable:
+        target[...] = values
+        return target
+    return values if state["is_array"] else values[()]
+
+
+def _refilled(target: Any, items: Any, kind: Any, make: Callable[[Any], Any]) -> Any:
+    """Put items into the container that is there; make one if it is none, or of another kind."""
+    if type(target) is kind and kind not in (tuple, frozenset):
+        target.clear()
+        (target.update if kind in (set, *_MAPPINGS.values()) else target.extend)(items)
+        return target
     return make(items)
 
 
-def _mapping(state: Mapping[str, Any], entries: Mapping[Any, Any]) -> Any:
+def _mapping(state: Mapping[str, Any], current: Any, entries: Mapping[Any, Any]) -> Any:
     kind: Any = _MAPPINGS[state["type"]]
     if kind is not defaultdict:
         return kind(entries)
-    factories = {name: factory for factory, name in _FACTORIES.items()}
-    return kind(factories.get(state.get("factory", "")), entries)
+    named = {name: factory for factory, name in _FACTORIES.items()} | {None: None}
+    return kind(named[state["factory"]] if "factory" in state else current.default_factory, entries)
 
 
 def _as_descr(descr: Any) -> Any:

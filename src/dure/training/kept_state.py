@@ -4,9 +4,7 @@ What a module or an optimiser has in its `state_dict` is kept there. Here is the
 they were when the session was built.
 """
 
-import copy
 import json
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.namespaces import Namespace, used_globals
+from dure.strategies.namespaces import Namespace
 from dure.strategies.object_state import ObjectState, is_inside
+from dure.strategies.used_globals import used_globals
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.kept_objects import CannotKeep, kept, restored
 from dure.training.state_tree import NamedTensors, decode, encode
@@ -27,8 +26,8 @@ PREFIX = "kept."
 _TREE = f"{PREFIX}tree"
 _ABSENT = "absent"
 _FLAGS = "requires_grad"
-_REBOUND = "rebound"
-"""Attributes that name another object than at first: what they named then, others may name still."""
+_MOST_SHOWN = 80
+"""Characters of a path that a sentence shows."""
 
 
 class KeptState:
@@ -43,10 +42,8 @@ class KeptState:
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **self._globals}
         watched = roots if self._saves_itself else {"task": task, **roots}
-        self._built = ObjectState(watched, sees_data=True, puts_back=False)
+        self._built = ObjectState(watched, sees_data=True)
         self._owners |= self._built.functions
-        self._first = {owner: dict(vars(value)) for owner, value in self._owners.items()}
-        """The objects that attributes named at first."""
         self._model = model
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
@@ -55,8 +52,9 @@ class KeptState:
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
         if (unseen := self._built.unseen) is not None:
+            shown = unseen if len(unseen) < _MOST_SHOWN else f"{unseen[:_MOST_SHOWN]}..."
             self.lost[unseen] = (
-                f"{unseen} and what follows are more objects than are looked at, so changes are not kept"
+                f"{shown} lies too deep, or behind more objects than are looked into, so its changes are not kept"
             )
 
     def look(self) -> None:
@@ -90,9 +88,6 @@ class KeptState:
         if not self._changed and not self._saves_itself and not flags:
             return {}
         state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
-        rebound = [f"{owner}.{name}" for owner, name in sorted(self._changed) if self._is_rebound(owner, name)]
-        if rebound:
-            state[_REBOUND] = kept(rebound, _REBOUND)
         if self._saves_itself:
             own = self._owners["task"].state_dict()
             try:
@@ -120,14 +115,10 @@ class KeptState:
     def _flags_now(self) -> list[bool]:
         return [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
 
-    def _is_rebound(self, owner: str, name: str) -> bool:
-        first = self._first.get(owner, {}).get(name)
-        return first is not None and vars(self._owners[owner]).get(name) is not first
-
     def _kept(self, owner: str, name: str, path: str) -> Any:
         values = self._globals if owner == "globals" else vars(self._owners[owner])
         where = name if owner == "globals" else path
-        return kept(values[name], where, self._built.kinds) if name in values else _ABSENT
+        return kept(values[name], where, self._built.first) if name in values else _ABSENT
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned.
@@ -146,28 +137,23 @@ class KeptState:
             for name, parameter in self._model.named_parameters():
                 if name in flags:
                     parameter.requires_grad_(flags[name])
-            rebound = restored(state.pop(_REBOUND), None, _REBOUND) if _REBOUND in state else []
             for path, value in state.items():
-                self._restore(path, value, is_rebound=path in rebound)
+                self._restore(path, value)
         except (CannotKeep, LookupError, AttributeError) as error:
             raise CheckpointMismatch(f"the checkpoint holds state that does not fit this task: {error}") from error
         self.look()
 
-    def _restore(self, path: str, value: Any, *, is_rebound: bool) -> None:
+    def _restore(self, path: str, value: Any) -> None:
         owner, _, name = path.rpartition(".")
         if owner == "globals":
-            restored(value, self._globals[name], name)
+            if restored(value, self._globals[name], name) is not self._globals[name]:
+                raise CannotKeep(f"{name} has another shape or type now, and cannot be filled where it is")
             return
         target = self._owners[owner]
         if value == _ABSENT:
             vars(target).pop(name, None)
         else:
-            current = vars(target).get(name)
-            if is_rebound and isinstance(current, Tensor):
-                current = current.detach().new_empty(0)  # only where it is
-            elif is_rebound and isinstance(current, list | dict | set | deque):
-                current = copy.copy(current)
-            setattr(target, name, restored(value, current, path))
+            setattr(target, name, restored(value, vars(target).get(name), path))
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

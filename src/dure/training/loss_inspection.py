@@ -378,7 +378,7 @@ def _num_bytes(model: nn.Module) -> int:
 
 
 class _Later(NamedTuple):
-    """What a second look at a loss found."""
+    """Findings of a second look at a loss."""
 
     draws: bool = False
     not_additive: str | None = None

@@ -23,9 +23,9 @@ from dure.spec import RunSpec
 from dure.strategies import STRATEGIES, load_strategy
 from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.loss_traits import LossTraits
-from dure.strategies.namespaces import used_globals
 from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
+from dure.strategies.used_globals import used_globals
 from dure.telling import tell
 from dure.torchcompat import import_late_parts, settle_engine
 from dure.training.digests import code_digest

@@ -82,7 +82,7 @@ class Conductor:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all; another may after the first was lost."""
+        """True if this rank speaks for all; another may after the first was lost."""
         return self.session.group.rank == 0
 
     # the run
@@ -316,8 +316,7 @@ class Conductor:
             return
         start = time.perf_counter()
         loader = session.eval_loader
-        objects = {**session.strategy.objects, "model": session.strategy.model}
-        before = ObjectState(objects, puts_back=is_extra)
+        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
         metrics = self._together(
             lambda: evaluate(
@@ -434,5 +433,5 @@ _NOTHING = Requests()
 
 
 def _crossed(before: int, after: int, interval: float) -> bool:
-    """Whether a multiple of the interval lies in (before, after]."""
+    """Return whether a multiple of the interval lies in (before, after]."""
     return after // interval > before // interval

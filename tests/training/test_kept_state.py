@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
 from queue import Queue
 
@@ -28,7 +28,7 @@ VALUES = [
     7, -0.1, float("inf"), "text", None, True, [1, [2, "x"]], (1, 2), {3, 4}, frozenset({5}), deque([1, 2]),
     {"a": 1, 2: "b"}, OrderedDict(x=1), defaultdict(None, {"y": [1]}), torch.arange(3.0),
     torch.tensor(2, dtype=torch.int8), np.arange(4).reshape(2, 2), np.float32(0.1), {"deep": [{"t": torch.ones(2)}]},
-    deque([1], maxlen=3), defaultdict(list, {"y": [1]}), b"\x00a", bytearray(b"b"), array("d", [1.5]), array("i"),
+    Counter("aab"), deque([1], maxlen=3), defaultdict(list, {"y": [1]}), b"\x00a", bytearray(b"b"), array("d", [1.5]), array("i"),
     1 - 2j, np.arange(2, dtype=">i4"), np.longdouble("0.1"),
     np.array([(1, [2.5, 3])], dtype=[("a", "i4"), ("b", "f8", (2,))]),
     np.array(["2026-01-01"], dtype="datetime64[D]"), np.zeros((0, 3)), np.array([1j]),

@@ -2,7 +2,7 @@
 
 import copy
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -172,7 +172,7 @@ class _Keeper:
 
 _JSON = (bool, int, float, str)
 _CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
-_MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict)}
+_MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, defaultdict, Counter)}
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, int, float, str, list, tuple, set, dict)}
 
 

@@ -270,6 +270,15 @@ def wrap_ddp(
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------
 
 
+def has_finished_reduction(engine: DistributedDataParallel) -> bool:
+    """Return whether backward produced every gradient that DDP reduces, for others wait for a missing one."""
+    try:
+        engine._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def divide_optimizer(
     groups: list[dict[str, Any]], take_part: Callable[[list[dict[str, Any]]], Optimizer], *, in_one_message: bool
 ) -> Optimizer:
@@ -311,7 +320,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:
-    """Whether an optimiser has a step of its own instead of its class's; torch's schedulers count calls by one."""
+    """Return whether an optimiser has a step of its own instead of its class's, torch's schedulers' left out."""
     return "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
 
@@ -564,7 +573,7 @@ def default_generator(device: torch.device) -> Generator:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether functions wait for a tensor's gradient (private in torch)."""
+    """Return whether functions wait for a tensor's gradient (private in torch)."""
     hooks: Any = tensor
     return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
 
@@ -599,7 +608,7 @@ def without_overrides() -> AbstractContextManager[Any]:
 
 
 def is_operator(func: object) -> bool:
-    """Whether a function is one of `torch.ops`: what a public function has become below autograd (private in torch)."""
+    """Return whether a function is one of `torch.ops`, as a public one is below autograd (private in torch)."""
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
@@ -613,7 +622,7 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 
 def is_transforming() -> bool:
-    """Whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
+    """Return whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -98,6 +98,29 @@ def test_a_rank_whose_share_counts_nothing_is_no_failure(tmp_path):
     assert largest_difference(one, two) < TO_ROUNDING
 
 
+def test_a_part_in_which_a_mean_counts_nothing_is_told_as_such_where_there_are_parts(tmp_path):
+    assert all(weight.isfinite().all() for weight in weights_of(train_case(tmp_path, Masked(), **STEPS)).values())
+    with pytest.raises(WorkerFailed, match=r"loss is nan at step 3.* no mean over samples.* return dure\.Sum"):
+        train_case(tmp_path, Masked(), "ddp", 2, shuffle=False, **STEPS)
+    with pytest.raises(WorkerFailed, match=r"loss is nan at step 1 .*samples \[.*\]; look at these"):
+        train_case(tmp_path, Masked(factor=math.nan), **STEPS)
+
+
+class Masked(Regression):
+    """A mean over what is not masked; samples 15 to 17 are, a rank's whole share of the third batch."""
+
+    factor: float = 1.0
+
+    def train_data(self):
+        x, y, mask = super().train_data().tensors
+        mask[15:18] = False
+        return TensorData(x, y, mask)
+
+    def loss(self, model, batch):
+        x, y, mask = batch
+        return (model(x) - y)[mask].square().mean() * self.factor
+
+
 class HalfCounted(Regression):
     def train_data(self):
         x, y, mask = super().train_data().tensors
@@ -132,6 +155,26 @@ def test_ddp_names_the_parameters_that_got_no_gradient_with_the_cure(tmp_path):
     with pytest.raises(WorkerFailed, match=match) as caught:
         train_case(tmp_path, AllBranches(never=True), "ddp", 2, **STEPS)
     assert caught.value.exit_code == 2
+
+
+def test_ddp_names_the_cure_where_only_the_last_microbatch_of_one_rank_misses_a_gradient(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"got no gradient from a rank's last microbatch.*pass find") as caught:
+        train_case(tmp_path, MissedOnce(), "ddp", 2, shuffle=False, microbatch_size=1, **STEPS)
+    assert caught.value.exit_code == 2
+
+
+class MissedOnce(Branching):
+    """Sample 5, the last of the second rank's share of the first batch, leaves a part unused."""
+
+    def train_data(self):
+        x, y, mask = super().train_data().tensors
+        x[5] = 0
+        return TensorData(x, y, mask)
+
+    def build_model(self):
+        model = super().build_model()
+        model.forward = lambda x: model.main(x) + model.rare(x) if x.any() else model.main(x)
+        return model
 
 
 class AllBranches(Branching):

@@ -6,8 +6,8 @@ from dure.strategies import STRATEGIES
 from examples.digits import Digits
 from tests.conformance.cases import (
     MANY,
-    PAIRS,
-    PLACES,
+    MANY_PAIRS,
+    TELLING,
     crossed,
     is_layered,
     losses_of,
@@ -35,7 +35,7 @@ def test_loss_curve_on_digits_equals_one_process(strategy, num_devices, digits_a
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+@pytest.mark.parametrize(("strategy", "num_devices"), TELLING)
 def test_records_prove_that_every_sample_of_an_epoch_was_used_once(strategy, num_devices, tmp_path):
     task = Regression(layered=is_layered(strategy))
     settings = {"epochs": 2, "global_batch_size": 7, "microbatch_size": 1, "record_samples": True}
@@ -43,9 +43,7 @@ def test_records_prove_that_every_sample_of_an_epoch_was_used_once(strategy, num
     assert list(samples_by_epoch(run)) == [list(range(44))] * 2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_devices", "kind"), crossed((pair for pair in PAIRS if pair[1] > 1), [("mean",), ("tokens",)])
-)
+@pytest.mark.parametrize(("strategy", "num_devices", "kind"), crossed(MANY_PAIRS, [("mean",), ("tokens",)]))
 def test_records_say_the_same_sums_on_every_rank_and_as_one_process(strategy, num_devices, kind, trained, tmp_path):
     task = Regression(kind=kind, layered=is_layered(strategy))
     one = records_of(trained(task, epochs=1, global_batch_size=10))

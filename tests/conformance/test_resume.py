@@ -9,7 +9,7 @@ import pytest
 import dure
 from tests.conformance.cases import (
     PAIRS,
-    PLACES,
+    TELLING,
     TO_ROUNDING,
     are_same_bits,
     crossed,
@@ -71,7 +71,7 @@ def test_resume_under_any_strategy_ends_with_the_same_weights(
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-9)
 
 
-@pytest.mark.parametrize(("strategy", "num_devices"), PLACES)
+@pytest.mark.parametrize(("strategy", "num_devices"), TELLING)
 def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, num_devices, tmp_path):
     task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=is_layered(strategy))
     whole = train_case(tmp_path, task, strategy, num_devices, deterministic=True, **SETTINGS)

@@ -63,7 +63,7 @@ def test_table_when_a_run_ended_then_has_all_that_a_person_asks() -> None:
             "12,346 samples/s",
             "best     loss 0.5000 at 128 samples",
         ),
-        *("runs/2026-11-20_10-26-46_digits_ddp", "forward and backward  60.0%", "what ddp does not preserve"),
+        *("runs/2026-11-20_10-26-46_digits_ddp", "forward and backward  60.0%", "what this run does not preserve"),
         "-  dropout: other draws than on one device",
     ):
         assert words in shown

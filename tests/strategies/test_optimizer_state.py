@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names
+from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names, settings_of
 from tests.training.checkpoint_cases import TiedNet, train, trained
 
 
@@ -136,3 +136,24 @@ def test_part_of_an_optimiser_that_trains_one_parameter_less_is_refused():
     lacking = [name for name in names if name != "norm.weight"]
     with pytest.raises(CheckpointMismatch, match=r"not in both: norm\.weight"):
         optimizer_from_names(model, AdamW([model.norm.bias]), saved, whole=[lacking])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.update(lr=0.2),
+        lambda group: group["rate"].mul_(2),
+        lambda group: group.update(rate=torch.tensor([0.1, 0.1])),
+        lambda group: group["betas"].append(0.5),
+        lambda group: group["params"].pop(),
+        lambda group: group.pop("lr"),
+    ],
+)
+def test_settings_when_one_is_changed_then_are_others(change):
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    group = {"params": parameters, "rate": torch.tensor([0.1, 0.1]), "betas": [0.9]}
+    optimizer = torch.optim.SGD([group], lr=0.1)
+    before = settings_of(optimizer)
+    assert settings_of(optimizer) == before
+    change(optimizer.param_groups[0])
+    assert settings_of(optimizer) != before

@@ -1,8 +1,11 @@
 """A watch over what a loss does to parameters."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from dure.errors import TaskInvalid
 from dure.strategies.parameter_watch import Freezing, ParameterWatch
@@ -15,7 +18,7 @@ def model_of_two():
 def test_watch_when_parameters_are_frozen_and_unfrozen_then_says_which_once():
     model = model_of_two()
     model[0].requires_grad_(False)
-    watch = ParameterWatch(model)
+    watch = ParameterWatch(model, "fsdp")
     assert watch.freezing() is None
     model[0].weight.requires_grad_(True)
     model[1].requires_grad_(False)
@@ -26,36 +29,37 @@ def test_watch_when_parameters_are_frozen_and_unfrozen_then_says_which_once():
 @pytest.mark.parametrize("through_data", [False, True])
 def test_watch_when_a_parameter_is_written_to_then_names_it(through_data):
     model = model_of_two()
-    watch = ParameterWatch(model, sees_writes=True)
-    watch.begin()
+    watch = ParameterWatch(model, "fsdp", sees_writes=True)
     target = model[1].weight
-    (target.data if through_data else target.detach()).mul_(0.5)
-    watch.end()
-    assert watch.written() == ["1.weight"]
-    watch.begin()
-    watch.end()
-    assert watch.written() == []
+    with pytest.raises(TaskInvalid, match=r"writes to parameters \(1\.weight\), which fsdp would undo"), watch:
+        (target.data if through_data else target.detach()).mul_(0.5)
+    with watch:
+        pass
 
 
 @pytest.mark.parametrize("name", ["1", "new"])
 def test_watch_when_a_module_is_put_into_the_model_then_refuses_it(name):
     model = model_of_two()
-    watch = ParameterWatch(model)
-    watch.begin()
-    try:
+    watch = ParameterWatch(model, "fsdp")
+    with watch:
         with pytest.raises(TaskInvalid, match=f"puts a new Linear into the model as {name}"):
             model.register_module(name, nn.Linear(2, 1))
         nn.Linear(1, 1)  # one of nobody's
         model[0].weight = model[0].weight  # the same again, as ties are renewed
-    finally:
-        watch.end()
     model.register_module("later", nn.Linear(1, 1))
 
 
 def test_watch_when_a_parameter_is_replaced_then_refuses_it():
     model = model_of_two()
-    watch = ParameterWatch(model)
-    watch.begin()
-    with pytest.raises(TaskInvalid, match="puts a new Parameter into the model as weight"):
+    watch = ParameterWatch(model, "fsdp")
+    with watch, pytest.raises(TaskInvalid, match="puts a new Parameter into the model as weight"):
         model[0].weight = nn.Parameter(torch.zeros(2, 2))
-    watch.end()
+
+
+def test_watch_when_it_is_gone_then_torch_calls_nothing_of_it():
+    before = len(_global_parameter_registration_hooks)
+    watch = ParameterWatch(model_of_two(), "ddp")
+    assert len(_global_parameter_registration_hooks) == before + 1
+    del watch
+    gc.collect()
+    assert len(_global_parameter_registration_hooks) == before

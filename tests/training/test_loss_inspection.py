@@ -135,27 +135,35 @@ def test_plain_state_is_told_apart_by_what_it_follows():
     assert (task.calls, task.average) == (0, 0.0)
 
 
+def halved(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 2
+
+
 def norms(model):
     return sum(parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.parametrize(
-    ("loss", "reads"),
+    ("loss", "uses"),
     [
         (lambda model, x, task: model(x).square().mean(), False),
         (lambda model, x, task: model(x).square().mean() + norms(model), True),
         (lambda model, x, task: model(x).mean() * (1 if model[0].weight.grad is None else 2), True),
         (lambda model, x, task: model(x).mean() * (model[0].weight.grad is None or 1 / 0), True),
         (lambda model, x, task: model(x + torch.randn_like(x)).mean(), False),
+        (lambda model, x, task: (model.zero_grad(), model(x).mean())[1], True),
+        (lambda model, x, task: (halved(model), model(x).mean())[1], True),
     ],
 )
-def test_loss_that_reads_gradients_is_found(loss, reads):
-    assert traits_of(loss).reads_gradients is reads
+def test_loss_that_reads_or_changes_gradients_is_found(loss, uses):
+    assert traits_of(loss).uses_gradients is uses
 
 
 def test_data_that_change_are_not_taken_for_a_loss_that_reads_gradients():
     scale = iter(range(1, 100))
-    assert not traits_of(fetch=lambda places: X[list(places)] * next(scale)).reads_gradients
+    assert not traits_of(fetch=lambda places: X[list(places)] * next(scale)).uses_gradients
 
 
 def test_parameters_that_the_loss_writes_to_and_hooks_are_found():

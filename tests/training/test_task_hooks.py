@@ -44,6 +44,7 @@ def refusal(**names):
         ("metric", "metrics(self, model, batch)"),
         ("metricss", "metrics(self, model, batch)"),
         ("validation_step", "metrics(self, model, batch)"),
+        ("evaluate", "metrics(self, model, batch)"),
         ("valid_data", "eval_data(self)"),
         ("val_data", "eval_data(self)"),
         ("eval_dataset", "eval_data(self)"),

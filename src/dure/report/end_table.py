@@ -39,7 +39,7 @@ def render(summary: RunSummary) -> RenderableType:
     if sum(summary.seconds.values()) > 0:
         parts += [Text("\nwhere the time went", style="bold"), _time_table(summary.seconds)]
     if summary.not_preserved:
-        parts.append(Text(f"\nwhat {summary.strategy} does not preserve of the one-device run", style="bold"))
+        parts.append(Text("\nwhat this run does not preserve of the one-device run", style="bold"))
         parts.append(_list(summary.not_preserved))
     return Group(*parts)
 

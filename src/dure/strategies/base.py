@@ -1,9 +1,9 @@
 """The contract between the loop and a strategy: three verbs, each one measured span."""
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -107,7 +107,7 @@ class Strategy(ABC):
 
     def watched_parameters(self) -> ParameterWatch:
         """Begin to watch over what the loss does to parameters."""
-        return ParameterWatch(self.model, sees_writes=self.undoes_writes)
+        return ParameterWatch(self.model, self.info.name, sees_writes=self.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the model to the first device."""
@@ -322,6 +322,11 @@ class Strategy(ABC):
         """Return how often this process calls the loss in one step, at most."""
         return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
 
+    @functools.cached_property
+    def _is_divided(self) -> bool:
+        """True if the loss sees a step's batch in parts, here or on other ranks."""
+        return self.group.world_size > 1 or self.calls_per_step() > 1
+
     def check_traits(self, model: nn.Module) -> list[str]:
         """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.
 
@@ -352,8 +357,7 @@ class Strategy(ABC):
         self, model: nn.Module, microbatch: Microbatch, global_samples: int, loss: LossFunction | None = None
     ) -> LossTerm:
         """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
-        with self._watching(), self.precision.autocast():
-            result = self.computed(loss or self.loss, model, microbatch.batch)
+        result = self.watched(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
@@ -376,14 +380,12 @@ class Strategy(ABC):
         """
         return function(*args)
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Watch over parameters and optimiser during a call of the loss, and act on what it did to them."""
-        settings = settings_of(self.built_optimizer)
-        with self.watch.during_call(self.info.name):
-            yield
-        is_divided = self.group.world_size > 1 or self.calls_per_step() > 1
-        if is_divided and settings_of(self.built_optimizer) != settings:
+    def watched(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Compute a function of the task under autocast, and act on what it did to parameters and optimiser."""
+        settings = settings_of(self.built_optimizer) if self._is_divided else None
+        with self.watch, self.precision.autocast():
+            result = self.computed(function, *args)
+        if settings is not None and settings_of(self.built_optimizer) != settings:
             raise TaskInvalid(
                 "the task's loss changes the optimiser's settings or groups, which each of its calls on a part of a "
                 "batch would do for itself: return a function of the samples seen from build_schedule, or write an "
@@ -392,6 +394,7 @@ class Strategy(ABC):
         freezing = self.watch.freezing()
         if freezing is not None:
             self.follow_freezing(freezing)
+        return result
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.

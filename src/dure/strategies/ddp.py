@@ -22,7 +22,7 @@ from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
-from dure.torchcompat import run_backward, wrap_ddp
+from dure.torchcompat import has_finished_reduction, run_backward, wrap_ddp
 
 _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
 
@@ -167,23 +167,20 @@ class DDP(Strategy):
             microbatch = following
         if self._is_first_step:
             self._after_first_backward()
+        if not has_finished_reduction(self.engine):
+            raise UnusedParameters(
+                "a parameter got no gradient from a rank's last microbatch, and ddp waits for all of them: "
+                f"{_UNUSED_CURE}"
+            )
 
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
-        try:
-            root, carried = self.engine(microbatch, global_samples)
-            facts = self._facts(self.terms[-1], requests)
-            if self.compression is not None:
-                # what is compressed is no place for exact numbers
-                self._own_facts += facts
-                facts = torch.zeros_like(facts)
-            run_backward(root, (carried, facts))
-        except RuntimeError as error:
-            if "Expected to have finished reduction in the prior iteration" in str(error):
-                raise UnusedParameters(
-                    "a parameter that got a gradient in earlier steps got none in the last one, and ddp waits for all "
-                    f"of them: {_UNUSED_CURE}"
-                ) from None
-            raise
+        root, carried = self.engine(microbatch, global_samples)
+        facts = self._facts(self.terms[-1], requests)
+        if self.compression is not None:
+            # what is compressed is no place for exact numbers
+            self._own_facts += facts
+            facts = torch.zeros_like(facts)
+        run_backward(root, (carried, facts))
 
     def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
         """Return a microbatch's `[loss sum, count, stop, save]`."""

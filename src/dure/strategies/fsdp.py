@@ -183,7 +183,9 @@ class FSDP(ShardedStrategy):
 
     def watched_parameters(self) -> ParameterWatch:
         """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""
-        return ParameterWatch(self.model, sees_writes=self.undoes_writes, named=self.model.named_parameters)
+        return ParameterWatch(
+            self.model, self.info.name, sees_writes=self.undoes_writes, named=self.model.named_parameters
+        )
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

@@ -55,8 +55,9 @@ class LossTraits:
     """True if parameters have gradients when the loss returns: by a backward pass of its own, say."""
     module_state: tuple[str, ...] = ()
     """Plain state of the model's modules that the loss changes outside of the model's own calls."""
-    reads_gradients: bool = False
-    """True if it is another loss where parameters have gradients already, as from earlier parts of a batch."""
+    uses_gradients: bool = False
+    """True if it is another loss where parameters have gradients already, as from earlier parts of a batch, or if it
+    changes these."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LossTraits":

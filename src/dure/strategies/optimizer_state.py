@@ -222,9 +222,20 @@ def _restore_exactly(loaded: Any, saved: Any) -> None:
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain settings of an optimiser's groups, such as learning rates, and how many parameters each has."""
+    """Return the settings of an optimiser's groups, such as learning rates, and how many parameters each has.
+
+    They are only to be compared with those of another call.
+    """
     return [
-        {key: value for key, value in group.items() if isinstance(value, bool | int | float | str)}
-        | {"params": len(group["params"])}
+        {key: len(value) if key == "params" else _comparable(value) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
+
+
+def _comparable(value: Any) -> Any:
+    """Return a setting as what has another value once it was changed, in place too."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else id(value)

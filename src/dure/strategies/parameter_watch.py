@@ -1,8 +1,10 @@
 """A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from dure.errors import TaskInvalid
 from dure.strategies.declarations import few
@@ -31,18 +32,25 @@ class Freezing(NamedTuple):
 
 
 class ParameterWatch:
-    """Comparison of parameters before and after each call of the loss."""
+    """Context of every call of the loss, which compares the parameters before and after it."""
 
     def __init__(
-        self, model: nn.Module, *, sees_writes: bool = False, named: Callable[[], NamedParameters] | None = None
+        self,
+        model: nn.Module,
+        strategy: str,
+        *,
+        sees_writes: bool = False,
+        named: Callable[[], NamedParameters] | None = None,
     ) -> None:
         """Begin with the parameters as they are.
 
         Args:
             model: All its modules are to stay.
+            strategy: Its name, for sentences.
             sees_writes: Whether writes are looked for too, for strategies that would undo them.
             named: Lists the parameters before each call, where their objects change; None if they stay the same.
         """
+        self._strategy = strategy
         self._named = named
         self._sees_writes = sees_writes
         self._list(named() if named is not None else model.named_parameters())
@@ -52,8 +60,11 @@ class ParameterWatch:
         self._norms: list[Tensor] | None = None
         # by their attributes, which a stand-in for the model shares
         self._modules = {id(vars(module)) for module in model.modules()}
-        self._hooks: list[RemovableHandle] = []
         self._depth = 0
+        # for as long as this lives: to register them at each call would take a fiftieth of a small step
+        refuse = weakref.WeakMethod(self._refuse_replacing)
+        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+            weakref.finalize(self, register(functools.partial(_call_if_alive, refuse)).remove)
         self._lock = threading.Lock()
 
     def _list(self, named: NamedParameters) -> None:
@@ -65,7 +76,7 @@ class ParameterWatch:
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
-        if id(vars(module)) not in self._modules:
+        if self._depth == 0 or id(vars(module)) not in self._modules:
             return
         if module._parameters.get(name) is new or module._modules.get(name) is new:
             return
@@ -74,37 +85,13 @@ class ParameterWatch:
             "optimiser trains and no checkpoint could name: build the whole model in build_model"
         )
 
-    @contextmanager
-    def during_call(self, strategy: str) -> Iterator[None]:
-        """Watch during a call of the loss.
-
-        Raises:
-            TaskInvalid: The loss wrote to parameters, which the strategy would undo.
-        """
-        self.begin()
-        try:
-            yield
-        except RuntimeError as error:
-            if self._sees_writes and _WRITTEN_PLACEHOLDER in str(error):
-                raise TaskInvalid(write_fault(["one of another rank"], strategy)) from error
-            raise
-        finally:
-            self.end()
-        if written := self.written():
-            raise TaskInvalid(write_fault(written, strategy))
-
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Note the parameters before a call of the loss.
 
         A write through `.data` leaves no version behind: for these, norms are compared at every power of two.
         """
         with self._lock:  # replicas on threads call their losses at once
             self._depth += 1
-            if self._depth == 1:
-                self._hooks = [
-                    register_module_module_registration_hook(self._refuse_replacing),
-                    register_module_parameter_registration_hook(self._refuse_replacing),
-                ]
         if self._named is not None:
             self._list(self._named())
         if not self._sees_writes:
@@ -118,18 +105,25 @@ class ParameterWatch:
         with torch.no_grad():
             return [torch.linalg.vector_norm(parameter.detach().nan_to_num()) for parameter in local]
 
-    def end(self) -> None:
-        """Note that the call is over, however it ended."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Compare after the call.
+
+        Raises:
+            TaskInvalid: The loss wrote to parameters, which the strategy would undo.
+        """
         with self._lock:
             self._depth -= 1
-            if self._depth == 0:
-                for hook in self._hooks:
-                    hook.remove()
-
-    def written(self) -> list[str]:
-        """Return the parameters that were written to since `begin`."""
         if not self._sees_writes:
-            return []
+            return
+        if isinstance(error, RuntimeError) and _WRITTEN_PLACEHOLDER in str(error):
+            raise TaskInvalid(write_fault(["one of another rank"], self._strategy)) from error
+        if error is None and (written := self._written()):
+            raise TaskInvalid(write_fault(written, self._strategy))
+
+    def _written(self) -> list[str]:
+        """Return the parameters that were written to since the call began."""
         found = [
             name
             for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
@@ -151,6 +145,11 @@ class ParameterWatch:
             frozen=[name for name, was, is_ in triples if was and not is_],
             unfrozen=[name for name, was, is_ in triples if is_ and not was],
         )
+
+
+def _call_if_alive(method: "weakref.WeakMethod[Callable[..., None]]", *arguments: Any) -> None:
+    if (alive := method()) is not None:
+        alive(*arguments)
 
 
 def write_fault(names: Sequence[str], strategy: str) -> str:

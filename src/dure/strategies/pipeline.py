@@ -220,8 +220,7 @@ class Pipeline(ReducedFacts):
         # the rank that calls the loss again begins with the state that it has now
         changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
         state = ObjectState(self.objects) if changes else None
-        with self._watching(), self.precision.autocast():
-            args, kwargs = self.computed(call_of, self.loss, self.model, microbatch.batch)
+        args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
         if state is not None:
             state.put_back()
         seed = common_seed()

@@ -27,13 +27,17 @@ from dure.training.task import Schedule
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped: after so many it is not the batches but the weights."""
 _LOOK, _SKIP = "look at these samples and the learning rate", ", or leave such steps out with --on-nonfinite skip"
+_EMPTY_PART = (
+    "this loss is no mean over samples, and the parts of a batch that ranks and microbatches compute may hold nothing "
+    "that it counts: return dure.Sum(total, count)"
+)
 _SHOWN_INDICES = 32
 _END = object()
 """What comes after the last batch."""
 
 
 class RankShare(NamedTuple):
-    """What one rank computes in one step."""
+    """Samples of one step that one rank computes."""
 
     indices: np.ndarray
     """Data indices, contiguous in the global batch."""
@@ -321,6 +325,9 @@ class TrainingLoop:
         self._num_skipped += 1
         if not self.skips_nonfinite:
             way_on = _LOOK + (_SKIP if "on_nonfinite" in self.strategy.info.settings else "")
+            is_in_parts = len(self.strategy.parts_of(len(step.batch.indices))) > 1
+            if is_in_parts and self.strategy.traits.not_additive is not None:
+                way_on = f"{_EMPTY_PART}; or {way_on}"
             raise LossNotFinite(f"{error}; {way_on}", error.culprits)
         if self._num_skipped > MOST_SKIPPED:
             raise LossNotFinite(f"{error}; the {MOST_SKIPPED} steps before it were skipped too", error.culprits)

@@ -132,7 +132,7 @@ class LossInspection:
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
-            reads_gradients=is_quick and self._reads_gradients(range(half), first),
+            uses_gradients=is_quick and self._uses_gradients(range(half), first),
         )
 
     def _hooked(self) -> Iterator[str]:
@@ -184,11 +184,13 @@ class LossInspection:
                     return True
         return False
 
-    def _reads_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
-        """Return whether the loss is another one, or fails, where parameters have gradients already."""
+    def _uses_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
+        """Return whether the loss changes gradients that parameters have already, or is another one, or fails."""
         try:
             beside = self._tried(places, as_in_training=True, gradients=first.gradients)
         except Exception:
+            return True
+        if beside.has_changed_gradients:
             return True
         if self._is_same_loss(first, beside):
             return False
@@ -288,8 +290,15 @@ class LossInspection:
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
             with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
                 result = self._loss(self._model, batch)
-            has_gradients = gradients is None and any(p.grad is not None for p in self._model.parameters())
-            tried = _Tried.of(trial, result, len(places), tuple(state.changed), has_gradients=has_gradients)
+            found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            tried = _Tried.of(
+                trial,
+                result,
+                len(places),
+                tuple(state.changed),
+                has_gradients=gradients is None and bool(found),
+                has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
+            )
             # in training too: hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
             return tried
@@ -373,6 +382,10 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(_is_equal(tensor, others[name]) for name, tensor in some.items())
+
+
 def _num_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
 
@@ -400,11 +413,20 @@ class _Tried(NamedTuple):
     forward_state: tuple[str, ...]
     """Paths of plain state outside the model that its calls changed."""
     has_gradients: bool
-    """Whether parameters had gradients when the loss returned."""
+    """Whether parameters, which had none, had gradients when the loss returned."""
+    has_changed_gradients: bool
+    """Whether the gradients that parameters had were others when it returned."""
 
     @classmethod
     def of(
-        cls, trial: Trial, result: Any, num_samples: int, forward_state: tuple[str, ...], *, has_gradients: bool
+        cls,
+        trial: Trial,
+        result: Any,
+        num_samples: int,
+        forward_state: tuple[str, ...],
+        *,
+        has_gradients: bool,
+        has_changed_gradients: bool,
     ) -> "_Tried":
         is_sum = isinstance(result, Sum)
         loss = torch.as_tensor(result.total if is_sum else result).detach()
@@ -417,6 +439,7 @@ class _Tried(NamedTuple):
             {},
             forward_state,
             has_gradients,
+            has_changed_gradients,
         )
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:

@@ -239,12 +239,12 @@ def check_parts(session: Session, samples_seen: int) -> None:
                 "whole batches"
             ]
         )
-    if session.strategy.traits.reads_gradients and session.strategy.calls_per_step() > 1:
+    if session.strategy.traits.uses_gradients and session.strategy.calls_per_step() > 1:
         raise SpecInvalid(
             [
-                "the task's loss reads the parameters' gradients, which hold those of the batch's earlier parts where "
-                "it is called several times a step: use a --microbatch-size that holds a process's whole share, or ddp "
-                "on more ranks"
+                "the task's loss reads or changes the parameters' gradients, which hold those of the batch's earlier "
+                "parts where it is called several times a step: use a --microbatch-size that holds a process's whole "
+                "share, or ddp on more ranks"
             ]
         )
     fault = session.strategy.traits.fails_alone

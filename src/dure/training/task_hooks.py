@@ -37,7 +37,10 @@ _FOREIGN_HOOKS = {
         *("configure_scheduler", "lr_scheduler", "lr_lambda", "learning_rate_schedule"),
     ),
     "loss": ("training_step", "train_step", "compute_loss", "training_loss"),
-    "metrics": ("validation_step", "val_step", "test_step", "eval_step", "evaluation_step", "compute_metrics"),
+    "metrics": (
+        *("validation_step", "val_step", "test_step", "eval_step", "evaluation_step", "compute_metrics"),
+        *("evaluate", "validate", "evaluate_batch", "calculate_metrics", "get_metrics", "eval_metrics", "val_metrics"),
+    ),
     "collate": ("collate_fn", "collate_batch", "data_collator"),
     "prepare_data": ("prepare", "prepare_dataset", "download_data"),
     "describe": ("model_summary",),

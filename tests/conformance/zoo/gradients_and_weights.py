@@ -78,6 +78,14 @@ class ReadsGradients(ZooTask):
         return mse(model(x), y) * (1 + sum(norms))
 
 
+@feature("Gradients", "a loss that clears the gradients of parameters")
+class ClearsGradients(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        model.zero_grad()
+        x, y = batch
+        return mse(model(x), y)
+
+
 class HookedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -258,6 +258,16 @@ class MaxNormInLoss(ZooTask):
 class ClampInLoss(ZooTask):
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
+        if model.training:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+        return mse(model(x), y)
+
+
+@feature("Weights", "weights clamped in the loss, in an evaluation too")
+class ClampInEvaluation(ZooTask):
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
         for parameter in model.parameters():
             parameter.data.clamp_(-0.3, 0.3)
         return mse(model(x), y)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.comm.groups import Group, ProcessGroup
 from dure.strategies.parameter_server import Server, Worker
-from dure.strategies.precision import closure_explained
+from dure.strategies.precision import refuse_closure
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.step_facts import Requests, StepFacts
 
@@ -127,8 +127,11 @@ class SyncServer(Server):
         if self.options.clip_norm is not None:
             self.clip_gradients(self.pieces, self.options.clip_norm)
         if not self._has_overflowed:
-            with closure_explained(self.optimizer):
+            try:
                 self.optimizer.step()
+            except Exception as error:
+                refuse_closure(self.optimizer, error)
+                raise
         self.zero_gradients()
         self.pull_message.numbers[0], self.pull_message.numbers[1] = map(float, self.requests)
         for message in [self.transport.send(self.pull_message.buffer, rank) for rank in self.worker_ranks]:

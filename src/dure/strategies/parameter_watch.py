@@ -1,7 +1,6 @@
 """A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -60,12 +59,12 @@ class ParameterWatch:
         self._norms: list[Tensor] | None = None
         # by their attributes, which a stand-in for the model shares
         self._modules = {id(vars(module)) for module in model.modules()}
-        self._depth = 0
+        self._calls: list[None] = []
+        """One entry for each call under way: replicas on threads call their losses at once."""
         # for as long as this lives: to register them at each call would take a fiftieth of a small step
         refuse = weakref.WeakMethod(self._refuse_replacing)
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             weakref.finalize(self, register(functools.partial(_call_if_alive, refuse)).remove)
-        self._lock = threading.Lock()
 
     def _list(self, named: NamedParameters) -> None:
         pairs = list(named)
@@ -76,7 +75,7 @@ class ParameterWatch:
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
-        if self._depth == 0 or id(vars(module)) not in self._modules:
+        if not self._calls or id(vars(module)) not in self._modules:
             return
         if module._parameters.get(name) is new or module._modules.get(name) is new:
             return
@@ -90,8 +89,7 @@ class ParameterWatch:
 
         A write through `.data` leaves no version behind: for these, norms are compared at every power of two.
         """
-        with self._lock:  # replicas on threads call their losses at once
-            self._depth += 1
+        self._calls.append(None)
         if self._named is not None:
             self._list(self._named())
         if not self._sees_writes:
@@ -113,8 +111,7 @@ class ParameterWatch:
         Raises:
             TaskInvalid: The loss wrote to parameters, which the strategy would undo.
         """
-        with self._lock:
-            self._depth -= 1
+        self._calls.pop()
         if not self._sees_writes:
             return
         if isinstance(error, RuntimeError) and _WRITTEN_PLACEHOLDER in str(error):

@@ -1,7 +1,6 @@
 """Autocast and loss scaling: the one place that knows what `fp32`, `bf16` and `fp16` mean."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,13 +44,20 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the optimiser; with fp16, skip it when a gradient overflowed (the same on all ranks)."""
-        with closure_explained(optimizer):
+        """Step the optimiser; with fp16, skip it when a gradient overflowed (the same on all ranks).
+
+        Raises:
+            TaskInvalid: Its step computes the loss again, by a closure.
+        """
+        try:
             if self.scaler is None:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
                 self.scaler.update()
+        except Exception as error:
+            refuse_closure(optimizer, error)
+            raise
 
     def state(self) -> dict[str, Any]:
         """Return the scaler's state, for a checkpoint."""
@@ -63,18 +69,13 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-@contextmanager
-def closure_explained(optimizer: Optimizer) -> Iterator[None]:
+def refuse_closure(optimizer: Optimizer, error: Exception) -> None:
     """Turn an optimiser's complaint about a missing closure into one sentence.
 
     Raises:
         TaskInvalid: Its step computes the loss again, by a closure.
     """
-    try:
-        yield
-    except Exception as error:
-        if "closure" not in str(error).lower():
-            raise
+    if "closure" in str(error).lower():
         raise TaskInvalid(
             f"the optimiser {type(optimizer).__name__} needs a closure, by which its step computes the loss again "
             f"({type(error).__name__}: {error}): use one that takes a step from gradients, such as AdamW or SGD"

@@ -46,15 +46,15 @@ def plain(model, x, task):
     return model(x).square().mean()
 
 
-def traits_of(loss=plain, layer=None, task=None, fetch=None):
+def traits_of(loss=plain, layer=None, task=None, x=X, fetch=None, **options):
     task = task or Task()
     torch.manual_seed(0)
     model = nn.Sequential(*([layer] if layer else []), nn.Linear(4, 2)).double()
     inspection = LossInspection(
-        lambda model, x: loss(model, x, task), model, fetch or (lambda places: X[list(places)]), {"task": task},
-        nullcontext, is_exact=True,
+        lambda model, x: loss(model, x, task), model, fetch or (lambda places: x[list(places)]), {"task": task},
+        nullcontext, is_exact=True, **options,
     )  # fmt: skip
-    return inspection.traits(len(X))
+    return inspection.traits(len(x))
 
 
 def test_plain_loss_has_no_traits():
@@ -107,6 +107,44 @@ def test_loss_that_is_no_mean_over_samples_is_found(loss):
 )
 def test_loss_that_is_a_mean_over_samples_or_a_sum_with_its_count_is_left_alone(loss):
     assert traits_of(loss).not_additive is None
+
+
+def of_nonzero(model, x, task):
+    return model(x[x[:, 0] != 0]).square().mean()
+
+
+MANY = torch.cat([X] * 30)
+RARE = MANY.clone()
+RARE[150, 0] = 0
+
+
+@pytest.mark.parametrize("layer", [None, nn.BatchNorm1d(4), Learning()])
+def test_mean_that_leaves_out_one_sample_of_a_few_hundred_is_found(layer):
+    assert "for 64 samples at once" in traits_of(of_nonzero, layer, x=RARE).not_additive
+    assert traits_of(of_nonzero, layer, x=MANY).not_additive is None
+
+
+def test_more_samples_are_compared_only_as_far_as_batches_are_divided_and_there_is_memory():
+    assert "for 4 samples at once" in traits_of(of_nonzero, x=RARE, most_at_once=4).not_additive
+    assert traits_of(of_nonzero, x=RARE, most_at_once=1).not_additive is None
+    assert traits_of(of_nonzero, x=RARE, is_divided=False).not_additive is None
+
+
+def test_loss_that_changes_from_call_to_call_is_not_taken_for_one_that_leaves_samples_out():
+    def loss(model, x, task):
+        task.calls += 1
+        return model(x).square().mean() * task.calls
+
+    assert traits_of(loss, x=MANY).not_additive is None
+
+
+def test_part_in_which_nothing_is_counted_is_found():
+    x = X.clone()
+    x[0] = 0
+    assert "nan for the same samples" in traits_of(of_nonzero, x=x).not_additive
+    x = MANY.clone()
+    x[64:66] = 0
+    assert "nan for the same samples" in traits_of(of_nonzero, x=x, most_at_once=16).not_additive
 
 
 def test_layer_that_computes_over_the_batch_in_training_is_found_and_batchnorm_left_to_its_own_words():

@@ -30,13 +30,20 @@ from dure.training.order import SampleOrder
 from dure.training.task import Task
 
 NUM_SAMPLES = 8
-_PARTS = (1, 3, 4)
+_PART_ENDS = (1 / 8, 1 / 2, 1)
+"""Ends of the parts that a group of samples is divided into."""
 _MOST_SECONDS = 5.0
 """Time after which no further call is made."""
 _LATER_CALLS = 12
 """Calls that are made before a second look at the loss, which may change its ways after a few."""
 _LATER_GROUPS = 3
 """Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
+_WIDE_SAMPLES = 256
+"""Samples after these on which losses alone are compared, for what is rare: a mask that leaves out one in a hundred."""
+_WIDE_GROUP = 64
+"""Most of them at once."""
+_WIDE_SECONDS = 1.0
+"""Time in which comparisons of them begin."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _LATER_SECONDS = 2.0
@@ -59,6 +66,7 @@ class LossInspection:
         *,
         is_exact: bool,
         is_divided: bool = True,
+        most_at_once: int = _WIDE_GROUP,
     ) -> None:
         """Prepare.
 
@@ -70,6 +78,7 @@ class LossInspection:
             autocast: The context of a forward pass.
             is_exact: Whether forward passes are in full precision.
             is_divided: Whether the loss will see batches in parts; only then there is a second look.
+            most_at_once: The samples that it will see at once, for which there is memory.
         """
         self._loss = loss
         self._model = model
@@ -78,6 +87,7 @@ class LossInspection:
         self._autocast = autocast
         self._is_exact = is_exact
         self._is_divided = is_divided
+        self._most_at_once = most_at_once
         self._watches_writes = True
 
     def traits(self, num_samples: int) -> LossTraits:
@@ -102,7 +112,9 @@ class LossInspection:
                 return LossTraits(reason_unknown=why, has_failed=True)
         is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
         try:
+            started = time.monotonic()
             second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
+            seconds_each = (time.monotonic() - started) / half
             not_additive = self._additivity(range(few)) if few > 1 and is_quick else None
             later = self._later(num_samples) if is_quick and self._is_divided else _Later()
         except Exception as error:  # more samples at once may take more memory than there is
@@ -112,7 +124,9 @@ class LossInspection:
         state = first.trial.state, second.trial.state
         return LossTraits(
             draws=first.trial.has_drawn or later.draws,
-            not_additive=not_additive or later.not_additive,
+            not_additive=not_additive
+            or later.not_additive
+            or (self._wide(num_samples, seconds_each) if is_quick else None),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
@@ -192,16 +206,16 @@ class LossInspection:
             return True
         if beside.has_changed_gradients:
             return True
-        if self._is_same_loss(first, beside):
+        if not self._is_other(first.value, beside.value):
             return False
         try:
-            return self._is_same_loss(first, self._tried(places, as_in_training=True))
+            return not self._is_other(first.value, self._tried(places, as_in_training=True).value)
         except Exception:
             return False  # it differs and fails as it likes
 
-    def _is_same_loss(self, one: "_Tried", other: "_Tried") -> bool:
-        tolerance = _TOLERANCES.get(one.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
-        return math.isclose(one.total, other.total, rel_tol=tolerance) or not math.isfinite(one.total + other.total)
+    def _is_other(self, one: "_Value", other: "_Value") -> bool:
+        is_close = math.isclose(one.total, other.total, rel_tol=self._tolerance(one.dtype))
+        return not is_close and math.isfinite(one.total + other.total)
 
     def _later(self, num_samples: int) -> "_Later":
         """Look once more, at other samples and after some calls."""
@@ -236,30 +250,62 @@ class LossInspection:
 
     def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
-        few = len(places)
         whole = self._tried(places, as_in_training=False)
-        parts, begin = [], places.start
-        for size in _PARTS:
-            if part := range(begin, min(begin + size, places.stop)):
-                parts.append(self._tried(part, as_in_training=False))
-                begin += len(part)
+        parts = [self._tried(part, as_in_training=False) for part in _parts_of(places)]
         if any(one.trial.has_drawn for one in (whole, *parts)):
             return None  # whoever draws is known to give another loss each time
-        total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
-        if not all(map(math.isfinite, (whole.total, total, whole.items, count))) or not (count and whole.items):
+        difference = self._difference(whole.value, [part.value for part in parts])
+        return difference or self._difference_of_gradients(whole, parts)
+
+    def _wide(self, num_samples: int, seconds_each: float) -> str | None:
+        """Compare the loss of more samples with those of their parts, without gradients; return figures, or None.
+
+        Args:
+            num_samples: Samples that there are.
+            seconds_each: That a sample takes at most.
+        """
+        deadline = time.monotonic() + _WIDE_SECONDS
+        affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
+        size = min(_WIDE_GROUP, self._most_at_once, affordable)
+        if not self._is_divided or size < 2:
             return None
-        tolerance = _TOLERANCES.get(whole.dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        begin = NUM_SAMPLES * (1 + _LATER_GROUPS)
+        end = min(num_samples, begin + _WIDE_SAMPLES)
+        try:
+            with _silent(), Trial(self._model, self._objects, seed=2, watches_writes=False):
+                self._set_modes(as_in_training=False)
+                for places in (range(at, min(at + size, end)) for at in range(begin, end - 1, size)):
+                    if time.monotonic() > deadline:
+                        break
+                    whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]
+                    if self._is_other(whole, again):
+                        break  # it draws, or follows what it keeps, which is looked for elsewhere
+                    if difference := self._difference(whole, parts):
+                        return difference
+        except Exception:
+            return None  # training will meet it, or there is no memory for so many
+        return None
+
+    def _difference(self, whole: "_Value", parts: "Sequence[_Value]") -> str | None:
+        """Return figures of a loss that differs from that of the parts, or None."""
+        if not (math.isfinite(whole.total) and math.isfinite(whole.items) and whole.items):
+            return None
+        total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
+        tolerance = self._tolerance(whole.dtype)
         scale = exact_sum(abs(part.total) for part in parts)
         if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
-            return self._difference_of_gradients(whole, parts, tolerance)
+            return None
         return (
-            f"it is {whole.total / whole.items:.6g} for {few} samples at once, and {total / count:.6g} for the same "
-            f"samples in {len(parts)} parts"
+            f"it is {whole.total / whole.items:.6g} for {whole.num_samples} samples at once, and "
+            f"{total / count if count else math.nan:.6g} for the same samples in {len(parts)} parts"
         )
 
-    def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]", tolerance: float) -> str | None:
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        return _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+
+    def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
         """Return figures of gradients that do not add up though their losses do, or None."""
-        tolerance = 10 * tolerance  # a gradient is rounded more often than the loss
+        tolerance = 10 * self._tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
         for name, gradient in whole.gradients.items():
             others = [part.gradients[name] for part in parts if name in part.gradients]
             scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
@@ -281,20 +327,16 @@ class LossInspection:
     ) -> "_Tried":
         batch = self._fetch(places)
         with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
-            self._model.train()
-            if not as_in_training:
-                for module in self._model.modules():
-                    if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
-                        module.eval()
+            self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
             with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
                 result = self._loss(self._model, batch)
             found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
-            tried = _Tried.of(
+            tried = _Tried(
                 trial,
-                result,
-                len(places),
+                _Value.of(result, len(places)),
+                {},
                 tuple(state.changed),
                 has_gradients=gradients is None and bool(found),
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
@@ -302,6 +344,20 @@ class LossInspection:
             # in training too: hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
             return tried
+
+    def _set_modes(self, *, as_in_training: bool) -> None:
+        """Put the model into training; unless all is to be as in training, what has words of its own stays out."""
+        self._model.train()
+        if not as_in_training:
+            for module in self._model.modules():
+                if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
+                    module.eval()
+
+    def _value(self, places: Sequence[int]) -> "_Value":
+        """Return the loss of some samples; to be called within a trial."""
+        batch = self._fetch(places)
+        with torch.enable_grad(), self._autocast():
+            return _Value.of(self._loss(self._model, batch), len(places))
 
     def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:
         """Return the gradients of a loss summed over its items, and scaled; none where it has none."""
@@ -333,13 +389,14 @@ def inspected_on_rank0(
         return LossTraits()
     if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
         return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
-    first = order.permutation(0)[: NUM_SAMPLES * (1 + _LATER_GROUPS)]
+    first = order.permutation(0)[: NUM_SAMPLES * (1 + _LATER_GROUPS) + _WIDE_SAMPLES]
     own = loader.without_workers()
 
     def fetch(places: Sequence[int]) -> Any:
         return next(own.batches([FetchRequest(0, first[list(places)])]))
 
     once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, len(first)))))]
+    even = -(-strategy.options.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
     model.to(device)
     try:
         traits = LossInspection(
@@ -350,6 +407,7 @@ def inspected_on_rank0(
             strategy.precision.autocast,
             is_exact=strategy.precision.name == "fp32",
             is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
+            most_at_once=strategy.options.microbatch_size or strategy.default_microbatch_size() or even,
         ).traits(order.num_samples)
         traits = replace(traits, writes_in_evaluation=_writes_in_evaluation(strategy, task, model, fetch))
     finally:
@@ -401,14 +459,29 @@ class _Later(NamedTuple):
     left: tuple[str, ...] = ()
 
 
-class _Tried(NamedTuple):
-    """One call of the loss."""
+class _Value(NamedTuple):
+    """Loss of some samples."""
 
-    trial: Trial
     total: float
     items: float
     """Items that the total is over."""
     dtype: torch.dtype
+    num_samples: int
+
+    @classmethod
+    def of(cls, result: Any, num_samples: int) -> "_Value":
+        """Take what the task's loss returned."""
+        is_sum = isinstance(result, Sum)
+        loss = torch.as_tensor(result.total if is_sum else result).detach()
+        count = float(result.count) if is_sum else float(num_samples)
+        return cls(float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, num_samples)
+
+
+class _Tried(NamedTuple):
+    """One call of the loss."""
+
+    trial: Trial
+    value: _Value
     gradients: dict[str, Tensor]
     forward_state: tuple[str, ...]
     """Paths of plain state outside the model that its calls changed."""
@@ -416,31 +489,6 @@ class _Tried(NamedTuple):
     """Whether parameters, which had none, had gradients when the loss returned."""
     has_changed_gradients: bool
     """Whether the gradients that parameters had were others when it returned."""
-
-    @classmethod
-    def of(
-        cls,
-        trial: Trial,
-        result: Any,
-        num_samples: int,
-        forward_state: tuple[str, ...],
-        *,
-        has_gradients: bool,
-        has_changed_gradients: bool,
-    ) -> "_Tried":
-        is_sum = isinstance(result, Sum)
-        loss = torch.as_tensor(result.total if is_sum else result).detach()
-        count = float(result.count) if is_sum else float(num_samples)
-        return cls(
-            trial,
-            float(loss.double()) * (1.0 if is_sum else num_samples),
-            count,
-            loss.dtype,
-            {},
-            forward_state,
-            has_gradients,
-            has_changed_gradients,
-        )
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
@@ -451,6 +499,13 @@ class _Tried(NamedTuple):
             for name, _ in module.named_buffers(recurse=False)
         }
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+def _parts_of(places: range) -> list[range]:
+    """Return a group of samples in three unequal parts, or two of a few."""
+    ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
+    starts = [places.start, *ends[:-1]]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:

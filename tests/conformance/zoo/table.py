@@ -7,6 +7,7 @@ python -m tests.conformance.zoo.table --page     # only make the page anew
 import argparse
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -44,9 +45,27 @@ resumed. Its weights are compared with those of the undisturbed run of one proce
 - ✗ **refused**: one sentence that says why and what to do instead, and exit code 2.
 
 There is nothing else: no task is trained to other weights without a word. A trait that is not in this table is looked
-for by trying the loss on a few samples before training, and is declared or refused just the same. This page is
-generated (`python -m tests.conformance.zoo.table`), and `make zoo` runs every cell of it.
+for by trying the loss on a few samples before training, and is declared or refused just the same.
+
+Find your model in the first table; then look for what is unusual about your loss, data or optimiser. Below each
+table sentences say what differs, or what to do instead. `averaging` and `diloco` declare another trajectory
+for every task. This page is generated (`python -m tests.conformance.zoo.table`), and `make zoo` runs every cell of it.
 """
+
+_GROUPS = {
+    "Architectures": "Models as libraries make them",
+    "Outputs": "Outputs of the model",
+    "Batches": "Batches",
+    "Calls": "The loss, and how it calls the model",
+    "Random numbers": "Random numbers",
+    "Optimisers": "Optimisers",
+    "Gradients": "Gradients",
+    "Weights": "Weights that change otherwise than by the optimiser",
+    "State": "State of the model and the task",
+    "State elsewhere": "State and settings in other places",
+    "Later": "Traits that show only after some steps or samples",
+}
+"""Groups of features in the order of the page, and their headings."""
 
 
 def is_available(feature: Feature) -> bool:
@@ -78,15 +97,16 @@ def read_verdicts() -> dict[str, Row]:
 def page(table: dict[str, Row]) -> str:
     """Return the page as Markdown."""
     parts = [_INTRODUCTION]
-    for group in dict.fromkeys(feature.group for feature in FEATURES.values()):
+    for group, heading in _GROUPS.items():
         features = [feature for feature in FEATURES.values() if feature.group == group and feature.name in table]
-        parts.append(f"\n## {group}\n\n| | {' | '.join(STRATEGIES)} |\n|---|{'---|' * len(STRATEGIES)}\n")
+        parts.append(f"\n## {heading}\n\n| | {' | '.join(STRATEGIES)} |\n|---|{'---|' * len(STRATEGIES)}\n")
         for feature in features:
             marks = (MARKS[table[feature.name][strategy]["kind"]] for strategy in STRATEGIES)
             parts.append(f"| {feature.title} | {' | '.join(marks)} |\n")
         notes = [_notes(feature, table[feature.name]) for feature in features]
         if any(notes):
-            parts.append("\n" + "".join(notes))
+            summary = "<summary>What is declared (≈) or refused (✗), and what to do instead</summary>"
+            parts.append(f"\n<details>\n{summary}\n\n{''.join(notes)}\n</details>\n")
     return "".join(parts)
 
 
@@ -96,7 +116,7 @@ def _notes(feature: Feature, row: Row) -> str:
     for strategy in STRATEGIES:
         cell = row[strategy]
         if cell["kind"] != "exact" and (STRATEGIES[strategy].is_exact or cell["kind"] == "refused"):
-            said.setdefault((cell["kind"], cell["detail"].replace(strategy, "…")), []).append(strategy)
+            said.setdefault((cell["kind"], re.sub(rf"\b{strategy}\b", "…", cell["detail"])), []).append(strategy)
     lines = [f"  - {MARKS[kind]} {', '.join(names)}: {_escaped(text)}\n" for (kind, text), names in said.items()]
     return f"- *{feature.title}*\n{''.join(lines)}" if lines else ""
 

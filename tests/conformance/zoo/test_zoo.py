@@ -79,5 +79,10 @@ def test_table_has_every_cell():
     assert {cell["kind"] for row in table.values() for cell in row.values()} <= {"exact", "declared", "refused"}
 
 
+def test_page_has_every_row():
+    text = PAGE.read_text()
+    assert [feature.title for feature in FEATURES.values() if f"\n| {feature.title} |" not in text] == []
+
+
 def test_page_is_made_from_the_table():
     assert PAGE.read_text() == page(read_verdicts()), "run `python -m tests.conformance.zoo.table --page`"

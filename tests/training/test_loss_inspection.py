@@ -236,16 +236,28 @@ def test_loss_that_fails_or_an_iterator_is_said_to_be_unknown(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_slow_loss_is_called_once(monkeypatch):
-    monkeypatch.setattr("dure.training.loss_inspection._MOST_SECONDS", 0.0)
+def test_slow_loss_is_compared_on_fewer_samples_and_a_very_slow_one_is_called_once(monkeypatch):
     calls = []
 
     def loss(model, x, task):
         calls.append(len(x))
         return model(x).sum()
 
+    monkeypatch.setattr("dure.training.loss_inspection._MOST_SECONDS", 0.0)
+    assert "for 4 samples at once" in traits_of(loss).not_additive
+    assert max(calls) == 4
+    calls.clear()
+    monkeypatch.setattr("dure.training.loss_inspection._SLOWEST_CALL_SECONDS", 0.0)
+    assert "too long to try it on parts" in traits_of(loss).reason_unknown
+    assert traits_of(loss, is_divided=False).reason_unknown is None
+    assert calls == [4, 4]
+
+
+def test_loss_in_double_over_a_model_in_single_precision_is_rounded_as_that():
+    def loss(model, x, task):
+        return model.float()(x.float()).double().square().mean()
+
     assert traits_of(loss).not_additive is None
-    assert calls == [4]
 
 
 @pytest.mark.parametrize(("factor", "names"), [(0.5, ("0.bias",)), (0.0, ())])

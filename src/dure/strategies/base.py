@@ -50,6 +50,8 @@ class Strategy(ABC):
     changes_in_step_only = False
     """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
     change: what reads them may then do so until that begins."""
+    draws_seeds = False
+    """Whether every step draws from the global generators, for seeds of the model's parts."""
     undoes_writes = False
     """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
     holds_memory = False

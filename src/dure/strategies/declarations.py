@@ -55,13 +55,19 @@ def by_trial(traits: LossTraits) -> list[str]:
 
 
 def by_data(traits: LossTraits) -> list[str]:
-    """Return the difference that comes from data which are not the same whenever they are read."""
-    if not traits.data_changes:
-        return []
-    return [
-        "data: samples that were read twice differed, by random numbers of their own or changes in place; so weights "
-        "depend on ranks, loaders and resumes (draw from the global generators, and copy before changing)"
-    ]
+    """Return the differences that come from data which are not the same whenever, or wherever, they are read."""
+    texts = []
+    if traits.data_changes:
+        texts.append(
+            "data: samples that were read twice differed, by random numbers of their own or changes in place; so "
+            "weights depend on ranks, loaders and resumes (draw from the global generators, and copy before changing)"
+        )
+    if traits.copied_state:
+        texts.append(
+            f"data: the loss changes {few(traits.copied_state)}, of which loader processes keep the values that they "
+            "began with (use --num-workers 0)"
+        )
+    return texts
 
 
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:

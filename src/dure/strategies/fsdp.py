@@ -75,6 +75,11 @@ class FSDP(ShardedStrategy):
             for name, module in model.named_modules()
             if getattr(module, "sparse", False)
         ]
+        faults += [
+            f"the parameter {name} has no elements, which fully_shard does not take: leave it out, or use ddp"
+            for name, parameter in model.named_parameters()
+            if not parameter.numel()
+        ]
         units = [] if faults else find_units(model, options.fsdp_units)
         for name, module in [*((unit.name, unit.module) for unit in units), ("", model)]:
             faults += _dtype_faults(name, module, {unit.module for unit in units})

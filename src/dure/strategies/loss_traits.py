@@ -41,6 +41,8 @@ class LossTraits:
     """Plain state of the task, the model or the optimiser that the loss changes by what is in the samples."""
     counted_state: tuple[str, ...] = ()
     """Plain state that every call changes alike."""
+    copied_state: tuple[str, ...] = ()
+    """Plain state of the training data that the loss changes, of which each loader process has a copy."""
     forward_state: tuple[str, ...] = ()
     """Plain state outside the model that its forward, or a hook on its modules, changes."""
     left_state: tuple[str, ...] = ()

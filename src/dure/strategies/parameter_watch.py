@@ -1,13 +1,14 @@
 """A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
 
 import functools
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -15,10 +16,14 @@ from torch.nn.modules.module import (
 )
 
 from dure.errors import TaskInvalid
+from dure.measure.checksum import checksum
 from dure.strategies.declarations import few
 
 _WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
 """Words of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
+
+_SUM_INTERVAL = 200
+"""Time between two comparisons of checksums, in times that one computation of them takes; a comparison takes two."""
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -56,7 +61,10 @@ class ParameterWatch:
         self._flags = self._flags_now()
         self._num_calls = 0
         self._versions: list[int] = []
-        self._norms: list[Tensor] | None = None
+        self._sums: list[int] | None = None
+        """Checksums of the parameters when the call began; None if they are not compared after it."""
+        self._sum_seconds = 0.0
+        self._summed_at = -math.inf
         # by their attributes, which a stand-in for the model shares
         self._modules = {id(vars(module)) for module in model.modules()}
         self._calls: list[None] = []
@@ -87,7 +95,8 @@ class ParameterWatch:
     def __enter__(self) -> None:
         """Note the parameters before a call of the loss.
 
-        A write through `.data` leaves no version behind: for these, norms are compared at every power of two.
+        A write through `.data` leaves no version behind. For these, checksums are compared: at every call whose number
+        is a power of two, and otherwise as often as it takes a hundredth of the time.
         """
         self._calls.append(None)
         if self._named is not None:
@@ -96,12 +105,17 @@ class ParameterWatch:
             return
         self._num_calls += 1
         self._versions = [parameter._version for parameter in self._parameters]
-        self._norms = None if self._num_calls & (self._num_calls - 1) else self._norms_now()
+        is_due = time.monotonic() - self._summed_at > _SUM_INTERVAL * self._sum_seconds
+        self._sums = self._sums_now() if is_due or not self._num_calls & (self._num_calls - 1) else None
 
-    def _norms_now(self) -> list[Tensor]:
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in self._parameters]
-        with torch.no_grad():
-            return [torch.linalg.vector_norm(parameter.detach().nan_to_num()) for parameter in local]
+    def _sums_now(self) -> list[int]:
+        began = time.monotonic()
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in self._parameters)
+        # of another rank's there is one number here, expanded: torch refuses writes to it
+        sums = [checksum([tensor]) if 0 not in tensor.stride() else 0 for tensor in local]
+        self._summed_at = time.monotonic()
+        self._sum_seconds = self._summed_at - began
+        return sums
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,9 +140,9 @@ class ParameterWatch:
             for name, parameter, version in zip(self._names, self._parameters, self._versions, strict=True)
             if parameter._version != version
         ]
-        if not found and self._norms is not None:
-            pairs = zip(self._names, self._norms, self._norms_now(), strict=True)
-            found = [name for name, before, now in pairs if not torch.equal(before, now)]
+        if not found and self._sums is not None:
+            triples = zip(self._names, self._sums, self._sums_now(), strict=True)
+            found = [name for name, before, now in triples if before != now]
         return found
 
     def freezing(self) -> Freezing | None:

@@ -74,6 +74,8 @@ class Pipeline(ReducedFacts):
 
     undoes_writes = True
 
+    draws_seeds = True
+
     changes_in_step_only = True
 
     def __init__(

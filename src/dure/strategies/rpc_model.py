@@ -50,6 +50,8 @@ class RpcModel(ReducedFacts):
 
     undoes_writes = True
 
+    draws_seeds = True
+
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
         options: StrategyOptions,

@@ -129,14 +129,20 @@ class Trial:
 
 
 def _registered(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {kind: dict(vars(module)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
+    return {kind: dict(entries) for kind, entries in vars(module).items() if kind in _REGISTERS}
+
+
+_REGISTERS = {"_parameters", "_buffers", "_modules", *(name for name in vars(nn.Module()) if name.endswith("_hooks"))}
+"""Dictionaries of a module: what is registered in it, hooks included."""
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same kind and values, NaN being the same as itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
-    return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num()))
+    if one.layout != torch.strided:
+        return is_equal(one.to_dense(), other.to_dense())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class _Writes(TorchDispatchMode):

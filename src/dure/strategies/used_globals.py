@@ -64,11 +64,12 @@ class _Used:
             return
         codes = list(_codes(function.__code__))
         names = {name for code in codes for name in code.co_names}
+        read = {name for code in codes for name in _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")}
         self._assign(module, {name for code in codes for name in _operands(code, "STORE_GLOBAL", "DELETE_GLOBAL")})
         stored = {name for code in codes for name in _operands(code, "STORE_ATTR", "DELETE_ATTR")}
         imported = {name for code in codes for name in _operands(code, "IMPORT_NAME")}
-        self._use(module, sorted(names & vars(module).keys()))
-        others = [vars(module)[name] for name in sorted(names & vars(module).keys())]
+        self._use(module, sorted(read & vars(module).keys()))
+        others = [vars(module)[name] for name in sorted(read & vars(module).keys())]
         # in one order in every process, for paths are told apart by it
         for other in [*others, *(sys.modules.get(name) for name in sorted(imported))]:
             if isinstance(other, types.ModuleType) and other is not module and is_users_module(other):

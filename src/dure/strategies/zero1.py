@@ -43,6 +43,12 @@ class ZeRO1(DDP):
             return [f"the optimiser {name} holds no trainable parameter, so there is nothing to divide: use ddp"]
         if fault := fault_of_replaced_step(optimizer):
             return [fault]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if len(dtypes := sorted({str(parameter.dtype) for parameter in trained})) > 1:
+            return [
+                f"the trained parameters have several dtypes ({', '.join(dtypes)}), which torch's "
+                "ZeroRedundancyOptimizer does not take: give them one, or use --strategy ddp"
+            ]
         reason = reason_not_to_divide(optimizer)
         if reason is None:
             return []

@@ -180,6 +180,11 @@ class Loader:
         return self._fetch.seed
 
     @property
+    def copied_data(self) -> Any:
+        """Data set of which each loader process has a copy; None without loader processes."""
+        return self._fetch.data if self._num_workers else None
+
+    @property
     def has_collate_drawn(self) -> bool:
         """Whether `collate` was seen to draw random numbers in this process."""
         return self._fetch.has_collate_drawn

@@ -23,7 +23,7 @@ from dure.strategies.base import LossFunction, Strategy
 from dure.strategies.containers import tensors_in
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
-from dure.strategies.trial import Trial
+from dure.strategies.trial import Trial, is_equal
 from dure.training.call_watches import StateOfForward, StateOfModules
 from dure.training.fetch import FetchRequest, Loader
 from dure.training.order import SampleOrder
@@ -33,7 +33,9 @@ NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
 """Ends of the parts that a group of samples is divided into."""
 _MOST_SECONDS = 5.0
-"""Time after which no further call is made."""
+"""Time in which all of the inspection is expected to be done; if it is not, there is no second look."""
+_SLOWEST_CALL_SECONDS = 4.0
+"""Time of a call on half of the first samples, beyond which no further call is made."""
 _LATER_CALLS = 12
 """Calls that are made before a second look at the loss, which may change its ways after a few."""
 _LATER_GROUPS = 3
@@ -44,11 +46,13 @@ _WIDE_GROUP = 64
 """Most of them at once."""
 _WIDE_SECONDS = 1.0
 """Time in which comparisons of them begin."""
+_COPIED = "data"
+"""Beginning of the paths of state in a data set of which loader processes have copies."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _LATER_SECONDS = 2.0
 """Time in which the calls for a second look begin."""
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
 _OTHER_TOLERANCE = 5e-2
 
@@ -110,12 +114,15 @@ class LossInspection:
             except Exception as error:
                 why = f"the loss failed with {type(error).__name__} when it was tried"
                 return LossTraits(reason_unknown=why, has_failed=True)
-        is_quick = (time.monotonic() - started) * 6 < _MOST_SECONDS
+        seconds = time.monotonic() - started
+        is_quick, is_slow = seconds * 6 < _MOST_SECONDS, seconds > _SLOWEST_CALL_SECONDS
+        unknown = f"one call of it on {half} samples takes {seconds:.0f} s, too long to try it on parts"
         try:
             started = time.monotonic()
-            second = self._tried(range(half, few), as_in_training=True) if few > half and is_quick else first
+            second = self._tried(range(half, few), as_in_training=True) if few > half and not is_slow else first
             seconds_each = (time.monotonic() - started) / half
-            not_additive = self._additivity(range(few)) if few > 1 and is_quick else None
+            tried = range(few if is_quick else half)
+            not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self._is_divided else _Later()
         except Exception as error:  # more samples at once may take more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
@@ -123,6 +130,7 @@ class LossInspection:
         buffers = first.buffers(self._model), second.buffers(self._model)
         state = first.trial.state, second.trial.state
         return LossTraits(
+            reason_unknown=unknown if is_slow and self._is_divided else None,
             draws=first.trial.has_drawn or later.draws,
             not_additive=not_additive
             or later.not_additive
@@ -134,19 +142,19 @@ class LossInspection:
             learned_writes=tuple(
                 name
                 for name, value in first.trial.parameters.items()
-                if second is not first and not _is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
+                if second is not first and not is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
             ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
             forward_state=first.forward_state,
             hooked_parameters=tuple(self._hooked()),
-            fails_alone=self._failure_of_one() if half > 1 and is_quick else None,
-            nonlinear_gradients=self._is_divided and is_quick and self._is_nonlinear(range(half), first),
+            fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
+            nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
-            uses_gradients=is_quick and self._uses_gradients(range(half), first),
+            uses_gradients=not is_slow and self._uses_gradients(range(half), first),
         )
 
     def _hooked(self) -> Iterator[str]:
@@ -181,7 +189,7 @@ class LossInspection:
             except Exception:
                 return  # training will meet it
             for name, parameter in self._model.named_parameters():
-                if name in once and not _is_equal(parameter.detach(), once[name]):
+                if name in once and not is_equal(parameter.detach(), once[name]):
                     yield name
 
     def _is_nonlinear(self, places: Sequence[int], first: "_Tried") -> bool:
@@ -193,7 +201,7 @@ class LossInspection:
                 return False  # training will meet it
             for name, gradient in first.gradients.items():
                 other = scaled.get(name)
-                size, tolerance = float(gradient.norm()), 10 * _TOLERANCES.get(gradient.dtype, _OTHER_TOLERANCE)
+                size, tolerance = float(gradient.norm()), 10 * self._tolerance(gradient.dtype)
                 if other is not None and not float((other / scale - gradient).norm()) <= tolerance * size:
                     return True
         return False
@@ -301,7 +309,11 @@ class LossInspection:
         )
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        return _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        """Return the relative rounding of a result; it is that of the coarsest numbers that it is computed from."""
+        if not self._is_exact:
+            return _OTHER_TOLERANCE
+        numbers = {p.dtype for p in self._model.parameters() if p.is_floating_point() or p.is_complex()}
+        return max(_TOLERANCES.get(one, _OTHER_TOLERANCE) for one in {dtype, *numbers})
 
     def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
         """Return figures of gradients that do not add up though their losses do, or None."""
@@ -396,6 +408,7 @@ def inspected_on_rank0(
         return next(own.batches([FetchRequest(0, first[list(places)])]))
 
     once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, len(first)))))]
+    copied = {} if loader.copied_data is None else {_COPIED: loader.copied_data}
     even = -(-strategy.options.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
     model.to(device)
     try:
@@ -403,7 +416,7 @@ def inspected_on_rank0(
             task.loss,
             model,
             fetch,
-            strategy.objects,
+            {**copied, **strategy.objects},
             strategy.precision.autocast,
             is_exact=strategy.precision.name == "fp32",
             is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
@@ -414,8 +427,14 @@ def inspected_on_rank0(
         model.to("cpu")
     # after the loss, which may have written into what the data set holds
     again = list(tensors_in(fetch(range(min(2, len(first))))))
-    is_same = len(once) == len(again) and all(map(_is_equal, once, again))
-    return replace(traits, collate_draws=loader.has_collate_drawn, data_changes=not is_same)
+    is_same = len(once) == len(again) and all(map(is_equal, once, again))
+    state = (*traits.learned_state, *traits.counted_state)
+    return replace(
+        traits,
+        collate_draws=loader.has_collate_drawn,
+        data_changes=not is_same,
+        copied_state=tuple(path for path in state if path.startswith(f"{_COPIED}.")),
+    )
 
 
 def _writes_in_evaluation(
@@ -434,14 +453,8 @@ def _writes_in_evaluation(
     return tuple(trial.parameters)
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout != torch.strided:
-        return one.layout != torch.strided and one.layout == other.layout
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
 def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    return some.keys() == others.keys() and all(_is_equal(tensor, others[name]) for name, tensor in some.items())
+    return some.keys() == others.keys() and all(is_equal(tensor, others[name]) for name, tensor in some.items())
 
 
 def _num_bytes(model: nn.Module) -> int:
@@ -513,7 +526,7 @@ def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> 
     if one is other or name not in other:
         return False  # of one call alone there is no telling
     is_tensor = isinstance(one[name], Tensor)
-    return torch.equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
+    return is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
 
 
 @contextlib.contextmanager

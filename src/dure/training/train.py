@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from dure.data.randomness import GeneratorStates
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
@@ -75,6 +76,8 @@ class Conductor:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
+        self._generators: GeneratorStates | None = None
+        """States of the generators when training began; None where draws are declared."""
         self._set_by_schedule: frozenset[str] = frozenset()
         """Plain state that the schedule sets, on all ranks alike."""
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
@@ -101,6 +104,8 @@ class Conductor:
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
             check_parts(session, position.samples_seen)
+            if not (session.strategy.traits.draws or session.strategy.draws_seeds):
+                self._generators = GeneratorStates.now(*session.strategy.devices)
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
@@ -252,6 +257,7 @@ class Conductor:
         self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         self._say_what_is_not_kept()
+        self._say_late_draws()
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
 
@@ -267,6 +273,16 @@ class Conductor:
         self._told_not_kept |= {*new, *late}
         if texts:
             self._event("not_preserved", texts=texts)
+
+    def _say_late_draws(self) -> None:
+        """Declare random numbers that no try before training saw drawn, where batches are computed in parts."""
+        strategy, before = self.session.strategy, self._generators
+        if before is None or before.is_same_as(GeneratorStates.now(*strategy.devices)):
+            return
+        self._generators = None  # once is enough
+        if len(strategy.parts_of(self.session.spec.global_batch_size)) > 1:
+            text = "random numbers: drawn after some steps, and not in the calls before training; each part of a batch"
+            self._event("not_preserved", texts=[f"{text} has its own"])
 
     def _changed_late(self) -> list[str]:
         """Return the plain state that no try before training saw change, where batches are computed in parts."""

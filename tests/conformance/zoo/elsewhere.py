@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
-from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, data, feature
+from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, chain, data, feature
 
 CALLS = 0
 LOSS = ("state that the loss keeps", "began to change later")
@@ -243,3 +243,82 @@ class HookedFeatures(ZooTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch) + 0.1 * self.features["middle"].square().mean()
+
+
+class Scale(nn.Module):
+    """Layer with a running scale that is in no `state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(HIDDEN).double(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * x.square().mean(0))
+        return x / (1 + self.scale)
+
+
+@feature("State elsewhere", "a buffer learned in forward that is not persistent", declares=("buffers learned", *LOSS))
+class NonPersistentBuffer(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[1] = nn.Sequential(nn.Tanh(), Scale())
+        return model
+
+
+@feature("State elsewhere", "attributes of the task whose names have dots (averages by parameter)", declares=LOSS)
+class DottedAttributes(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if model.training:
+            setattr(self, "calls.of.loss", getattr(self, "calls.of.loss", 0) + 1)
+        return super().loss(model, batch) * (1 + 0.1 * getattr(self, "calls.of.loss", 0))
+
+
+class Heads(nn.Module):
+    """Two heads of one shape, of which one is in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(HIDDEN, OUT), nn.Linear(HIDDEN, OUT)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return self.heads[0](y) + 0.5 * self.heads[1](y)
+
+
+@feature("State elsewhere", "an attribute that names one part of the model and then another", declares=LOSS)
+class PointerToPart(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = Heads().double()
+        self.calls = 0
+        self.penalised = model.heads[0]
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        if self.calls == 3:
+            self.penalised = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[1]
+        return super().loss(model, batch) + 0.1 * self.penalised.weight.square().sum()
+
+
+class Bank(nn.Module):
+    """Layer with a memory of its inputs' means, which grows by a row at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(1, HIDDEN).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.rows = torch.cat([self.rows, x.detach().mean(0, keepdim=True)])
+        return x + 0.1 * self.rows.mean(0)
+
+
+@feature("State elsewhere", "a buffer that grows by a row at each call", declares=("buffers learned", *LOSS))
+class GrowingBuffer(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        model[1] = nn.Sequential(nn.Tanh(), Bank())
+        return model

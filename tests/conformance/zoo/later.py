@@ -316,3 +316,22 @@ class LateWrites(ZooTask):
             for parameter in model.parameters():
                 parameter.data.clamp_(-0.3, 0.3)
         return super().loss(model, batch)
+
+
+@feature(
+    "Later", "random numbers in the loss, from the thirtieth call on", declares=("random numbers", *KEPT), samples=196
+)
+class LastNoise(LateNoise):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        self.calls += model.training
+        noise = 0.1 * torch.randn_like(x) if model.training and self.calls > 30 else 0.0
+        return functional.mse_loss(model(x + noise), y)
+
+
+@feature(
+    "Later", "a data set that the loss makes harder, in a loader process", declares=("loader processes", *KEPT),
+    num_workers=1,
+)  # fmt: skip
+class CurriculumInLoader(Curriculum):
+    """The same with a loader process."""

@@ -401,6 +401,8 @@ class Odd(Regression):
     def build_model(self):
         if self.what == "sparse":
             return nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6))
+        if self.what == "empty":
+            return nn.Sequential(nn.Linear(6, 6), nn.Linear(0, 6))
         if self.what == "dtypes":
             return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64))
         return super().build_model()
@@ -414,6 +416,7 @@ class Odd(Regression):
 @pytest.mark.parametrize(
     ("what", "settings", "match"),
     [
+        ("empty", {}, r"1\.weight has no elements, which fully_shard does not take: leave it out, or use ddp"),
         ("sparse", {}, r"0 gives sparse gradients \(sparse=True\), which have no shards: set sparse=False, or use ddp"),
         ("dtypes", {}, "the model, outside its units, trains parameters in float32 and float64.*: use one, or ddp"),
         ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*strategy=.ddp"),

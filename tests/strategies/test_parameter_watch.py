@@ -63,3 +63,38 @@ def test_watch_when_it_is_gone_then_torch_calls_nothing_of_it():
     del watch
     gc.collect()
     assert len(_global_parameter_registration_hooks) == before
+
+
+@pytest.mark.parametrize("deed", [lambda weight: weight.neg_(), lambda weight: weight.copy_(weight.flip(0))])
+def test_watch_when_a_write_through_data_leaves_the_norm_as_it_was_then_names_it(deed):
+    model = model_of_two()
+    watch = ParameterWatch(model, "fsdp", sees_writes=True)
+    with pytest.raises(TaskInvalid, match=r"writes to parameters \(0\.weight\)"), watch:
+        deed(model[0].weight.data)
+
+
+def test_watch_when_writes_through_data_begin_late_then_a_later_call_names_them(monkeypatch):
+    monkeypatch.setattr("dure.strategies.parameter_watch._SUM_INTERVAL", 0)
+    model = model_of_two()
+    watch = ParameterWatch(model, "fsdp", sees_writes=True)
+    for _ in range(10):
+        with watch:
+            pass
+    with pytest.raises(TaskInvalid, match=r"writes to parameters \(0\.weight\)"), watch:
+        model[0].weight.data.add_(1)
+
+
+def test_watch_when_frozen_parameters_are_no_floats_then_sees_writes_to_them():
+    model = model_of_two()
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.mask = nn.Parameter(torch.ones(3, dtype=torch.bool), requires_grad=False)
+    watch = ParameterWatch(model, "fsdp", sees_writes=True)
+    with pytest.raises(TaskInvalid, match=r"writes to parameters \(table\)"), watch:
+        model.table.data[0] = 5
+
+
+def test_watch_when_a_parameter_is_another_ranks_then_its_placeholder_is_left_alone():
+    model = model_of_two()
+    model[0].weight.data = torch.full((), torch.nan).expand(2, 2)
+    with ParameterWatch(model, "pipeline", sees_writes=True):
+        pass

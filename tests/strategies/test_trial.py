@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.trial import Trial
+from dure.strategies.trial import Trial, is_equal
 
 
 class Task:
@@ -136,3 +136,37 @@ def test_trial_tells_buffers_with_their_values_and_plain_state():
     assert torch.equal(trial.buffers["1.running_mean"], mean)
     assert sorted(trial.state) == ["model.note", "task.calls"]
     assert list(trial.parameters) == []
+
+
+def test_trial_when_hooks_come_and_go_then_they_are_as_before():
+    model = nn.Sequential(nn.Linear(1, 1))
+    kept = model[0].register_forward_hook(lambda *_: None)
+    with Trial(model):
+        kept.remove()
+        model.register_forward_hook(lambda module, inputs, output: output * 2)
+        model.register_state_dict_pre_hook(lambda *_: None)
+    assert list(model[0]._forward_hooks) == [kept.id]
+    assert not model._forward_hooks
+    assert not model._state_dict_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([torch.nan], [torch.nan], True),
+        ([torch.nan], [0.0], False),
+        ([torch.inf], [torch.finfo(torch.float32).max], False),
+        ([1j], [1j], True),
+        ([], [], True),
+        ([True], [1], False),
+    ],
+)
+def test_is_equal_of_values_that_are_seldom(one, other, expected):
+    assert is_equal(torch.tensor(one), torch.tensor(other)) is expected
+
+
+def test_is_equal_of_sparse_and_conjugated_tensors():
+    sparse = torch.eye(2).to_sparse()
+    assert is_equal(sparse, sparse.clone())
+    assert not is_equal(sparse, 2 * sparse)
+    assert is_equal(torch.tensor([1j]).conj(), torch.tensor([-1j]))

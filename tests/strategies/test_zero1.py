@@ -253,6 +253,21 @@ def test_the_worker_refuses_it_when_the_model_could_not_be_looked_at_before(tmp_
     assert caught.value.exit_code == 2
 
 
+class TwoDtypes(Regression):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64))
+
+    def build_optimizer(self, model):
+        return optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_parameters_of_two_dtypes_are_refused(tmp_path):
+    with pytest.raises(
+        SpecInvalid, match=r"have several dtypes \(torch\.float32, torch\.float64\), which torch's Zero"
+    ):
+        train_case(tmp_path, TwoDtypes(), "zero1", 2, **STEPS)
+
+
 class TrainsNothing(Regression):
     def build_optimizer(self, model):
         return optim.SGD(model.frozen.parameters(), lr=0.1)

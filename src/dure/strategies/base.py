@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
+from dure.data.randomness import GeneratorStates
 from dure.errors import TaskInvalid
 from dure.measure.shares import shares
 from dure.measure.sums import Sum
@@ -50,8 +51,6 @@ class Strategy(ABC):
     changes_in_step_only = False
     """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
     change: what reads them may then do so until that begins."""
-    draws_seeds = False
-    """Whether every step draws from the global generators, for seeds of the model's parts."""
     undoes_writes = False
     """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
     holds_memory = False
@@ -305,6 +304,10 @@ class Strategy(ABC):
             *declared,
             *by_division(division, self.traits, found, declared),
         ]
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether code of the task has drawn from the global generators since they were in these states."""
+        return not before.is_same_as(GeneratorStates.now(*self.devices))
 
     @property
     def draws(self) -> bool:

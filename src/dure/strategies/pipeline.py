@@ -31,7 +31,7 @@ from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs
 from dure.strategies.pipeline_cut import decide
-from dure.strategies.pipeline_draws import common_seed, drawing_from
+from dure.strategies.pipeline_draws import CommonSeeds, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.pipeline_schedule import Schedule, num_scheduled
 from dure.strategies.pipeline_sweep import Sweeps
@@ -74,8 +74,6 @@ class Pipeline(ReducedFacts):
 
     undoes_writes = True
 
-    draws_seeds = True
-
     changes_in_step_only = True
 
     def __init__(
@@ -90,6 +88,7 @@ class Pipeline(ReducedFacts):
         self.stage_ranks = self.mesh.group("pipeline")
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), options)
+        self._seeds = CommonSeeds()
         self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
         """The stages of this rank."""
         self.data_rank = self.random_stream = self.mesh.coordinate("data")
@@ -225,7 +224,7 @@ class Pipeline(ReducedFacts):
         args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
         if state is not None:
             state.put_back()
-        seed = common_seed()
+        seed = self._seeds.draw()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
         return _Call(microbatch, args, kwargs, states, seed, known)
 
@@ -350,6 +349,10 @@ class Pipeline(ReducedFacts):
         self.stage_ranks.all_reduce_sum(square)
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether anything but the seeds of sections has been drawn."""
+        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Refuse: gradients are expected of the parameters that were trained when the run began."""

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-from dure.data.randomness import kept_global_randomness, seed_draws
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 
 
 @contextmanager
@@ -21,6 +22,26 @@ def drawing_from(device: torch.device, seed: int, section: int) -> Iterator[None
         yield
 
 
-def common_seed() -> int:
-    """Draw a seed from the generator that all stages have in the same state."""
-    return int(torch.randint(2**62, ()))
+class CommonSeeds:
+    """Seeds for the draws of sections, drawn from the generator that all stages have in the same state."""
+
+    def __init__(self) -> None:
+        self._begin: Tensor | None = None
+        """State of the generator since which nothing but seeds has been drawn."""
+        self._state: Tensor | None = None
+        """Its state after the last seed."""
+
+    def draw(self) -> int:
+        """Draw the next seed."""
+        now = torch.default_generator.get_state()
+        if self._state is None or not torch.equal(now, self._state):
+            self._begin = now
+        seed = int(torch.randint(2**62, ()))
+        self._state = torch.default_generator.get_state()
+        return seed
+
+    def are_all_since(self, before: GeneratorStates) -> bool:
+        """Return whether nothing but seeds has been drawn since the generators were in these states."""
+        if self._begin is None or self._state is None or not torch.equal(self._begin, before.of_cpu):
+            return False
+        return GeneratorStates.now().is_same_as(before._replace(of_cpu=self._state, of_devices=()))

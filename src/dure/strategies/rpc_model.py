@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
+from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid
 from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch, to_device
@@ -28,7 +29,7 @@ from dure.strategies.info import StrategyInfo
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.pieces import Needs
-from dure.strategies.pipeline_draws import common_seed, drawing_from
+from dure.strategies.pipeline_draws import CommonSeeds, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
@@ -50,8 +51,6 @@ class RpcModel(ReducedFacts):
 
     undoes_writes = True
 
-    draws_seeds = True
-
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
         options: StrategyOptions,
@@ -60,6 +59,7 @@ class RpcModel(ReducedFacts):
         self.data_rank, self.data_world_size = 0, 1
         self.drives = self.takes_samples = self.leads_share = group.rank == 0
         self.waits_for_facts = True
+        self._seeds = CommonSeeds()
         self._threads = threading.local()
         self._num_threads = torch.get_num_threads()
 
@@ -167,7 +167,7 @@ class RpcModel(ReducedFacts):
         """
         from torch.distributed import rpc
 
-        seed = common_seed() if self.model.training else 0
+        seed = self._seeds.draw() if self.model.training else 0
         call = Call(args, kwargs, seed, self.model.training, torch.is_grad_enabled())
         result: Any = self.run_section(call, Result(None, []))
         sent = to_device(call, HOST)
@@ -334,6 +334,10 @@ class RpcModel(ReducedFacts):
         self.group.all_reduce_sum(square)
         if gradients:
             nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether anything but the seeds of sections has been drawn."""
+        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Refuse: gradients are expected of the parameters that were trained when the run began."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from dure.data.randomness import GeneratorStates
@@ -104,7 +104,7 @@ class Conductor:
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
             check_parts(session, position.samples_seen)
-            if not (session.strategy.traits.draws or session.strategy.draws_seeds):
+            if not session.strategy.draws:
                 self._generators = GeneratorStates.now(*session.strategy.devices)
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
@@ -275,14 +275,15 @@ class Conductor:
             self._event("not_preserved", texts=texts)
 
     def _say_late_draws(self) -> None:
-        """Declare random numbers that no try before training saw drawn, where batches are computed in parts."""
-        strategy, before = self.session.strategy, self._generators
-        if before is None or before.is_same_as(GeneratorStates.now(*strategy.devices)):
+        """Declare what random numbers change that no try before training saw drawn."""
+        strategy = self.session.strategy
+        if self._generators is None or not strategy.has_drawn_since(self._generators):
             return
-        self._generators = None  # once is enough
-        if len(strategy.parts_of(self.session.spec.global_batch_size)) > 1:
-            text = "random numbers: drawn after some steps, and not in the calls before training; each part of a batch"
-            self._event("not_preserved", texts=[f"{text} has its own"])
+        self._generators = None
+        known = strategy.not_preserved()
+        strategy.traits = replace(strategy.traits, draws=True)
+        if texts := [text for text in strategy.not_preserved() if text not in known]:
+            self._event("not_preserved", texts=texts)
 
     def _changed_late(self) -> list[str]:
         """Return the plain state that no try before training saw change, where batches are computed in parts."""

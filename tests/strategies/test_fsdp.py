@@ -402,7 +402,7 @@ class Odd(Regression):
         if self.what == "sparse":
             return nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6))
         if self.what == "empty":
-            return nn.Sequential(nn.Linear(6, 6), nn.Linear(0, 6))
+            return nn.Sequential(nn.Linear(6, 6), nn.ParameterList([torch.empty(0)]))
         if self.what == "dtypes":
             return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64))
         return super().build_model()
@@ -416,7 +416,7 @@ class Odd(Regression):
 @pytest.mark.parametrize(
     ("what", "settings", "match"),
     [
-        ("empty", {}, r"1\.weight has no elements, which fully_shard does not take: leave it out, or use ddp"),
+        ("empty", {}, r"1\.0 has no elements, which fully_shard does not take: leave it out, or use ddp"),
         ("sparse", {}, r"0 gives sparse gradients \(sparse=True\), which have no shards: set sparse=False, or use ddp"),
         ("dtypes", {}, "the model, outside its units, trains parameters in float32 and float64.*: use one, or ddp"),
         ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*strategy=.ddp"),

@@ -14,14 +14,33 @@ from torch.optim import SGD
 
 import dure
 from dure.errors import CheckpointMismatch
-from dure.training.kept_objects import CannotKeep, kept, restored
+from dure.training.kept_objects import CannotKeep, Keeper, KnownObjects
 from dure.training.kept_state import KeptState
+from dure.training.restored_objects import Restorer
 
 
 class Meter:
     def __init__(self):
         self.values = deque(maxlen=2)
         self.total = None
+
+
+def kept(value, path="x", **known):
+    keeper = Keeper(KnownObjects(known))
+    return keeper.entry(value, path), keeper.objects
+
+
+def known_of(value):
+    return {"x": value, **{f"x.{name}": each for name, each in vars(value).items()}, **slots_of(value)}
+
+
+def slots_of(value):
+    return {f"x.{name}": getattr(value, name) for name in getattr(type(value), "__slots__", ()) if name != "__dict__"}
+
+
+def restored(state, **there):
+    entry, objects = state
+    return Restorer(objects, there).value(entry)
 
 
 VALUES = [
@@ -38,17 +57,18 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_value_when_kept_and_restored_then_is_the_same_of_the_same_type(value):
-    back = restored(kept(value, "x"), None, "x")
+    back = restored(kept(value))
     assert type(back) is type(value)
     assert repr(back) == repr(value)
 
 
 def test_object_when_restored_then_the_one_that_is_there_has_its_state():
     meter, other = Meter(), Meter()
+    known = known_of(meter)
     meter.values.extend([1, 2, 3])
     meter.total = torch.tensor(5.0)
     values = other.values
-    assert restored(kept(meter, "meter"), other, "meter") is other
+    assert restored(kept(meter, **known), **known_of(other)) is other
     assert (list(other.values), other.total) == ([2, 3], torch.tensor(5.0))
     assert other.values is values
     assert other.values.maxlen == 2
@@ -72,7 +92,7 @@ def test_objects_with_slots_enums_and_factories_when_restored_then_are_as_they_w
     old.table["a"] += 2
     old.array[0] = 7
     alias = new.array
-    restored(kept(old, "x"), new, "x")
+    restored(kept(old, **known_of(old)), **known_of(new))
     assert (new.kind, dict(new.table), list(alias)) == (Kind.SECOND, {"a": 2}, [7, 0])
     assert new.table["never seen"] == 0
 
@@ -85,7 +105,7 @@ class Raising:
 def test_object_whose_attributes_raise_is_kept_all_the_same():
     old, new = Raising(), Raising()
     vars(old)["n"] = 3
-    assert vars(restored(kept(old, "x"), new, "x")) == {"n": 3}
+    assert vars(restored(kept(old, **known_of(old)), **known_of(new))) == {"n": 3}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +113,7 @@ def test_object_whose_attributes_raise_is_kept_all_the_same():
 )
 def test_value_that_no_session_would_find_again_cannot_be_kept(value):
     with pytest.raises(CannotKeep, match="that was made on the way, which cannot be kept"):
-        kept(value, "x", {})
+        kept(value)
 
 
 def test_generator_when_restored_then_goes_on_drawing():
@@ -103,7 +123,7 @@ def test_generator_when_restored_then_goes_on_drawing():
     ]:
         generator, other = make(), make()
         draw(generator)
-        restored(kept(generator, "g"), other, "g")
+        restored(kept(generator, g=generator), g=other)
         assert draw(generator) == draw(other)
 
 
@@ -114,7 +134,7 @@ def test_generator_when_restored_then_goes_on_drawing():
 )
 def test_value_of_an_unknown_kind_cannot_be_kept(value):
     with pytest.raises(CannotKeep, match=r"x(\.y)? is a .* which cannot be kept"):
-        kept({"y": value}["y"], "x")
+        kept(value)
 
 
 class Task(dure.Task):
@@ -133,9 +153,9 @@ class Task(dure.Task):
         return model(batch)
 
 
-def session_of():
+def session_of(meter=Meter):
     task, model = Task(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    task.meter = Meter()
+    task.meter = meter()
     optimizer = SGD(model.parameters(), lr=0.1)
     return task, model, optimizer, KeptState(task, model, optimizer)
 
@@ -251,9 +271,8 @@ def test_state_when_the_object_that_had_it_is_gone_then_is_refused():
     task, *_, state = session_of()
     task.meter.total = 4.0
     tensors = state.tensors()
-    other_task, *_, other = session_of()
-    other_task.meter = None
-    with pytest.raises(CheckpointMismatch, match=r"task\.meter had state .* and is None now"):
+    *_, other = session_of(lambda: None)
+    with pytest.raises(CheckpointMismatch, match=r"task\.meter had state .* and is not there now"):
         other.restore(tensors)
 
 

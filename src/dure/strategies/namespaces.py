@@ -1,12 +1,15 @@
 """Values that are not looked into, and places of state that are no objects: global variables, classes and slots."""
 
+import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, range, slice)
@@ -26,26 +29,26 @@ class _Variables(_Attributes):
     """Variables of a module or a class, as a mapping."""
 
     def __init__(self, owner: Any, is_ours: Callable[[str, Any], bool]) -> None:
-        self._owner = owner
+        self.owner = owner
         self._is_ours = is_ours
 
     @property
     def unfiltered(self) -> Mapping[str, Any]:
         """All variables of the owner, as they are at any time."""
-        variables: Mapping[str, Any] = vars(self._owner)
+        variables: Mapping[str, Any] = vars(self.owner)
         return variables
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self._owner)[name]
+        return vars(self.owner)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
+        setattr(self.owner, name, value)
 
     def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
+        delattr(self.owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([name for name, value in vars(self._owner).items() if self._is_ours(name, value)])
+        return iter([name for name, value in vars(self.owner).items() if self._is_ours(name, value)])
 
 
 class _Slots(_Attributes):
@@ -82,6 +85,8 @@ def _slots(cls: type) -> list[str]:
 
 
 def _dict_of(value: object) -> MutableMapping[str, Any] | None:
+    if isinstance(value, threading.local):
+        return value.__dict__
     try:
         found = object.__getattribute__(value, "__dict__")  # an object's own `__getattr__` may raise anything
     except AttributeError:
@@ -89,13 +94,34 @@ def _dict_of(value: object) -> MutableMapping[str, Any] | None:
     return found if isinstance(found, MutableMapping) else None
 
 
-class Slotted:
-    """An object with `__slots__`, seen as one with a `__dict__`."""
+class UnsavedBuffers(_Attributes):
+    """Buffers of a module that no `state_dict` has (`persistent=False`), as a mapping."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers, self._names = module._buffers, module._non_persistent_buffers_set
+
+    def __getitem__(self, name: str) -> Any:
+        return self._buffers[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._buffers[name] = value
+        self._names.add(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self._buffers[name]
+        self._names.discard(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self._buffers if name in self._names])
+
+
+class Variables:
+    """Object whose `vars` are a mapping."""
 
     __slots__ = ("_mapping",)
 
-    def __init__(self, owner: Any) -> None:
-        self._mapping = _Slots(owner)
+    def __init__(self, mapping: MutableMapping[str, Any]) -> None:
+        self._mapping = mapping
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
@@ -105,10 +131,10 @@ class Slotted:
 
 def with_dict(value: object) -> object | None:
     """Return an object whose `vars` are the attributes of one, those in slots included; None if it has none."""
-    if isinstance(value, Namespace):
+    if isinstance(value, Namespace | Variables):
         return value
     if type(value).__module__ != "builtins" and _slots(type(value)):
-        return Slotted(value)
+        return Variables(_Slots(value))
     return None if _dict_of(value) is None else value
 
 
@@ -125,6 +151,11 @@ class Namespace:
             is_ours: Tells which of its variables are meant, by name and value.
         """
         object.__setattr__(self, "_variables", _Variables(owner, is_ours))
+
+    @property
+    def owner(self) -> Any:
+        """The module or the class."""
+        return getattr(self._variables, "owner", None)
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
@@ -164,6 +195,8 @@ class _FunctionVariables(_Attributes):
                 raise KeyError(name) from None
         if name in (places := self._defaults()):
             return (self._function.__defaults__ or ())[places[name]]
+        if name in (by_keyword := self._function.__kwdefaults__ or {}):
+            return by_keyword[name]
         return vars(self._function)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -173,6 +206,8 @@ class _FunctionVariables(_Attributes):
             values = list(self._function.__defaults__ or ())
             values[places[name]] = value
             self._function.__defaults__ = tuple(values)
+        elif name in (self._function.__kwdefaults__ or {}):
+            self._function.__kwdefaults__ = {**(self._function.__kwdefaults__ or {}), name: value}
         else:
             vars(self._function)[name] = value
 
@@ -184,7 +219,8 @@ class _FunctionVariables(_Attributes):
 
     def __iter__(self) -> Iterator[str]:
         filled = [name for name in self._cells if name in self]
-        return iter(dict.fromkeys((*filled, *self._defaults(), *vars(self._function))))
+        by_keyword = self._function.__kwdefaults__ or {}
+        return iter(dict.fromkeys((*filled, *self._defaults(), *by_keyword, *vars(self._function))))
 
 
 class FunctionState(Namespace):
@@ -195,6 +231,19 @@ class FunctionState(Namespace):
     def __init__(self, function: types.FunctionType) -> None:
         """Look at a function."""
         object.__setattr__(self, "_variables", _FunctionVariables(function))
+
+
+def class_variables(cls: type) -> Namespace:
+    """Return the variables of a class that are no definitions."""
+    return Namespace(cls, _is_variable)
+
+
+_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
+
+
+def _is_variable(name: str, value: Any) -> bool:
+    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
+    return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
 
 
 def is_users(cls: Any) -> bool:

@@ -6,11 +6,14 @@ own. It is found by walking over attributes and containers, as far as these are 
 
 import operator
 import sys
+import threading
 import types
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
+from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -21,7 +24,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from dure.strategies.namespaces import ATOMS, SEALED, FunctionState, Namespace, is_users, with_dict
+from dure.strategies.namespaces import (
+    ATOMS,
+    SEALED,
+    FunctionState,
+    Namespace,
+    UnsavedBuffers,
+    Variables,
+    class_variables,
+    is_users,
+    with_dict,
+)
 from dure.strategies.state_places import (
     DEFINITIONS,
     Place,
@@ -33,12 +46,20 @@ from dure.strategies.state_places import (
     generator_place,
     is_large,
     key_text,
+    memory_of,
+    memory_place,
     optimizer_place,
+    parts_place,
     queue_place,
+    skips_state,
     some,
     tensor_place,
     variable_place,
 )
+
+Holder = tuple[str, str]
+"""An owner's path and the name of its attribute: what is kept as a whole. An object that no owner has stands under an
+empty path with its own as the name."""
 
 _CALL = "()"
 """End of a function's path, behind which its variables are."""
@@ -55,7 +76,9 @@ _MOST_LEVELS = 60
 class ObjectState:
     """The state that some objects had when this was made."""
 
-    def __init__(self, roots: Mapping[str, object], *, sees_data: bool = False) -> None:
+    def __init__(
+        self, roots: Mapping[str, object], *, sees_data: bool = False, sees_unsaved_buffers: bool = False
+    ) -> None:
         """Walk over objects.
 
         Args:
@@ -63,14 +86,17 @@ class ObjectState:
                 plain attributes are seen; of those that other objects hold, such as a teacher, all state.
             sees_data: Whether numbers and the like are seen that a `Dataset` has as attributes. What it changes by
                 being read would be put back too.
+            sees_unsaved_buffers: Whether buffers of modules among the objects are seen that no `state_dict` has.
         """
         self._sees_data = sees_data
+        self._sees_unsaved_buffers = sees_unsaved_buffers
         self._places: list[Place] = []
         self._seen: dict[int, object] = {}
         self._num_left = _MOST_OBJECTS
         self._depth = 0
-        self.functions: dict[str, FunctionState] = {}
-        """Functions that were found, by their paths."""
+        self._holder: Holder = ("", "")
+        self.owners: dict[str, Any] = {}
+        """Objects of which each attribute is kept by itself, by their paths: roots, modules of a model, functions."""
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
         self.large: dict[str, Tensor] = {}
@@ -83,8 +109,11 @@ class ObjectState:
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
         self._roots = {id(root) for root in roots.values()}
+        self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}
+        self._classes = {id(root.owner) for root in roots.values() if isinstance(root, Namespace)}
         # models and optimisers first: others may hold them, and their state is to have their own paths
         for name, root in sorted(roots.items(), key=lambda item: not isinstance(item[1], nn.Module | Optimizer)):
+            self._holder = "", name
             self._walk(name, root)
 
     def changed(self) -> dict[str, Any]:
@@ -98,16 +127,28 @@ class ObjectState:
                 found |= {place.path: place.value()} if place.names is None else place.value()
         return found
 
-    def take_changed(self) -> list[str]:
-        """Return the paths of what is no longer as it was, generators included.
+    def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
+        """Return the holders of what is no longer as it was, generators included.
 
         Values and generators are in one answer only, and are not watched any more.
+
+        Args:
+            is_thorough: Whether large values are compared as a whole too.
         """
         changed = [place for place in self._places if place.has_changed()]
+        if is_thorough:
+            changed += [
+                place
+                for place in self._places
+                if place.has_changed_anywhere is not None and place.has_changed_anywhere()
+            ]
         if done := {id(place) for place in changed if place.names is None}:
             self._places = [place for place in self._places if id(place) not in done]
-        paths = (path for place in changed for path in ([place.path] if place.names is None else place.names()))
-        return list(dict.fromkeys(paths))
+        found = set()
+        for place in changed:
+            path, name = place.holder
+            found |= {(path, name or each) for each in ([name] if place.names is None else place.names())}
+        return found
 
     def drawn(self) -> list[str]:
         """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
@@ -129,13 +170,17 @@ class ObjectState:
                 place.put_back()
 
     def _walk(self, path: str, value: Any) -> None:
-        self.first[path] = value
+        self.first.setdefault(path, value)
         if self._depth < _MOST_LEVELS:
             self._depth += 1
             self._look_into(path, value)
             self._depth -= 1
         elif not isinstance(value, (*ATOMS, *SEALED)) and id(value) not in self._seen:
             self.unseen = self.unseen or path
+
+    def _add(self, place: Place) -> None:
+        place.holder = self._holder
+        self._places.append(place)
 
     def _look_into(self, path: str, value: Any) -> None:
         if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
@@ -145,12 +190,12 @@ class ObjectState:
             self._walk(path, value.__self__)
         elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
             self._seen[id(value)] = value
-            self.functions[f"{path}{_CALL}"] = FunctionState(value)
-            self._attributes(f"{path}{_CALL}", self.functions[f"{path}{_CALL}"])
+            self._attributes(f"{path}{_CALL}", FunctionState(value))
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
             return
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
-        if of_pythons is None and _is_foreign(value):
+        memory = memory_of(value)
+        if of_pythons is None and memory is None and is_foreign(value):
             return
         if self._num_left <= 0:
             self.unseen = self.unseen or path
@@ -158,35 +203,71 @@ class ObjectState:
         self._num_left -= 1
         self._seen[id(value)] = value  # alive, so that no other object gets its id
         if of_pythons is not None:
-            self._places.append(of_pythons(path, value))
+            self._add(of_pythons(path, value))
+        elif memory is not None:
+            self._add(memory_place(path, memory))
+        elif isinstance(value, partial):
+            for name in ("func", "args", "keywords"):
+                self._walk(f"{path}.{name}", getattr(value, name))
         elif isinstance(value, Tensor):
             if id(value) not in self._trained:
                 self._tensor(path, value)
         elif isinstance(value, np.ndarray):
-            self._places.append(array_place(path, value))
+            self._add(array_place(path, value))
         elif (generator := generator_place(path, value)) is not None:
-            self._places.append(generator)
+            self._add(generator)
         elif isinstance(value, nn.Module):
-            for name, module in value.named_modules():
-                self._attributes(f"{path}.{name}" if name else path, module)
-            if id(value) not in self._roots:
-                self._tensors_of(path, value)
+            self._module(path, value)
         elif isinstance(value, Optimizer) and id(value) not in self._roots:
-            self._places.append(optimizer_place(path, value))
-        elif isinstance(value, tuple | frozenset | list | deque | set | MutableMapping):
+            self._add(optimizer_place(path, value))
+        elif isinstance(value, tuple | frozenset | list | deque | set | MutableMapping | weakref.WeakSet):
             if not isinstance(value, tuple | frozenset):
-                self._places.append(container_place(path, value))
-            for key, item in some(value):
-                self._walk(f"{path}[{key_text(key)}]", item)
+                self._add(container_place(path, value))
+            if skips_state(value):
+                self.unseen = self.unseen or path
+            for number, (key, item) in enumerate(some(value)):
+                shown = key_text(key) if isinstance(key, (*ATOMS, tuple)) else f"#{number}"
+                self._walk(f"{path}[{shown}]", item)
         elif isinstance(value, Iterator):
             self.opaque.append(path)
-        elif (owner := with_dict(value)) is not None:
-            self._attributes(path, owner)
+        elif with_dict(value) is not None:
+            self._attributes(path, value)
+            cls = type(value)
+            if (
+                self._sees_data
+                and id(cls) not in self._classes
+                and is_users(cls)
+                and not isinstance(value, Variables | Namespace)
+            ):
+                self._classes.add(id(cls))
+                self._attributes(f"{path}.__class__", class_variables(cls))
+
+    def _module(self, path: str, value: nn.Module) -> None:
+        own = []
+        for name, module in value.named_modules():
+            inner = f"{path}.{name}" if name else path
+            self.first.setdefault(inner, module)
+            if module is value or id(module) not in self._seen:
+                self._seen[id(module)] = module
+                own.append(module)
+                self._attributes(inner, module)
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            self.first.setdefault(f"{path}.{name}", tensor)
+        if id(value) not in self._roots:
+            self._add(parts_place(path, own))
+            self._tensors_of(path, value)
+        elif self._sees_unsaved_buffers:
+            for name, module in value.named_modules():
+                buffers = UnsavedBuffers(module)
+                inner = f"{path}.{name}._buffers" if name else f"{path}._buffers"
+                self._trained -= {id(buffer) for buffer in buffers.values()}
+                if buffers:
+                    self._attributes(inner, Variables(buffers))
 
     def _tensor(self, path: str, tensor: Tensor) -> None:
         if is_large(tensor):
             self.large[path] = tensor
-        self._places.append(tensor_place(path, tensor))
+        self._add(tensor_place(path, tensor))
 
     def _tensors_of(self, path: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -194,11 +275,16 @@ class ObjectState:
                 self._seen[id(tensor)] = tensor
                 self._tensor(f"{path}.{name}", tensor)
 
-    def _attributes(self, path: str, owner: Any) -> None:
-        before = {name: vars(owner)[name] for name in plain_attributes(owner)}
+    def _attributes(self, path: str, value: Any) -> None:
+        owner: Any = with_dict(value)
+        before = {name: vars(owner)[name] for name in plain_attributes(owner, value)}
         all_names = {*vars(owner)}
-        torchs = _torchs_own(owner)
-        left_out = {name: value for name, value in vars(owner).items() if name not in before and name not in torchs}
+        torchs = _torchs_own(value)
+        left_out = {name: item for name, item in vars(owner).items() if name not in before and name not in torchs}
+        outer, is_owner = self._holder, isinstance(value, Namespace | Variables) or id(value) in self._own_parts
+        if is_owner:
+            self.owners[path] = owner
+            self._holder = path, ""
 
         every = getattr(vars(owner), "unfiltered", {})
         first = dict(every)
@@ -214,37 +300,44 @@ class ObjectState:
             return now().keys() != before.keys()
 
         def names() -> list[str]:
-            return [f"{path}.{name}" for name in now().keys() ^ before.keys()]
+            return [*(now().keys() ^ before.keys())]
 
         def now() -> dict[str, Any]:
-            return {name: vars(owner)[name] for name in plain_attributes(owner)}
+            return {name: vars(owner)[name] for name in plain_attributes(owner, value)}
 
         def put_back() -> None:
             for name in now().keys() - before.keys():
                 del vars(owner)[name]
             vars(owner).update(before)
 
-        for name in before:
-            self._places.append(attribute_place(f"{path}.{name}", owner, name, before[name]))
-
         def came_or_went() -> dict[str, Any]:
             there = now()
             return {f"{path}.{name}": comparable(there.get(name)) for name in there.keys() ^ before.keys()}
 
-        self._places.append(Place(path, have_names_changed, put_back, came_or_went, names=names))
+        def within(name: str) -> None:
+            if is_owner:
+                self._holder = path, name
+
+        self._add(Place(path, have_names_changed, put_back, came_or_went, names=names))
         for name, item in before.items():
+            within(name)
+            self._add(attribute_place(f"{path}.{name}", owner, name, item))
             self._walk(f"{path}.{name}", item)
-        if not isinstance(owner, (nn.Module, Optimizer, Dataset, Namespace)):
-            named = {name: item for name, item in left_out.items() if isinstance(item, DEFINITIONS)}
-            self._places += [attribute_place(f"{path}.{name}", owner, name, item) for name, item in named.items()]
+        is_plain_object = not isinstance(value, (nn.Module, Optimizer, Dataset, Namespace))
         for name, item in left_out.items():
+            within(name)
+            self.first.setdefault(f"{path}.{name}", item)
+            if is_plain_object and isinstance(item, DEFINITIONS):
+                self._add(attribute_place(f"{path}.{name}", owner, name, item))
             if isinstance(item, types.FunctionType | types.MethodType) or (
                 self._sees_data and isinstance(item, Dataset)
             ):
                 self._walk(f"{path}.{name}", item)
         for hooks in _HOOKS:
+            within(hooks)
             for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)
+        self._holder = outer
 
 
 _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
@@ -257,10 +350,16 @@ _KNOWN_PACKAGES = ("argparse", "builtins", "collections", "itertools", "random",
 """Packages of Python's own whose objects hold plain state; others' (locks, queues, files, loggers) are not touched."""
 
 
-def _is_foreign(value: object) -> bool:
+_LOOKED_INTO = (partial, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+"""Kinds of other packages of Python that are looked into all the same."""
+
+
+def is_foreign(value: object) -> bool:
     """Return whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
     module = type(value).__module__
     package = module.partition(".")[0]
+    if isinstance(value, _LOOKED_INTO):
+        return False
     is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
     return is_pythons or module.startswith("torch.distributed")
 
@@ -275,16 +374,21 @@ def _torchs_own(owner: object) -> frozenset[str]:
     return next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
 
 
-def plain_attributes(owner: object) -> list[str]:
+def plain_attributes(owner: object, kind: object = None) -> list[str]:
     """Return the names of an object's attributes.
 
     Of a module or an optimiser these are those that are not torch's own, of a data set those that are no data.
+
+    Args:
+        owner: The object, or one that has its attributes as `vars`.
+        kind: The object itself, if it is not the owner.
     """
-    if isinstance(owner, Dataset):
+    kind = owner if kind is None else kind
+    if isinstance(kind, Dataset):
         return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
-    torchs = _torchs_own(owner)
+    torchs = _torchs_own(kind)
     # what lists the parameters of a module is no state; a task may have parameters of its own
-    has_parameters = isinstance(owner, nn.Module | Optimizer)
+    has_parameters = isinstance(kind, nn.Module | Optimizer)
     return [
         name
         for name, value in vars(owner).items()
@@ -296,9 +400,9 @@ def plain_attributes(owner: object) -> list[str]:
 
 
 def _holds_parameters(value: object) -> bool:
-    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such a list)."""
+    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such lists)."""
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-    return any(isinstance(item, nn.Parameter) or type(item) is DTensor for item in items)
+    return any(isinstance(item, nn.Parameter | weakref.ref) or type(item) is DTensor for item in items)
 
 
 def is_inside(path: str, other: str) -> bool:

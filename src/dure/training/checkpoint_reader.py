@@ -191,7 +191,12 @@ class Checkpoint:
             CheckpointMismatch: The checkpoint is of another model; the message says which tensors differ.
         """
         wanted = model.state_dict()
-        self._check_fits(wanted, is_part=is_part)
+        late = self._late_buffers(model)
+        self._check_fits(wanted | late, is_part=is_part)
+        for name, buffer in late.items():
+            path, _, own = name.rpartition(".")
+            model.get_submodule(path)._buffers[own] = buffer
+        wanted = model.state_dict() if late else wanted
         extra = self._state["model_extra"]
         state: dict[str, Any] = {name: decode(value) for name, value in extra.items() if name in wanted}
         tensor = functools.cache(lambda name: self._saved("model", name).whole())
@@ -204,6 +209,25 @@ class Checkpoint:
         for pieces in self._held["model"].values():
             pieces.clear()
         model.load_state_dict(state, strict=True)
+
+    def _late_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return new buffers, to be filled, for those that had another shape when they were saved, or are None now."""
+        found: dict[str, Tensor] = {}
+        device = next((parameter.device for parameter in model.parameters()), None)
+        for path, module in model.named_modules():
+            for own, buffer in module._buffers.items():
+                name = f"{path}.{own}" if path else own
+                entry = self.manifest.model.get(self.manifest.aliases.get(name, name))
+                if (
+                    entry is None
+                    or own in module._non_persistent_buffers_set
+                    or type(buffer) not in (Tensor, type(None))
+                ):
+                    continue
+                if buffer is None or (tuple(buffer.shape), DTYPE_NAMES.get(buffer.dtype)) != (entry.shape, entry.dtype):
+                    at = device if buffer is None else buffer.device
+                    found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=at)
+        return found
 
     def _check_fits(self, wanted: Mapping[str, Any], *, is_part: bool) -> None:
         aliases, entries = self.manifest.aliases, self.manifest.model

@@ -6,6 +6,7 @@ they were when the session was built.
 
 import json
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.namespaces import Namespace
-from dure.strategies.object_state import ObjectState, is_inside
+from dure.strategies.namespaces import UnsavedBuffers
+from dure.strategies.object_state import Holder, ObjectState, is_inside
 from dure.strategies.used_globals import used_globals
 from dure.torchcompat import MODULE_CONTENTS
-from dure.training.kept_objects import CannotKeep, kept, restored
+from dure.training.hook_watch import HookWatch
+from dure.training.kept_objects import CannotKeep, Keeper, KnownObjects, packed
+from dure.training.restored_objects import Restorer, unpacked
 from dure.training.state_tree import NamedTensors, decode, encode
 from dure.training.task import Task
 
@@ -36,19 +39,22 @@ class KeptState:
     def __init__(self, task: Task, model: nn.Module, optimizer: Optimizer) -> None:
         """Note how everything is before anything is restored or trained."""
         modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
-        self._owners: dict[str, Any] = {"task": task, "optimizer": optimizer, **modules}
-        self._globals = used_globals(type(task), *dict.fromkeys(type(module) for module in model.modules()))
-        self._owners |= {name: value for name, value in self._globals.items() if isinstance(value, Namespace)}
+        used = used_globals(type(task), *dict.fromkeys(type(module) for module in modules.values()))
+        self._task = task
         self._saves_itself = type(task).state_dict is not Task.state_dict
-        roots = {"optimizer": optimizer, "model": model, **self._globals}
+        roots = {"optimizer": optimizer, "model": model, **used}
         watched = roots if self._saves_itself else {"task": task, **roots}
-        self._built = ObjectState(watched, sees_data=True)
-        self._owners |= self._built.functions
+        self._built = ObjectState(watched, sees_data=True, sees_unsaved_buffers=True)
+        self._owners = self._built.owners
         self._model = model
+        self._unsaved = {f"{path}._buffers": UnsavedBuffers(module) for path, module in modules.items()}
+        self._num_unsaved = self._count_unsaved()
+        self._known = self._known_objects()
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
         self._flags = self._flags_now()
-        self._changed: set[tuple[str, str]] = set()
+        self._hooks = HookWatch({**modules, "optimizer": optimizer})
+        self._changed: set[Holder] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
         if (unseen := self._built.unseen) is not None:
@@ -57,54 +63,61 @@ class KeptState:
                 f"{shown} lies too deep, or behind more objects than are looked into, so its changes are not kept"
             )
 
-    def look(self) -> None:
-        """Find the attributes that have changed; those found once are kept from then on."""
-        self._changed |= {self._attribute_of(path) for path in self._built.take_changed()}
+    def _known_objects(self) -> KnownObjects:
+        """Return the objects that an attribute may name; those of the model and the owners have their own places."""
+        buffers = {f"model.{name}": buffer for name, buffer in self._model.named_buffers()}
+        own = [*self._model.modules(), *self._model.parameters(), *buffers.values(), *self._owners.values()]
+        unsaved = {id(buffer) for each in self._unsaved.values() for buffer in each.values()}
+        objects = {"task": self._task, **self._built.first, **buffers}
+        return KnownObjects(objects, {id(self._task), id(self._built.first["optimizer"]), *map(id, own)} - unsaved)
+
+    def look(self, *, is_thorough: bool = False) -> None:
+        """Find the attributes that have changed; those found once are kept from then on.
+
+        Args:
+            is_thorough: Whether large values are compared as a whole too.
+        """
+        self._changed |= self._built.take_changed(is_thorough=is_thorough)
+        if self._count_unsaved() != self._num_unsaved:
+            self._changed |= {(path, name) for path, buffers in self._unsaved.items() for name in buffers}
+        for path in self._hooks.changed():
+            self.lost[path] = f"{path} changed on the way: a hook of the task's own was registered or removed"
+
+    def _count_unsaved(self) -> int:
+        return sum(map(len, map(_NON_PERSISTENT, self._model.modules())))
 
     def changed_since(self, known: Iterable[str]) -> list[str]:
         """Return the attributes that have changed, without those that lie on the way to known paths of plain state.
 
-        Attributes of the optimiser are left out: its own steps change them.
+        Attributes of the optimiser are left out: its own steps change them; and so are buffers.
         """
-        named = ((owner, name) for owner, name in self._changed if owner.partition(".")[0] != "optimizer")
-        found = sorted(name if owner == "globals" else f"{owner}.{name}" for owner, name in named)
-        paths = list(known)
+        elsewhere = {"optimizer", *self._unsaved}
+        paths, found = list(known), sorted(_path(holder) for holder in self._changed if holder[0] not in elsewhere)
         return [path for path in found if not any(is_inside(path, other) for other in paths)]
 
-    def _attribute_of(self, path: str) -> tuple[str, str]:
-        """Return the owner and the attribute that a path leads through; a global variable is its own."""
-        if path.startswith("global ") and not any(path.startswith(f"{owner}.") for owner in self._built.functions):
-            name = path.removeprefix("global ").partition(".")[0].partition("[")[0]
-            return "globals", f"global {name}"
-        owner = max((owner for owner in self._owners if path.startswith(f"{owner}.")), key=len)
-        return owner, path.removeprefix(f"{owner}.").partition(".")[0].partition("[")[0]
+    def tensors(self, *, is_thorough: bool = False) -> dict[str, Tensor]:
+        """Return the state as tensors by name: none as long as nothing has changed.
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the state as tensors by name: none as long as nothing has changed."""
-        self.look()
+        Args:
+            is_thorough: As `look` takes it.
+        """
+        self.look(is_thorough=is_thorough)
         flags: dict[str, bool] = {}
         if self._flags_now() != self._flags:
             flags = {name: flag for name, flag in _trained(self._model).items() if flag != self._trained.get(name)}
         if not self._changed and not self._saves_itself and not flags:
             return {}
-        state: dict[str, Any] = {_FLAGS: kept(flags, _FLAGS)} if flags else {}
-        if self._saves_itself:
-            own = self._owners["task"].state_dict()
+        state: dict[str, Any] = {_FLAGS: flags, **self._of_task()}
+        keeper, entries = Keeper(self._known), []
+        for holder in sorted(self._changed):
+            path = _path(holder)
             try:
-                state["task"] = kept(dict(own), "the task's state_dict()")
-            except (CannotKeep, RecursionError, TypeError, ValueError) as error:
-                raise TaskInvalid(
-                    f"the task's state_dict() cannot be kept ({error}): let it return a dict of numbers, strings, "
-                    "tensors, lists and dicts"
-                ) from error
-        for owner, name in sorted(self._changed):
-            path = f"{owner}.{name}"
-            try:
-                state[path] = self._kept(owner, name, path)
+                entries.append([*holder, self._entry(keeper, holder)])
             except CannotKeep as error:
                 self.lost[path] = str(error)
             except RecursionError:
-                self.lost[path] = f"{path} leads to itself"
+                self.lost[path] = f"{path} holds too many objects within one another"
+        state |= {"attributes": entries, "objects": keeper.objects}
         found = NamedTensors()
         text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
         # of a length that seldom changes, so that snapshots need not be laid out anew for every digit
@@ -112,13 +125,34 @@ class KeptState:
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
 
+    def _of_task(self) -> dict[str, Any]:
+        if not self._saves_itself:
+            return {}
+        own: Any = self._task.state_dict()
+        try:
+            return {"task": packed(dict(own), "the task's state_dict()")}
+        except (CannotKeep, RecursionError, TypeError, ValueError) as error:
+            raise TaskInvalid(
+                f"the task's state_dict() cannot be kept ({error}): let it return a dict of numbers, strings, "
+                "tensors, lists and dicts"
+            ) from error
+
     def _flags_now(self) -> list[bool]:
         return [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
 
-    def _kept(self, owner: str, name: str, path: str) -> Any:
-        values = self._globals if owner == "globals" else vars(self._owners[owner])
-        where = name if owner == "globals" else path
-        return kept(values[name], where, self._built.first) if name in values else _ABSENT
+    def _entry(self, keeper: Keeper, holder: Holder) -> Any:
+        owner, name = holder
+        if not owner:
+            return keeper.entry(self._built.first[name], name)
+        values = self._attributes_of(owner)
+        return keeper.entry(values[name], _path(holder)) if name in values else {_ABSENT: True}
+
+    def _attributes_of(self, owner: str) -> Any:
+        if owner in self._unsaved:
+            return self._unsaved[owner]
+        if owner not in self._owners:
+            raise CannotKeep(f"{owner} had state in the run that is gone on with, and is not there now")
+        return vars(self._owners[owner])
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned.
@@ -130,30 +164,35 @@ class KeptState:
             return
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         state = decode(json.loads(bytes(own.pop("tree").tolist())), own.__getitem__)
+        self._known = self._known_objects()  # buffers may be others now
+        device = next((parameter.device for parameter in self._model.parameters()), None)
+        restorer = Restorer(state["objects"], self._known.objects, device)
         try:
             if "task" in state:
-                self._owners["task"].load_state_dict(restored(state.pop("task"), None, "the task's state_dict()"))
-            flags = restored(state.pop(_FLAGS), None, _FLAGS) if _FLAGS in state else {}
+                self._task.load_state_dict(unpacked(state["task"]))
             for name, parameter in self._model.named_parameters():
-                if name in flags:
-                    parameter.requires_grad_(flags[name])
-            for path, value in state.items():
-                self._restore(path, value)
+                if name in state[_FLAGS]:
+                    parameter.requires_grad_(state[_FLAGS][name])
+            for owner, name, entry in state["attributes"]:
+                self._restore(restorer, owner, name, entry)
         except (CannotKeep, LookupError, AttributeError) as error:
             raise CheckpointMismatch(f"the checkpoint holds state that does not fit this task: {error}") from error
         self.look()
 
-    def _restore(self, path: str, value: Any) -> None:
-        owner, _, name = path.rpartition(".")
-        if owner == "globals":
-            if restored(value, self._globals[name], name) is not self._globals[name]:
-                raise CannotKeep(f"{name} has another shape or type now, and cannot be filled where it is")
-            return
-        target = self._owners[owner]
-        if value == _ABSENT:
-            vars(target).pop(name, None)
+    def _restore(self, restorer: Restorer, owner: str, name: str, entry: Any) -> None:
+        if not owner:
+            restorer.value(entry)
+        elif entry == {_ABSENT: True}:
+            self._attributes_of(owner).pop(name, None)
         else:
-            setattr(target, name, restored(value, vars(target).get(name), path))
+            self._attributes_of(owner)[name] = restorer.value(entry)
+
+
+_NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
+
+
+def _path(holder: Holder) -> str:
+    return ".".join(filter(None, holder))
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:

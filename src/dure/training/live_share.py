@@ -202,10 +202,18 @@ def own_buffers(session: Session) -> dict[str, Tensor]:
 
 def restore_own_buffers(session: Session, saved: Mapping[str, Tensor]) -> None:
     """Put this rank's own buffers back."""
+    model = session.strategy.model
+    device = next((parameter.device for parameter in model.parameters()), None)
     with torch.no_grad():
-        for name, buffer in session.strategy.model.named_buffers():
-            if (value := saved.get(f"{_BUFFER}{name}")) is not None:
-                buffer.copy_(value)
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                value = saved.get(f"{_BUFFER}{path}.{name}" if path else f"{_BUFFER}{name}")
+                if value is None:
+                    continue
+                if buffer is None or buffer.shape != value.shape:  # one that grew, or came on the way
+                    module._buffers[name] = value.to(device if buffer is None else buffer.device)
+                else:
+                    buffer.copy_(value)
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[Any]]:

@@ -23,7 +23,7 @@ from dure.strategies.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.optimizer_state import optimizer_to_names, settings_of
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
-from dure.strategies.pieces import Needs, rectangles
+from dure.strategies.pieces import Needs, rectangles, whole_buffers
 from dure.strategies.precision import Precision
 from dure.strategies.replica_state import ReplicaState
 from dure.strategies.saved_state import StateSource, StrategyState
@@ -265,6 +265,7 @@ class Strategy(ABC):
         return Needs(
             model=rectangles(self.model.state_dict().items()),
             optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
+            buffers=whole_buffers(self.model),
         )
 
     def rank_state(self) -> dict[str, Tensor]:

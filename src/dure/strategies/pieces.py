@@ -1,12 +1,12 @@
 """Pieces of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,18 @@ class Needs:
     """Parameters and buffers."""
     optimizer: Mapping[str, Rectangle]
     """Parameters, under all their names, whose state in the optimiser is needed."""
+    buffers: Collection[str] = ()
+    """Buffers that are taken up whole, in whatever shape they were saved."""
+
+
+def whole_buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return a model's buffers that its `state_dict` has whole, or has not as long as they are None, by their names."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set and (buffer is None or type(buffer) is Tensor)
+    }
 
 
 def rectangles(named: Iterable[tuple[str, Any]]) -> dict[str, Rectangle]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dure.strategies.namespaces import ATOMS, SEALED, Namespace, is_users, is_users_module
+from dure.strategies.namespaces import ATOMS, SEALED, Namespace, class_variables, is_users, is_users_module
 
 
 def used_globals(*classes: type) -> dict[str, object]:
@@ -43,7 +43,7 @@ class _Used:
         for base in cls.__mro__:
             if id(base) not in self._seen and is_users(base):
                 self._seen[id(base)] = base
-                self._add(f"class {base.__qualname__}", Namespace(base, _is_variable))
+                self._add(f"class {base.__qualname__}", class_variables(base))
                 for member in vars(base).values():
                     for function in _functions_in(member):
                         if _may_keep_state(function):
@@ -131,7 +131,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _may_keep_state(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
-        keeps = any(not isinstance(held, (*ATOMS, *SEALED)) for held in value.__defaults__ or ())
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        keeps = any(not isinstance(held, (*ATOMS, *SEALED)) for held in defaults)
         return is_users(value) and (keeps or bool(value.__closure__) or bool(vars(value)))
     return not isinstance(value, (*ATOMS, *SEALED))
 
@@ -142,11 +143,3 @@ def _operands(code: types.CodeType, *names: str) -> set[str]:
 
 def _named(names: Collection[str]) -> Callable[[str, Any], bool]:
     return lambda name, value: name in names
-
-
-_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
-
-
-def _is_variable(name: str, value: Any) -> bool:
-    is_definition = isinstance(value, (*SEALED, *_DESCRIPTORS)) or callable(value) or hasattr(value, "__get__")
-    return not is_definition and not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")

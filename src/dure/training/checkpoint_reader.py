@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.optimizer_state import optimizer_from_names
-from dure.strategies.pieces import Needs, Piece, SavedTensor, piece_of
+from dure.strategies.pieces import Needs, Piece, SavedTensor, piece_of, whole_buffers
 from dure.training.checkpoint_share import (
     PARTS,
     STATE_NAME,
@@ -214,19 +214,11 @@ class Checkpoint:
         """Return new buffers, to be filled, for those that had another shape when they were saved, or are None now."""
         found: dict[str, Tensor] = {}
         device = next((parameter.device for parameter in model.parameters()), None)
-        for path, module in model.named_modules():
-            for own, buffer in module._buffers.items():
-                name = f"{path}.{own}" if path else own
-                entry = self.manifest.model.get(self.manifest.aliases.get(name, name))
-                if (
-                    entry is None
-                    or own in module._non_persistent_buffers_set
-                    or type(buffer) not in (Tensor, type(None))
-                ):
-                    continue
-                if buffer is None or (tuple(buffer.shape), DTYPE_NAMES.get(buffer.dtype)) != (entry.shape, entry.dtype):
-                    at = device if buffer is None else buffer.device
-                    found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=at)
+        for name, buffer in whole_buffers(model).items():
+            entry = self.manifest.model.get(self.manifest.aliases.get(name, name))
+            if entry is not None and (buffer is None or tuple(buffer.shape) != entry.shape):
+                at = device if buffer is None else buffer.device
+                found[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=at)
         return found
 
     def _check_fits(self, wanted: Mapping[str, Any], *, is_part: bool) -> None:

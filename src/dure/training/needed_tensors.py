@@ -33,6 +33,10 @@ def wanted_parts(manifest: Manifest, state: Mapping[str, Any], needs: Needs | No
         # what does not fit is refused when it is loaded
         if own in manifest.model and part.fits(manifest.model[own].shape):
             model[own] = part
+    for name in needs.buffers:
+        own = manifest.aliases.get(name, name)
+        if own in manifest.model:
+            model[own] = Rectangle.of_whole(manifest.model[own].shape)
     return {"model": model, "optimizer": dict(_optimizer_parts(manifest, state["optimizer"], needs.optimizer))}
 
 

@@ -5,8 +5,6 @@ own. It is found by walking over attributes and containers, as far as these are 
 """
 
 import operator
-import sys
-import threading
 import types
 import weakref
 from array import array
@@ -24,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from dure.strategies.foreign_objects import hides_state, is_foreign
 from dure.strategies.namespaces import (
     ATOMS,
     SEALED,
@@ -38,23 +37,25 @@ from dure.strategies.namespaces import (
 from dure.strategies.state_places import (
     DEFINITIONS,
     Place,
-    array_place,
     attribute_place,
-    bytes_place,
     comparable,
     container_place,
     generator_place,
-    is_large,
     key_text,
-    memory_of,
-    memory_place,
     optimizer_place,
-    parts_place,
     queue_place,
     skips_state,
     some,
-    tensor_place,
     variable_place,
+)
+from dure.strategies.tensor_places import (
+    array_place,
+    bytes_place,
+    is_large,
+    memory_of,
+    memory_place,
+    parts_place,
+    tensor_place,
 )
 
 Holder = tuple[str, str]
@@ -99,6 +100,8 @@ class ObjectState:
         """Objects of which each attribute is kept by itself, by their paths: roots, modules of a model, functions."""
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
+        self.hidden: list[str] = []
+        """Paths of other objects whose changes cannot be seen."""
         self.large: dict[str, Tensor] = {}
         """Tensors of which no copy is kept, by their paths: whoever changes them undoes it."""
         self.first: dict[str, object] = {}
@@ -196,6 +199,8 @@ class ObjectState:
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
         memory = memory_of(value)
         if of_pythons is None and memory is None and is_foreign(value):
+            if hides_state(value):
+                self.hidden.append(path)
             return
         if self._num_left <= 0:
             self.unseen = self.unseen or path
@@ -241,6 +246,8 @@ class ObjectState:
             ):
                 self._classes.add(id(cls))
                 self._attributes(f"{path}.__class__", class_variables(cls))
+        elif hides_state(value):
+            self.hidden.append(path)
 
     def _module(self, path: str, value: nn.Module) -> None:
         own = []
@@ -346,24 +353,6 @@ _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
     Queue: queue_place,
     ContextVar: variable_place,
 }
-_KNOWN_PACKAGES = ("argparse", "builtins", "collections", "itertools", "random", "types", "__main__")
-"""Packages of Python's own whose objects hold plain state; others' (locks, queues, files, loggers) are not touched."""
-
-
-_LOOKED_INTO = (partial, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-"""Kinds of other packages of Python that are looked into all the same."""
-
-
-def is_foreign(value: object) -> bool:
-    """Return whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
-    module = type(value).__module__
-    package = module.partition(".")[0]
-    if isinstance(value, _LOOKED_INTO):
-        return False
-    is_pythons = package in sys.stdlib_module_names and package not in _KNOWN_PACKAGES
-    return is_pythons or module.startswith("torch.distributed")
-
-
 _TORCHS_OWN = {
     nn.Module: frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_forward_hooks_with_kwargs"},
     Optimizer: frozenset(vars(torch.optim.SGD([torch.zeros(1)]))),

@@ -25,7 +25,7 @@ from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server_shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server_transport import C10dTransport, Transport
-from dure.strategies.pieces import Needs, Piece, Rectangle
+from dure.strategies.pieces import Needs, Piece, Rectangle, whole_buffers
 from dure.strategies.precision import Precision
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.single import LocalSums
@@ -114,7 +114,21 @@ class ParameterServer(LocalSums):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: each worker has BatchNorm statistics of its own."""
+        self._follow_shapes()
         self._broadcast(self.model.buffers(), self.everyone)
+
+    def _follow_shapes(self) -> None:
+        """Make room for rank 0's buffers: no call of the model lets a server's grow."""
+        kinds = {
+            name: None if buffer is None else [str(buffer.dtype).removeprefix("torch."), list(buffer.shape)]
+            for name, buffer in whole_buffers(self.model).items()
+        }
+        device = next((parameter.device for parameter in self.model.parameters()), None)
+        for name, kind in self.everyone.all_gather_json(kinds)[0].items():
+            if kind is not None and kind != kinds[name]:
+                path, _, own = name.rpartition(".")
+                buffer = torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
+                self.model.get_submodule(path)._buffers[own] = buffer
 
     def not_preserved(self) -> list[str]:
         """Leave out what concerns several workers where there is one, and the pace where steps are taken together."""

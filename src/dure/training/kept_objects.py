@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from dure.strategies.foreign_objects import is_foreign
 from dure.strategies.generator_state import GENERATORS, generator_state
 from dure.strategies.namespaces import ATOMS, SEALED, with_dict
-from dure.strategies.object_state import is_foreign, plain_attributes
-from dure.strategies.state_places import is_shared, key_text, memory_of
+from dure.strategies.object_state import plain_attributes
+from dure.strategies.state_places import key_text
+from dure.strategies.tensor_places import is_shared, memory_of
 
 JSON_TYPES = (bool, int, float, str)
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque, WeakSet)}

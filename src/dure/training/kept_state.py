@@ -56,6 +56,7 @@ class KeptState:
         self._hooks = HookWatch({**modules, "optimizer": optimizer})
         self._changed: set[Holder] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
+        self.lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
         """State that cannot be kept, by its path, and why."""
         if (unseen := self._built.unseen) is not None:
             shown = unseen if len(unseen) < _MOST_SHOWN else f"{unseen[:_MOST_SHOWN]}..."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dure.strategies.generator_state import set_generator_state
 from dure.strategies.namespaces import with_dict
-from dure.strategies.state_places import memory_of
+from dure.strategies.tensor_places import memory_of
 from dure.training.kept_objects import FACTORIES, MAPPINGS, SEQUENCES, CannotKeep
 
 

@@ -40,7 +40,7 @@ class Progression:
 
 def captured(session: Session, progression: Progression) -> Snapshot:
     """Return a session's state and its progression, for a checkpoint."""
-    return snapshot_of(session, progression, session.strategy.state_dict(), rank_state(session))
+    return snapshot_of(session, progression, session.strategy.state_dict(), rank_state(session, is_thorough=True))
 
 
 def snapshot_of(
@@ -74,14 +74,19 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
     }
 
 
-def rank_state(session: Session) -> dict[str, Tensor]:
-    """Return what this rank alone has: its generators, and what its strategy keeps for it."""
+def rank_state(session: Session, *, is_thorough: bool = False) -> dict[str, Tensor]:
+    """Return what this rank alone has: its generators, and what its strategy keeps for it.
+
+    Args:
+        session: Whose state it is.
+        is_thorough: As `KeptState.look` takes it.
+    """
     strategy = session.strategy
     return {
         **capture_random_state(strategy.devices),
         _STREAM: _stream(strategy.random_stream),
         **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
-        **session.kept.tensors(),
+        **session.kept.tensors(is_thorough=is_thorough),
     }
 
 

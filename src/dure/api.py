@@ -122,7 +122,8 @@ def evaluate(
             `num_workers`, `eval_batch_size`, ...
 
     Returns:
-        `metrics` (each with `value` and `count`), `checkpoint`, and the fields of a summary.
+        `metrics` (each with `value` and `count`), `checkpoint`, `changed` (the code and data that are not what they
+        were when it was saved), and the fields of a summary.
 
     Raises:
         RunInvalid: There is no such run, or it has no checkpoint.
@@ -257,6 +258,7 @@ def _evaluation_record(
         "status": "completed",
         "which": which,
         "checkpoint": result["checkpoint"],
+        "changed": result["changed"],
         "strategy": spec.strategy,
         "world_size": result["world_size"],
         "num_devices": result["num_devices"],

@@ -257,7 +257,10 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
             faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
     elif not script.is_file():
         what = "is a folder" if script.is_dir() else "does not exist"
-        faults.append(f"{script} {what}: give the path of a Python script, or a module with -m")
+        cure = "give the path of a Python script, or a module with -m"
+        if Path(settings.script.rpartition(":")[0]).is_file():
+            what, cure = "is a task", f"train it with `dure train {script}`"
+        faults.append(f"{script} {what}: {cure}")
     nproc = 1
     if settings.nproc == "auto":
         nproc = count_accelerators("cuda") or 1

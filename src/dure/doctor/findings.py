@@ -85,11 +85,11 @@ def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
         if (hang := _fatal_hang(run, seen)) is not None:
             message = f"{hang['text']}\n{message}"
             evidence.append(_name(run, run.hangs()[-1]))
+        remedy = again and f"`{again}`"
+        if again and is_failed:
+            remedy = f"mend the cause, then `{again}` (if that was in the task's code, with --accept-changes)"
         yield Finding(
-            severity="error" if is_failed else "warning",
-            what=message,
-            evidence=tuple(evidence),
-            remedy=again and (f"mend the cause, then `{again}`" if is_failed else f"`{again}`"),
+            severity="error" if is_failed else "warning", what=message, evidence=tuple(evidence), remedy=remedy
         )
 
 

@@ -33,6 +33,8 @@ class LossTraits:
     """Those of them that it gives other memory (`p.data = ...`)."""
     writes_in_evaluation: tuple[str, ...] = ()
     """Parameters that the loss or the metrics write to in an evaluation."""
+    is_evaluable: bool = False
+    """True if loss and metrics take training samples in an evaluation, too."""
     learned_writes: tuple[str, ...] = ()
     """Those of them that it gives values which depend on what is in the samples."""
     repeated_writes: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ class Trial:
         *,
         seed: int | None = None,
         watches_writes: bool = True,
+        keeps_gradients: bool = True,
     ) -> None:
         """Prepare.
 
@@ -35,10 +36,12 @@ class Trial:
             seed: Of the global generators inside; None leaves them as they are.
             watches_writes: Whether writes to parameters are noted operation by operation, for which torch calls back
                 into Python at each; otherwise copies of all parameters are kept.
+            keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
         """
         self._model = model
         self._seed = seed
         self._watches_writes = watches_writes
+        self._keeps_gradients = keeps_gradients
         self._objects = objects or {}
         self.has_drawn = False
         self.buffers: dict[str, Tensor] = {}
@@ -65,7 +68,9 @@ class Trial:
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
         # a gradient is added to in place
-        self._gradients = [None if grad is None else grad.clone() for *_, grad in self._parameters]
+        self._gradients = [
+            grad.clone() if grad is not None and self._keeps_gradients else None for *_, grad in self._parameters
+        ]
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
         self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
@@ -118,7 +123,7 @@ class Trial:
             if name in self._writes.before:
                 parameter.data.copy_(self._writes.before[name])
             parameter.requires_grad_(requires_grad)
-            parameter.grad = None if grad is None or values is None else grad.copy_(values)
+            parameter.grad = grad if grad is None or values is None else grad.copy_(values)
         for module, training in self._training:
             module.training = training
         # operations on them were watched

@@ -189,8 +189,14 @@ def _evaluation_call(
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
             measured = strategy.computed(task.metrics, model, there)
-        if not isinstance(measured, dict) or not all(isinstance(value, Sum) for value in measured.values()):
+        if not isinstance(measured, dict):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
+        if wrong := [name for name, value in measured.items() if not isinstance(value, Sum)]:
+            raise TaskInvalid(
+                f"the task's metrics returned {measured[wrong[0]]!r:.80} as {wrong[0]!r:.40}: return the total over "
+                "the batch and what it counts, such as dure.Sum(correct.sum(), len(correct)), for batches may differ "
+                "in size"
+            )
         for name, value in measured.items():
             check_name(name)
             check_sum(name, value)
@@ -204,8 +210,9 @@ def _evaluation_call(
 def _mean_as_sum(loss: object, num_samples: int) -> Sum:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
+        hint = " (its mean, say)" if isinstance(loss, Tensor) else ", with a return statement" if loss is None else ""
         raise TaskInvalid(
-            f"the task's loss returned {seen} in an evaluation: return a scalar tensor, or dure.Sum(total, count)"
+            f"the task's loss returned {seen} in an evaluation: return a scalar tensor{hint}, or dure.Sum(total, count)"
         )
     return Sum((loss if loss.device.type == "mps" else loss.double()) * num_samples, num_samples)
 

@@ -180,9 +180,14 @@ class Loader:
         return self._fetch.seed
 
     @property
-    def copied_data(self) -> Any:
-        """Data set of which each loader process has a copy; None without loader processes."""
-        return self._fetch.data if self._num_workers else None
+    def data(self) -> Any:
+        """The data set."""
+        return self._fetch.data
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether loader processes fetch, each from a copy of the data set."""
+        return self._num_workers > 0
 
     @property
     def has_collate_drawn(self) -> bool:

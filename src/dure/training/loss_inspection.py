@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +18,11 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.measure.sums import Sum, exact_sum
-from dure.strategies.base import LossFunction, Strategy
-from dure.strategies.containers import tensors_in
+from dure.strategies.base import LossFunction
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial, is_equal
 from dure.training.call_watches import StateOfForward, StateOfModules
-from dure.training.fetch import FetchRequest, Loader
-from dure.training.order import SampleOrder
-from dure.training.task import Task
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
@@ -44,10 +39,10 @@ _WIDE_SAMPLES = 256
 """Samples after these on which losses alone are compared, for what is rare: a mask that leaves out one in a hundred."""
 _WIDE_GROUP = 64
 """Most of them at once."""
+MOST_SAMPLES = NUM_SAMPLES * (1 + _LATER_GROUPS) + _WIDE_SAMPLES
+"""First samples of which any are looked at."""
 _WIDE_SECONDS = 1.0
 """Time in which comparisons of them begin."""
-_COPIED = "data"
-"""Beginning of the paths of state in a data set of which loader processes have copies."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _LATER_SECONDS = 2.0
@@ -134,7 +129,7 @@ class LossInspection:
             draws=first.trial.has_drawn or later.draws,
             not_additive=not_additive
             or later.not_additive
-            or (self._wide(num_samples, seconds_each) if is_quick else None),
+            or (self._wide(NUM_SAMPLES * (1 + _LATER_GROUPS), num_samples, seconds_each) if is_quick else None),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
@@ -176,7 +171,7 @@ class LossInspection:
     def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
         """Yield the parameters that a second call of the loss changes after the first one has."""
         batches = self._fetch(places), self._fetch(places)
-        with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
+        with silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
             self._model.train()
             with torch.no_grad():
                 for parameter in self._model.parameters():  # a teacher may begin as its pupil's copy
@@ -238,7 +233,7 @@ class LossInspection:
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
             batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
         written = Trial(self._model, self._objects, seed=1, watches_writes=False)
-        with _silent(), written:
+        with silent(), written:
             self._model.train()
             for batch in batches:
                 if time.monotonic() > deadline:
@@ -265,10 +260,15 @@ class LossInspection:
         difference = self._difference(whole.value, [part.value for part in parts])
         return difference or self._difference_of_gradients(whole, parts)
 
-    def _wide(self, num_samples: int, seconds_each: float) -> str | None:
+    def late_difference(self, num_samples: int) -> str | None:
+        """Compare the losses of samples with those of their parts, during the run; return figures, or None."""
+        return self._wide(0, num_samples, 0.0)
+
+    def _wide(self, begin: int, num_samples: int, seconds_each: float) -> str | None:
         """Compare the loss of more samples with those of their parts, without gradients; return figures, or None.
 
         Args:
+            begin: Place of the first of them.
             num_samples: Samples that there are.
             seconds_each: That a sample takes at most.
         """
@@ -277,10 +277,9 @@ class LossInspection:
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
         if not self._is_divided or size < 2:
             return None
-        begin = NUM_SAMPLES * (1 + _LATER_GROUPS)
         end = min(num_samples, begin + _WIDE_SAMPLES)
         try:
-            with _silent(), Trial(self._model, self._objects, seed=2, watches_writes=False):
+            with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
                 self._set_modes(as_in_training=False)
                 for places in (range(at, min(at + size, end)) for at in range(begin, end - 1, size)):
                     if time.monotonic() > deadline:
@@ -309,11 +308,8 @@ class LossInspection:
         )
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        """Return the relative rounding of a result; it is that of the coarsest numbers that it is computed from."""
-        if not self._is_exact:
-            return _OTHER_TOLERANCE
-        numbers = {p.dtype for p in self._model.parameters() if p.is_floating_point() or p.is_complex()}
-        return max(_TOLERANCES.get(one, _OTHER_TOLERANCE) for one in {dtype, *numbers})
+        rounding = _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        return max(rounding, tolerance_of(self._model, is_exact=self._is_exact))
 
     def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
         """Return figures of gradients that do not add up though their losses do, or None."""
@@ -338,7 +334,7 @@ class LossInspection:
         scale: float = 1.0,
     ) -> "_Tried":
         batch = self._fetch(places)
-        with _silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
+        with silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
             self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
@@ -384,81 +380,20 @@ class LossInspection:
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
 
 
-def inspected_on_rank0(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
-) -> LossTraits:
-    """Inspect the task's loss on rank 0; other ranks return at once, to be told.
+def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:
+    """Return the relative rounding of a loss: that of the coarsest numbers that it is computed from.
 
     Args:
-        strategy: Not prepared yet, with its `objects`.
-        task: With the loss.
-        model: Whole, on the CPU, where it is again afterwards.
-        loader: Of the training data.
-        order: Of the training data; its first samples are those of the first step.
+        model: With the numbers.
+        is_exact: Whether forward passes are in full precision.
     """
-    device = strategy.device
-    if strategy.group.rank:
-        return LossTraits()
-    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
-        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
-    first = order.permutation(0)[: NUM_SAMPLES * (1 + _LATER_GROUPS) + _WIDE_SAMPLES]
-    own = loader.without_workers()
-
-    def fetch(places: Sequence[int]) -> Any:
-        return next(own.batches([FetchRequest(0, first[list(places)])]))
-
-    once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, len(first)))))]
-    copied = {} if loader.copied_data is None else {_COPIED: loader.copied_data}
-    even = -(-strategy.options.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
-    model.to(device)
-    try:
-        traits = LossInspection(
-            task.loss,
-            model,
-            fetch,
-            {**copied, **strategy.objects},
-            strategy.precision.autocast,
-            is_exact=strategy.precision.name == "fp32",
-            is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
-            most_at_once=strategy.options.microbatch_size or strategy.default_microbatch_size() or even,
-        ).traits(order.num_samples)
-        traits = replace(traits, writes_in_evaluation=_writes_in_evaluation(strategy, task, model, fetch))
-    finally:
-        model.to("cpu")
-    # after the loss, which may have written into what the data set holds
-    again = list(tensors_in(fetch(range(min(2, len(first))))))
-    is_same = len(once) == len(again) and all(map(is_equal, once, again))
-    state = (*traits.learned_state, *traits.counted_state)
-    return replace(
-        traits,
-        collate_draws=loader.has_collate_drawn,
-        data_changes=not is_same,
-        copied_state=tuple(path for path in state if path.startswith(f"{_COPIED}.")),
-    )
-
-
-def _writes_in_evaluation(
-    strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
-) -> tuple[str, ...]:
-    """Return the parameters that loss and metrics write to without gradients; none where they take no such batch."""
-    if type(task).metrics is Task.metrics:
-        return ()
-    try:
-        with _silent(), Trial(model, strategy.objects, seed=0, watches_writes=False) as trial:
-            model.eval()
-            with torch.no_grad(), strategy.precision.autocast():
-                task.metrics(model, fetch(range(2)))
-    except Exception:
-        return ()  # the evaluation's own data may be of another kind
-    return tuple(trial.parameters)
+    numbers = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    found = max((_TOLERANCES.get(dtype, _OTHER_TOLERANCE) for dtype in numbers), default=0.0)
+    return found if is_exact else _OTHER_TOLERANCE
 
 
 def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(is_equal(tensor, others[name]) for name, tensor in some.items())
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
 
 
 class _Later(NamedTuple):
@@ -530,7 +465,7 @@ def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> 
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Discard what a loss prints: it is to be seen once, in the step that it is of."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -13,11 +13,12 @@ from dure.strategies.optimizer_state import settings_of
 from dure.strategies.trial import is_equal
 from dure.training.best import Best
 from dure.training.evaluation import check_counts, evaluate
+from dure.training.fetch import Loader
 from dure.training.loop import check_schedule
 from dure.training.session import Session
 from dure.training.task import Schedule
 
-_NUM_SAMPLES = 4
+_NUM_SAMPLES = 8
 
 
 def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
@@ -51,18 +52,13 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     """
     if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
         return []
-    task, strategy, model = session.task, session.strategy, session.strategy.model
-    loader, few = session.eval_loader.without_workers(), min(_NUM_SAMPLES, session.eval_samples)
-
-    def measured(batch_size: int) -> dict[str, Metric]:
-        return evaluate(task, strategy, loader, num_samples=few, batch_size=batch_size)
-
+    strategy, model = session.strategy, session.strategy.model
     before = ObjectState({**strategy.objects, "model": model})
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
-    metrics = measured(few)
-    best.value_of(metrics)
-    check_counts(metrics, measured(max(1, few // 2)), few)
+    at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
+    best.value_of(at_once)
+    check_counts(at_once, in_parts, few)
     changed = list(before.changed())
     seen = strategy.traits.writes_in_evaluation  # which a strategy may have undone here
     written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
@@ -81,6 +77,24 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     if not changed or strategy.data_world_size * len(strategy.evaluation_models()) == 1:
         return []
     return [f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"]
+
+
+def few_evaluated(
+    session: Session, loader: Loader, num_samples: int
+) -> tuple[dict[str, Metric], dict[str, Metric], int]:
+    """Evaluate a few samples at once, and in two parts; return both, and how many samples they are.
+
+    Args:
+        session: With task and strategy.
+        loader: Of the samples.
+        num_samples: Samples that there are.
+    """
+    few = min(_NUM_SAMPLES, num_samples)
+    at_once, in_parts = (
+        evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
+        for size in (few, max(1, few // 2))
+    )
+    return at_once, in_parts, few
 
 
 def _weights(session: Session) -> dict[str, int]:

@@ -33,11 +33,11 @@ from dure.training.evaluation import evaluation_batch_size
 from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.given_task import make_task
 from dure.training.kept_state import KeptState
-from dure.training.loss_inspection import inspected_on_rank0
 from dure.training.order import SampleOrder
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.task import Task
 from dure.training.task_identity import TaskIdentity
+from dure.training.task_inspection import inspected_on_rank0
 
 
 @dataclass(kw_only=True)

@@ -129,7 +129,13 @@ def _call(hook: str) -> str:
 def _cure_for_missing(cls: type[Task], missing: list[str]) -> str:
     found = {name: _nearest(name) for name in _own_names(cls) if name not in HOOKS}
     renamed = [f"{name} to {hook}" for name, hook in found.items() if hook in missing]
-    return f"rename {' and '.join(renamed)}" if renamed else "add what is missing to the class"
+    if renamed:
+        return f"rename {' and '.join(renamed)}"
+    module = sys.modules.get(cls.__module__)
+    outside = [hook for hook in missing if isinstance(getattr(module, hook, None), types.FunctionType)]
+    if outside:
+        return f"its file has {' and '.join(outside)} outside the class: move it into the class, by its indentation"
+    return "add what is missing to the class"
 
 
 def _takes_what_is_given(cls: type[Task], method: str) -> bool:

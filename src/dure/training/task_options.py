@@ -90,7 +90,14 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
         TaskInvalid: An unknown option, a missing one, or a value of the wrong type; all of them at once.
     """
     known = task_options(cls)
-    faults = [unknown_name("task option", name, known) for name in options if name not in known]
+    faults = [
+        f"{cls.__name__}.{name} is no option, for it has no annotation: write `{name}: {type(vars(cls)[name]).__name__}"
+        f" = {vars(cls)[name]!r:.40}`"
+        if type(vars(cls).get(name)) in (bool, int, float, str)
+        else unknown_name("task option", name, known)
+        for name in options
+        if name not in known
+    ]
     values: dict[str, Any] = {}
     for name, option in known.items():
         if name in options:

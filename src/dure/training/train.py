@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, TypeVar
 
-from dure.data.randomness import GeneratorStates
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.measure.record_writer import RecordWriter
 from dure.measure.records import Metric, StepRecord
@@ -16,6 +15,7 @@ from dure.strategies.object_state import ObjectState
 from dure.strategies.step_facts import LostShare, Requests
 from dure.training.best import Best
 from dure.training.evaluation import evaluate
+from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop
 from dure.training.memory_saver import MemorySaver
 from dure.training.progress import Progress
@@ -76,8 +76,6 @@ class Conductor:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
-        self._generators: GeneratorStates | None = None
-        """States of the generators when training began; None where draws are declared."""
         self._set_by_schedule: frozenset[str] = frozenset()
         """Plain state that the schedule sets, on all ranks alike."""
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
@@ -104,8 +102,7 @@ class Conductor:
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
             check_parts(session, position.samples_seen)
-            if not session.strategy.draws:
-                self._generators = GeneratorStates.now(*session.strategy.devices)
+            self.late = LateInspection(session)
             self.replicas.begin()
             self.begun_at = (position.samples_seen, position.step)
             self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
@@ -170,6 +167,8 @@ class Conductor:
         if position.samples_seen > position.evaluated_samples:
             every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
             self._evaluate(is_extra=not _crossed(position.evaluated_samples, position.samples_seen, every))
+        if session.eval_loader is None:
+            self._say_epoch()
         self._save(is_last=True)
         self.replicas.close()
         return "completed"
@@ -193,6 +192,8 @@ class Conductor:
         self._settle()
         if is_evaluation:
             self._evaluate()
+        if is_epoch_end and session.eval_loader is None:
+            self._say_epoch()
         if is_save:
             self._save()
         self.loop.restart_clock()
@@ -257,7 +258,8 @@ class Conductor:
         self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         self._say_what_is_not_kept()
-        self._say_late_draws()
+        if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
+            self._event("not_preserved", texts=texts)
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
 
@@ -272,17 +274,6 @@ class Conductor:
             texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
         self._told_not_kept |= {*new, *late}
         if texts:
-            self._event("not_preserved", texts=texts)
-
-    def _say_late_draws(self) -> None:
-        """Declare what random numbers change that no try before training saw drawn."""
-        strategy = self.session.strategy
-        if self._generators is None or not strategy.has_drawn_since(self._generators):
-            return
-        self._generators = None
-        known = strategy.not_preserved()
-        strategy.traits = replace(strategy.traits, draws=True)
-        if texts := [text for text in strategy.not_preserved() if text not in known]:
             self._event("not_preserved", texts=texts)
 
     def _changed_late(self) -> list[str]:
@@ -375,6 +366,14 @@ class Conductor:
         if is_best:
             # the best weights must be on the disk before they are trained on
             self._save()
+
+    def _say_epoch(self) -> None:
+        """Show the training loss of the epoch that ended, where no evaluation does."""
+        position = self.position
+        epochs = round(position.samples_seen / self.session.order.epoch_samples, 4)
+        if position.loss_count:
+            self.progress.say(f"epoch {epochs:g}  train loss {position.loss_sum / position.loss_count:.4f}")
+        position.loss_sum = position.loss_count = 0.0
 
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
         value, before = self.best.value_of(metrics), self.position.best

@@ -191,8 +191,12 @@ class Worker:
             batch_size=session.eval_batch_size,
         )
         if session.group.rank == 0:
+            changed = session.identity.changes_since(checkpoint.extra.get("identity", {}))
+            if changed:
+                tell(f"{' and '.join(changed)} changed since {name} was saved: this is measured with what is there now")
             answer = {
                 "checkpoint": name,
+                "changed": changed,
                 "samples_seen": checkpoint.position.samples_seen,
                 "step": checkpoint.position.step,
                 "metrics": {name: asdict(metric) for name, metric in metrics.items()},

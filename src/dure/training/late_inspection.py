@@ -1,0 +1,88 @@
+"""Inspections during the run, for traits of the loss that no call before training showed.
+
+A loss may change its ways after some steps: a phase that begins, a threshold that the weights come to. Before every
+checkpoint the generators are looked at, and before some of them a few losses are compared with those of their parts.
+"""
+
+import math
+from dataclasses import replace
+
+from dure.data.randomness import GeneratorStates
+from dure.strategies.object_state import ObjectState
+from dure.training.loss_inspection import tolerance_of
+from dure.training.rehearsal import few_evaluated
+from dure.training.session import Session
+from dure.training.task_inspection import inspection_of
+
+_ALWAYS = 3
+"""Checkpoints before which losses are compared; after these, before those whose number is a power of two."""
+
+
+class LateInspection:
+    """Inspections of a session, all of which begin where training does."""
+
+    def __init__(self, session: Session) -> None:
+        """Begin, with the generators as training finds them."""
+        strategy = session.strategy
+        self._session = session
+        self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
+        self._num_calls = 0
+
+    def new_declarations(self, step: int, *, is_last: bool) -> list[str]:
+        """Inspect, and return what the run does not preserve beyond what is declared.
+
+        Communication: that of two small evaluations, where ranks evaluate together.
+
+        Args:
+            step: Steps that were taken.
+            is_last: Whether there is no later call.
+        """
+        strategy = self._session.strategy
+        traits = strategy.traits
+        if self._generators is not None and strategy.has_drawn_since(self._generators):
+            self._generators = None
+            traits = replace(traits, draws=True)
+        self._num_calls += 1
+        is_due = is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1)
+        if is_due and self._is_comparable() and (figures := self._difference()):
+            traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
+        if traits is strategy.traits:
+            return []
+        known, strategy.traits = strategy.not_preserved(), traits
+        return [text for text in strategy.not_preserved() if text not in known]
+
+    def _is_comparable(self) -> bool:
+        strategy, spec = self._session.strategy, self._session.spec
+        traits = strategy.traits
+        is_known = traits.not_additive is not None or traits.reason_unknown is not None
+        has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
+        is_divided = len(strategy.parts_of(spec.global_batch_size)) > 1
+        return is_divided and strategy.is_in_step and not (is_known or has_traces or spec.compile)
+
+    def _difference(self) -> str | None:
+        """Return figures of a loss whose parts do not add up, or None."""
+        session, strategy = self._session, self._session.strategy
+        if strategy.evaluates_together or strategy.undoes_writes:
+            return self._difference_in_evaluation()
+        if strategy.group.rank:
+            return None
+        loader = session.train_loader
+        inspection = inspection_of(strategy, session.task, strategy.model, loader, session.order)
+        return inspection.late_difference(session.order.num_samples)
+
+    def _difference_in_evaluation(self) -> str | None:
+        session, strategy = self._session, self._session.strategy
+        loader = session.eval_loader or (session.train_loader if strategy.traits.is_evaluable else None)
+        if loader is None:
+            return None
+        before = ObjectState({**strategy.objects, "model": strategy.model})
+        buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
+        at_once, in_parts, few = few_evaluated(session, loader, session.eval_samples or session.order.num_samples)
+        before.put_back()
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        one, other = at_once["loss"].value, in_parts["loss"].value
+        tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
+        if math.isclose(one, other, rel_tol=tolerance) or not math.isfinite(one + other):
+            return None
+        return f"it is {one:.6g} for {few} samples at once, and {other:.6g} for the same samples in 2 parts"

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import logging
+import multiprocessing
 import os
 import queue
 import random
@@ -412,3 +413,44 @@ def test_hooks_of_modules_are_looked_into_and_functions_of_libraries_are_not():
     assert list(state.owners) == ["model", "model.0", "model.0._forward_hooks[0]()"]
     state.put_back()
     assert calls == []
+
+
+def test_module_that_a_task_holds_when_its_modes_flags_gradients_or_buffers_change_then_they_are_put_back():
+    holder = Holder()
+    holder.critic = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    holder.critic.register_buffer("late", None)
+    state = ObjectState({"task": holder})
+    holder.critic[0](torch.ones(1, 1)).sum().backward()
+    holder.critic.eval()
+    holder.critic.late = torch.ones(1)
+    holder.critic[0].bias.requires_grad_(False)
+    assert {"task.critic", "task.critic.0.weight", "task.critic.0.bias"} <= set(state.changed())
+    assert state.put_back() == []
+    assert state.changed() == {}
+    assert holder.critic.training
+    assert holder.critic.late is None
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in holder.critic.parameters())
+
+
+def test_array_when_its_changes_are_few_then_turns_of_samples_find_them():
+    holder = Holder()
+    holder.value = np.zeros(1 << 21)
+    state = ObjectState({"task": holder})
+    holder.value[12_345] = 1
+    looks = next(number for number in range(1, 300) if state.changed())
+    assert looks < 200
+
+
+def test_long_list_of_containers_when_items_are_left_out_then_it_is_named_and_one_of_values_is_not():
+    assert ObjectState({"task": [{"n": 0} for _ in range(1500)]}).unseen == "task"
+    assert ObjectState({"task": [(0, "a")] * 1500}).unseen is None
+
+
+def test_memory_of_numbers_that_processes_share_is_seen_and_put_back():
+    holder = Holder()
+    holder.value = multiprocessing.Value("i", 3)
+    state = ObjectState({"task": holder})
+    holder.value.value = 4
+    assert list(state.changed()) == ["task.value"]
+    state.put_back()
+    assert holder.value.value == 3

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, TaskInvalid
 from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.pieces import Needs, rectangles, whole_buffers
 from dure.training.checkpoint import Checkpoint, Snapshot, export_weights, verify
 from tests.training.checkpoint_cases import (
     ThreadGroup,
@@ -147,6 +148,27 @@ def test_load_model_when_the_dtype_is_another_refuses_to_round(tmp_path):
     path = save_at(new_store(tmp_path)[0], 8).path
     with pytest.raises(CheckpointMismatch, match=r"F32 .* in the checkpoint, F64 .* in the model"):
         Checkpoint.read(path).load_model(TiedNet().double())
+
+
+class Growing(nn.Module):
+    """A model with a buffer that grows, and one that comes on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("queue", torch.zeros(0))
+        self.register_buffer("mean", None)
+
+
+def test_load_model_when_buffers_grew_or_came_then_they_have_the_shape_that_was_saved(tmp_path):
+    model = Growing()
+    model.queue, model.mean = torch.arange(3.0), torch.ones(2, dtype=torch.float64)
+    path = new_store(tmp_path)[0].save(Snapshot(model=model.state_dict()), at(8), Solo()).path
+    other = Growing()
+    needs = Needs(model=rectangles(other.state_dict().items()), optimizer={}, buffers=whole_buffers(other))
+    Checkpoint.read(path, needs=needs).load_model(other)
+    assert other.queue.tolist() == [0, 1, 2]
+    assert torch.equal(other.mean, model.mean)
 
 
 def test_load_model_when_it_ties_what_the_checkpoint_does_not_is_refused(tmp_path):

@@ -1,10 +1,15 @@
 """Plain state in checkpoints: kept, brought back into the objects that are there, or named as lost."""
 
+import hashlib
+import multiprocessing
 import random
+import threading
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from enum import Enum
+from enum import Enum, Flag
+from functools import partial
 from queue import Queue
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -293,3 +298,203 @@ def test_state_of_a_task_that_saves_itself_is_what_it_says():
     again = SavesItself()
     KeptState(again, model, again.build_optimizer(model)).restore(tensors)
     assert again.calls == 4
+
+
+class Model(nn.Sequential):
+    """A model with a table and a count that no `state_dict` has."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+        self[1].register_buffer("table", torch.zeros(1 << 15), persistent=False)
+
+
+class Holding(Task):
+    """State that is told by which object it is, or that lies where nobody asks for it."""
+
+    def __init__(self):
+        self.first, self.second = Meter(), Meter()
+        self.order = [self.first, self.second]
+        self.by_parameter = {}
+        self.critic = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        self.critic.register_buffer("late", None)
+        self.leaf = torch.zeros(2, requires_grad=True)
+        self.call = partial(max, [0])
+        self.mine = threading.local()
+        self.weak = WeakKeyDictionary()
+        self.flags = Side.LEFT
+        self.made = make()
+        self.action = self.begin
+
+    def begin(self): ...
+
+    def end(self): ...
+
+
+class Side(Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
+def make():
+    class Counter:
+        calls = 0
+
+    return Counter()
+
+
+class Slow(SGD):
+    __slots__ = ("rate",)
+
+
+def holding():
+    task, model = Holding(), Model()
+    optimizer = Slow(model.parameters(), lr=0.1)
+    task.active = model[0]
+    return task, model, optimizer, KeptState(task, model, optimizer)
+
+
+def taken_over(change):
+    """Return another session that took over what a change of this one left, and this one."""
+    one = holding()
+    change(*one[:3])
+    tensors = one[3].tensors()
+    assert one[3].lost == {}
+    other = holding()
+    with torch.no_grad():
+        for parameter, value in zip(other[1].parameters(), one[1].parameters(), strict=True):
+            parameter.copy_(value)
+    other[3].restore(tensors)
+    return other
+
+
+def test_buffers_that_no_state_dict_has_when_changed_then_are_kept_and_constant_ones_cost_nothing():
+    def change(task, model, optimizer):
+        model.count += 3
+        model[0].register_buffer("made", torch.ones(1), persistent=False)
+
+    _, model, _, state = taken_over(change)
+    assert (model.count.item(), model[0].made.item()) == (3, 1)
+    assert not {"count", "0.made"} & model.state_dict().keys()
+    assert all(tensor.numel() < 1 << 12 for tensor in state.tensors().values())
+
+
+def test_large_buffer_that_no_state_dict_has_when_written_to_then_is_kept():
+    _, model, *_ = taken_over(lambda task, model, optimizer: model[1].table.add_(2))
+    assert model[1].table.eq(2).all()
+
+
+def test_attributes_with_dots_in_their_names_and_in_slots_are_kept():
+    def change(task, model, optimizer):
+        setattr(task, "avg_0.weight", 1.5)
+        optimizer.rate = 3
+
+    task, _, optimizer, _ = taken_over(change)
+    assert (getattr(task, "avg_0.weight"), optimizer.rate) == (1.5, 3)
+
+
+def test_parts_of_the_model_when_an_attribute_names_them_then_are_these_parts():
+    def change(task, model, optimizer):
+        task.active = model[1]
+        task.by_parameter[model[0].weight] = 1
+        task.chosen, task.some = {model[1].weight}, [model[1].bias]
+        task.view = model[0].weight.detach()[1]
+
+    task, model, *_ = taken_over(change)
+    assert task.active is model[1]
+    assert list(task.by_parameter) == [model[0].weight]
+    assert task.chosen == {model[1].weight}
+    assert task.some[0] is model[1].bias
+    with torch.no_grad():
+        model[0].weight[1, 0] = 77
+    assert task.view[0] == 77
+
+
+def test_objects_that_changed_places_or_have_two_names_stay_the_same_objects():
+    def change(task, model, optimizer):
+        task.first, task.second = task.second, task.first
+        task.first.total = 2
+        task.order.reverse()
+        task.log = [{"n": 0}]
+        task.current = task.log[0]
+        task.log.append(task.log)
+        task.action = task.end
+
+    task, *_ = taken_over(change)
+    assert task.order == [task.first, task.second]
+    assert (task.first.total, task.second.total) == (2, None)
+    assert task.current is task.log[0]
+    assert task.log[1] is task.log
+    assert task.action == task.end
+
+
+def test_view_of_other_memory_that_cannot_be_made_again_is_declared():
+    task, *_, state = holding()
+    task.array = np.zeros(4)
+    state = KeptState(task, Model(), SGD([torch.zeros(1)], lr=0.1))
+    task.part = task.array[1:]
+    state.tensors()
+    assert list(state.lost) == ["task.part"]
+
+
+def test_module_that_a_task_holds_keeps_modes_flags_gradients_and_late_buffers():
+    def change(task, model, optimizer):
+        task.critic[0](torch.ones(1, 1)).sum().backward()
+        task.critic[1].eval()
+        task.critic[0].bias.requires_grad_(False)
+        task.critic.late = torch.ones(3)
+        (task.leaf.sum() * 3).backward()
+
+    task, *_ = taken_over(change)
+    assert task.critic[0].weight.grad.item() == 1
+    assert [module.training for module in task.critic.modules()] == [True, True, False]
+    assert [p.requires_grad for p in task.critic[0].parameters()] == [True, False]
+    assert task.critic.late.tolist() == [1, 1, 1]
+    assert task.leaf.grad.tolist() == [3, 3]
+
+
+def test_state_in_partials_thread_locals_weak_keys_flags_and_classes_is_kept():
+    def change(task, model, optimizer):
+        task.call.args[0].append(4)
+        task.mine.n = 5
+        task.weak[model[1]] = 6
+        task.flags = Side.LEFT | Side.RIGHT
+        type(task.made).calls = 7
+
+    task, model, *_ = taken_over(change)
+    assert (task.call.args[0], task.mine.n, task.weak[model[1]]) == ([0, 4], 5, 6)
+    assert (task.flags, type(task.made).calls) == (Side.LEFT | Side.RIGHT, 7)
+
+
+@pytest.mark.parametrize("kind", ["masked", "shared", "sparse"])
+def test_state_of_other_kinds_is_declared(kind):
+    values = {
+        "masked": np.ma.masked_array(np.zeros(2), mask=[0, 1]),
+        "shared": multiprocessing.Value("i", 0),
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    task, *_, state = holding()
+    task.value = values[kind]
+    assert KeptState(task, Model(), SGD([torch.zeros(1)], lr=0.1)).lost == {}
+    state.tensors()
+    assert list(state.lost) == ["task.value"]
+
+
+def test_hooks_and_objects_whose_changes_cannot_be_seen_are_declared():
+    task, model = Holding(), Model()
+    task.digest = hashlib.sha256()
+    state = KeptState(task, model, SGD(model.parameters(), lr=0.1))
+    assert list(state.lost) == ["task.digest"]
+    model[0].register_forward_hook(lambda *_: None)
+    state.look()
+    assert list(state.lost) == ["task.digest", "model.0._forward_hooks"]
+
+
+def test_large_array_when_a_sample_misses_its_change_then_a_checkpoint_finds_it():
+    task, *_ = session = holding()
+    task.counts = np.zeros(3 << 20)
+    state = KeptState(*session[:3])
+    for _ in range(3):
+        assert state.tensors() == {}
+    task.counts[1_234_567] = 1
+    assert state.tensors(is_thorough=True)

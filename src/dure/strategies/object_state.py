@@ -64,10 +64,11 @@ empty path with its own as the name."""
 
 _CALL = "()"
 """End of a function's path, behind which its variables are."""
-_HOOKS = (
+HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 )
+"""Registers of the hooks that a step runs."""
 _MOST_OBJECTS = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
 _MOST_LEVELS = 60
@@ -110,6 +111,7 @@ class ObjectState:
         """Path of the first object that was not looked into, for there are too many, or it lies too deep; None if all
         were."""
         trained = [root for root in roots.values() if isinstance(root, nn.Module)]
+        self._unsaved: set[int] = set()
         self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
         self._roots = {id(root) for root in roots.values()}
         self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}
@@ -215,7 +217,9 @@ class ObjectState:
             for name in ("func", "args", "keywords"):
                 self._walk(f"{path}.{name}", getattr(value, name))
         elif isinstance(value, Tensor):
-            if id(value) not in self._trained:
+            if id(value) in self._unsaved:
+                self._add(tensor_place(path, value, is_most_often_constant=True))
+            elif id(value) not in self._trained:
                 self._tensor(path, value)
         elif isinstance(value, np.ndarray):
             self._add(array_place(path, value))
@@ -267,7 +271,7 @@ class ObjectState:
             for name, module in value.named_modules():
                 buffers = UnsavedBuffers(module)
                 inner = f"{path}.{name}._buffers" if name else f"{path}._buffers"
-                self._trained -= {id(buffer) for buffer in buffers.values()}
+                self._unsaved |= {id(buffer) for buffer in buffers.values()}
                 if buffers:
                     self._attributes(inner, Variables(buffers))
 
@@ -340,7 +344,7 @@ class ObjectState:
                 self._sees_data and isinstance(item, Dataset)
             ):
                 self._walk(f"{path}.{name}", item)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             within(hooks)
             for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)

@@ -32,12 +32,21 @@ def _has_elements(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
-def tensor_place(path: str, tensor: Tensor) -> Place:
-    """Return the place of a tensor's values, of its gradient, and of whether it takes one."""
+def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = False) -> Place:
+    """Return the place of a tensor's values, of its gradient, and of whether it takes one.
+
+    Args:
+        path: Of the tensor.
+        tensor: To be watched.
+        is_most_often_constant: Of many elements only a few are compared, for the tensor is most likely a table.
+    """
     version, flag = tensor._version, tensor.requires_grad
-    is_small = _has_elements(tensor) and tensor.numel() <= MOST_ELEMENTS
+    most, sampled = (
+        (_MOST_SAMPLED >> 4, _MOST_SAMPLED >> 4) if is_most_often_constant else (MOST_ELEMENTS, _MOST_SAMPLED)
+    )
+    is_small = _has_elements(tensor) and tensor.numel() <= most
     values = tensor.detach().clone() if is_small else None
-    sample = _sample(tensor).clone() if is_large(tensor) else None
+    sample = _sample(tensor, sampled).clone() if _has_elements(tensor) and not is_small else None
     grad = _grad(tensor)
     grad_version, grad_values = (None, None) if grad is None else (grad._version, grad.clone())
 
@@ -47,7 +56,9 @@ def tensor_place(path: str, tensor: Tensor) -> Place:
             return True
         if values is None:
             # a change through `.data` has no version
-            return bool(tensor._version != version) or not (sample is None or torch.equal(_sample(tensor), sample))
+            return bool(tensor._version != version) or not (
+                sample is None or torch.equal(_sample(tensor, sampled), sample)
+            )
         return not torch.equal(bits(tensor), bits(values))
 
     def put_back() -> None:
@@ -100,14 +111,14 @@ class _Samples:
         return found is not None
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample(tensor: Tensor, most: int) -> Tensor:
     """Return some elements of a tensor as bytes, equally far apart."""
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:_MOST_SAMPLED]
-    return bits(flat[:: _stride_of(flat.numel())])
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:most]
+    return bits(flat[:: _stride_of(flat.numel(), most)])
 
 
-def _stride_of(size: int) -> int:
-    return size // _MOST_SAMPLED | 1
+def _stride_of(size: int, most: int = _MOST_SAMPLED) -> int:
+    return size // most | 1
 
 
 def parts_place(path: str, modules: Sequence[nn.Module]) -> Place:

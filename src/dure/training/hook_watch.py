@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from dure.strategies.namespaces import is_users
+from dure.strategies.object_state import HOOKS
 
 
 class HookWatch:
@@ -17,10 +18,10 @@ class HookWatch:
             owners: Modules and optimisers by their paths.
         """
         self._registers: dict[str, Any] = {
-            f"{path}.{name}": hooks
+            f"{path}.{name}": vars(owner)[name]
             for path, owner in owners.items()
-            for name, hooks in vars(owner).items()
-            if name.endswith("_hooks") and isinstance(hooks, dict)
+            for name in HOOKS
+            if name in vars(owner)
         }
         self._ids = self._now()
         self._users = {path: _users(hooks) for path, hooks in self._registers.items()}

@@ -48,7 +48,9 @@ class KeptState:
         self._owners = self._built.owners
         self._model = model
         self._unsaved = {f"{path}._buffers": UnsavedBuffers(module) for path, module in modules.items()}
+        self._unsaved_names = [*map(_NON_PERSISTENT, modules.values())]
         self._num_unsaved = self._count_unsaved()
+        self._first_unsaved = self._unsaved_holders()
         self._known = self._known_objects()
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
@@ -56,8 +58,8 @@ class KeptState:
         self._hooks = HookWatch({**modules, "optimizer": optimizer})
         self._changed: set[Holder] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
-        self.lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
         """State that cannot be kept, by its path, and why."""
+        self.lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
         if (unseen := self._built.unseen) is not None:
             shown = unseen if len(unseen) < _MOST_SHOWN else f"{unseen[:_MOST_SHOWN]}..."
             self.lost[unseen] = (
@@ -80,12 +82,15 @@ class KeptState:
         """
         self._changed |= self._built.take_changed(is_thorough=is_thorough)
         if self._count_unsaved() != self._num_unsaved:
-            self._changed |= {(path, name) for path, buffers in self._unsaved.items() for name in buffers}
+            self._changed |= self._unsaved_holders() - self._first_unsaved
         for path in self._hooks.changed():
             self.lost[path] = f"{path} changed on the way: a hook of the task's own was registered or removed"
 
+    def _unsaved_holders(self) -> set[Holder]:
+        return {(path, name) for path, buffers in self._unsaved.items() for name in buffers}
+
     def _count_unsaved(self) -> int:
-        return sum(map(len, map(_NON_PERSISTENT, self._model.modules())))
+        return sum(map(len, self._unsaved_names))
 
     def changed_since(self, known: Iterable[str]) -> list[str]:
         """Return the attributes that have changed, without those that lie on the way to known paths of plain state.

@@ -299,7 +299,7 @@ def session_of(model: nn.Module, build_optimizer: Any) -> Any:
         group=Solo(),
         place=place,
         order=SimpleNamespace(epoch_samples=8),
-        kept=SimpleNamespace(tensors=dict, restore=lambda tensors: None),
+        kept=SimpleNamespace(tensors=lambda **_: {}, restore=lambda tensors: None),
         identity=TaskIdentity(),
         notes=[],
     )

@@ -10,7 +10,7 @@ from dure.strategies import STRATEGIES, load_strategy
 from dure.supervised import count_processes
 from dure.training.given_task import given_task, task_class
 from dure.training.planned_faults import read_faults
-from dure.training.session import strategy_options
+from dure.training.session import refuse_lazy, strategy_options
 from dure.training.task_options import build_task
 
 
@@ -78,6 +78,7 @@ def _check_model(spec: RunSpec) -> None:
             model = task.build_model()
     except Exception:
         return  # it reads values (pretrained weights): every worker looks at its own
+    refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy or "single")
     faults = strategy.check_model(model, spec.nproc, strategy_options(spec))
     try:

@@ -109,7 +109,7 @@ WRONG_IN_EVALUATION = {
     "metrics": ({"metrics": constant(0.5)}, r"metrics returned 0\.5: return a dict of dure\.Sum\(total, count\)"),
     "metric": (
         {"metrics": sums(accuracy=0.5)},
-        r"metrics returned \{'accuracy': 0\.5\}: return a dict of dure\.Sum",
+        r"metrics returned 0\.5 as 'accuracy': return the total over the batch and what it counts, such as dure\.Sum",
     ),
     "metric without count": (
         {"metrics": sums(accuracy=dure.Sum(1.0, 0))},
@@ -121,7 +121,7 @@ WRONG_IN_EVALUATION = {
     ),
     "loss that returns in training only": (
         {"loss": lambda self, model, batch: model(batch[0]).mean() if model.training else None},
-        r"the task's loss returned None in an evaluation: return a scalar tensor, or dure\.Sum",
+        "loss returned None in an evaluation: return a scalar tensor, with a return statement",
     ),
 }
 

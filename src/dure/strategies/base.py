@@ -31,6 +31,9 @@ from dure.strategies.step_facts import LossTerm, LostShare, Requests, StepFacts,
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
+_WATCHED_STEPS = 3
+"""Steps of the optimiser in which random numbers are looked for."""
+
 
 class Strategy(ABC):
     """One way to divide the work of a step.
@@ -51,6 +54,8 @@ class Strategy(ABC):
     changes_in_step_only = False
     """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
     change: what reads them may then do so until that begins."""
+    follows_groups = True
+    """Whether groups of parameters may be added to the optimiser during the run."""
     undoes_writes = False
     """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
     holds_memory = False
@@ -91,6 +96,10 @@ class Strategy(ABC):
         self.expectation: float | None = None
         """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
         keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
+        self.optimizer_draws = False
+        """Whether the optimiser was seen to draw random numbers in its first steps."""
+        self._num_steps = 0
+        """Steps of the optimiser since this was made."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 
@@ -103,6 +112,7 @@ class Strategy(ABC):
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
+        self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
         self.watch = self.watched_parameters()
 
@@ -137,7 +147,18 @@ class Strategy(ABC):
         self.unscale_gradients()
         if self.options.clip_norm is not None:
             self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+        self._num_steps += 1
+        is_watched = self._num_steps <= _WATCHED_STEPS and self.group.world_size > 1
+        before = GeneratorStates.now(*self.devices) if is_watched else None
         self.precision.step(self.optimizer)
+        if before is not None and not before.is_same_as(GeneratorStates.now(*self.devices)):
+            self.optimizer_draws = True
+            if self.draws and self.replica() is not None:
+                raise TaskInvalid(
+                    f"the optimiser {type(self.optimizer).__name__} draws random numbers, and so do the model or the "
+                    "loss, of which each rank draws its own: the ranks' weights would part; give the optimiser a "
+                    "torch.Generator of its own, or train in one process"
+                )
         self.zero_gradients()
 
     def skip_step(self) -> None:
@@ -365,9 +386,15 @@ class Strategy(ABC):
         """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
         result = self.watched(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
+            count = checked_count(result.count)
+            if isinstance(result.total, Tensor) and not result.total.requires_grad and count == 0:
+                raise TaskInvalid(
+                    "the task's loss returned a total without a gradient for samples of which none counts: return "
+                    "0 * the model's output, summed, so that backward finds the parameters there too"
+                )
             total = checked_loss(result.total)
             weight = self.gradient_divisor / self.expected_items(global_samples)
-            term = LossTerm(total * weight, total, 1.0, checked_count(result.count))
+            term = LossTerm(total * weight, total, 1.0, count)
         else:
             result = checked_loss(result)
             num_samples = microbatch.num_samples
@@ -401,6 +428,20 @@ class Strategy(ABC):
         if freezing is not None:
             self.follow_freezing(freezing)
         return result
+
+    def check_groups(self) -> None:
+        """Refuse groups of parameters that were added to the optimiser during the run, where it was divided before.
+
+        Raises:
+            TaskInvalid: There are others than at the beginning.
+        """
+        if self.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
+            return
+        raise TaskInvalid(
+            f"a parameter group was added to the optimiser during the run, and {self.info.name} divided the work when "
+            "it began: give it all groups in build_optimizer, with a learning rate of 0 until they are to be trained, "
+            "or use ddp"
+        )
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dure.data.randomness import kept_global_randomness
+from dure.data.randomness import GeneratorStates, kept_global_randomness
 from dure.strategies.step_hooks import fault_of_hooks
 from dure.torchcompat import step_without_hooks
 
@@ -21,7 +21,7 @@ _MOST_PER_DIMENSION = 4
 _NUM_STEPS = 12
 """Some optimisers act on a sense of the whole only after a few steps."""
 _SCALES = (1.0, 0.01, 100.0)
-"""Sizes of gradients in turn: some act only where a norm is above a bound, or below."""
+"""Sizes of gradients in turn, other ones for neighbours: some act only where a norm, or the largest, passes a bound."""
 
 
 def reason_not_to_divide(optimizer: Optimizer) -> str | None:
@@ -45,13 +45,21 @@ def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
     """
     if fault := fault_of_hooks(optimizer):
         return [fault]
-    reason = reason_not_to_divide(optimizer)
+    reason = _reason_of_keys(optimizer) or reason_not_to_divide(optimizer)
     if reason is None:
         return []
     return [
         f"the optimiser {type(optimizer).__name__} {cannot}, because {reason}: use one that steps each parameter by "
         "itself, such as AdamW or SGD, or --strategy ddp"
     ]
+
+
+def _reason_of_keys(optimizer: Optimizer) -> str | None:
+    """Return why an optimiser that keeps things by parameter needs all of them; None for one that does not."""
+    for name, value in vars(optimizer).items():
+        if name != "state" and isinstance(value, Mapping) and any(isinstance(key, Tensor) for key in value):
+            return f"it keeps values of all parameters in an attribute ({name}) and not in its state"
+    return None
 
 
 def reason_not_to_cut(optimizer: Optimizer) -> str | None:
@@ -94,13 +102,19 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         self._values = [_small_like(p, generator) for p in self._parameters]
         self._gradients = [
-            [_small_like(p, generator) * _SCALES[number % len(_SCALES)] for p in self._parameters]
+            [
+                _unevenly(_small_like(p, generator) * _SCALES[(number + position) % len(_SCALES)], number % 4)
+                for position, p in enumerate(self._parameters)
+            ]
             for number in range(_NUM_STEPS)
         ]
         self._has_rebound = False
 
     def reason(self) -> str | None:
         everything = range(len(self._parameters))
+        if name := self._list_beside_state():
+            return f"it keeps tensors in a list of its own ({name}), in the order of all parameters"
+        generators = GeneratorStates.now(*self.devices)
         try:
             together = self._step(everything)
         except Exception as error:
@@ -108,6 +122,8 @@ class _Trial:
             return NEEDS_CLOSURE if "closure" in str(error).lower() else None
         if self._has_rebound:
             return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
+        if not GeneratorStates.now(*self.devices).is_same_as(generators):
+            return "it draws random numbers, which come in the order of all parameters"
         extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"
@@ -120,9 +136,21 @@ class _Trial:
                 return "what it does to one parameter depends on the others"
         return None
 
+    def _list_beside_state(self) -> str | None:
+        """Return the name of an attribute that lists a tensor for each parameter, which goes by their order."""
+        num_parameters = sum(len(group["params"]) for group in self._groups)
+        for name, value in vars(self._optimizer).items():
+            is_list = isinstance(value, list | tuple) and len(value) == num_parameters
+            if is_list and all(isinstance(item, Tensor) for item in value):
+                return name
+        return None
+
     def reason_of_halves(self) -> str | None:
         """Return why the halves of the stand-ins, cut in either of two dimensions, do not step as the wholes do."""
         everything = range(len(self._parameters))
+        for name, value in vars(self._optimizer).items():
+            if any(isinstance(held, Optimizer) for held in (value if isinstance(value, list | tuple) else [value])):
+                return f"it steps by another optimiser ({name}), whose state no checkpoint would have"
         try:
             together = self._step(everything)
         except Exception:
@@ -193,6 +221,14 @@ def _small_like(parameter: Tensor, generator: torch.Generator) -> Tensor:
     shape = [min(size, _MOST_PER_DIMENSION) for size in parameter.shape]
     device = "cpu" if parameter.is_meta else parameter.device
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, parameter.dtype)
+
+
+def _unevenly(gradient: Tensor, dim: int) -> Tensor:
+    """Return a gradient whose second half along a dimension is smaller; the same one where it has no such dimension."""
+    if dim >= gradient.dim() or gradient.size(dim) < 2:
+        return gradient
+    first, *others = gradient.chunk(2, dim)
+    return torch.cat([first, *(0.01 * other for other in others)], dim)
 
 
 def _small_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

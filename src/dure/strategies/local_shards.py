@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
-from dure.errors import SpecInvalid
+from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.batches import map_tensors
 from dure.strategies.divisible import reason_not_to_cut
-from dure.strategies.optimizer_state import optimizer_to_names
+from dure.strategies.optimizer_state import optimizer_to_names, settings_of
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.saved_state import StateSource, StrategyState
@@ -117,6 +117,8 @@ class ShardedStrategy(ReducedFacts):
     `place` makes them; `shard_group` is the group over whose ranks each is divided.
     """
 
+    follows_groups = False
+
     shard_group: Group
 
     @classmethod
@@ -152,6 +154,7 @@ class ShardedStrategy(ReducedFacts):
         if faults := self.check_optimizer(self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
+        self._refuse_unlike_settings()
         super().distribute()
         named = list(self.model.named_parameters())
         frozen = [(name, _local(p).detach()) for name, p in named if not p.requires_grad]
@@ -160,6 +163,18 @@ class ShardedStrategy(ReducedFacts):
         names = [name for name, p in named if p.requires_grad]
         self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
         """This rank's part of every parameter."""
+
+    def _refuse_unlike_settings(self) -> None:
+        """Refuse settings of the optimiser that follow from a rank's own part of the weights.
+
+        Communication: one gathered JSON message.
+        """
+        mine = repr(settings_of(self.optimizer))
+        if len(set(self.group.all_gather_json(mine))) > 1:
+            raise TaskInvalid(
+                f"build_optimizer gave {type(self.optimizer).__name__} other settings on each rank, from the part of "
+                f"the weights that {self.info.name} leaves there: compute them in build_model, where weights are whole"
+            )
 
     def unscale_gradients(self) -> None:
         """Unscale, and let every rank skip the step in which any rank's gradient overflowed.

@@ -43,6 +43,12 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
             "groups, so no checkpoint could name it: key such state by a string, or delete it with the parameter"
         )
     saved = optimizer.state_dict()
+    if not {"state", "param_groups"} <= saved.keys():
+        raise TaskInvalid(
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(str, saved)) or 'nothing'} in the place of "
+            "state and param_groups, so no checkpoint could name what is in it: return what torch.optim.Optimizer "
+            "does, and keep further optimisers as attributes of the task"
+        )
     names = _names_by_number(model, optimizer, saved)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     state = {names[number]: value for number, value in saved["state"].items() if number in names}

@@ -173,6 +173,7 @@ class Worker(ParameterServer):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
     undoes_writes = True
+    follows_groups = False
 
     num_push_numbers: int
     """Numbers in front of the gradients of a push."""

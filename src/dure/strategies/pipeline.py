@@ -73,6 +73,7 @@ class Pipeline(ReducedFacts):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
     undoes_writes = True
+    follows_groups = False
 
     changes_in_step_only = True
 

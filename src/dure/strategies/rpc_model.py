@@ -50,6 +50,7 @@ class RpcModel(ReducedFacts):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
 
     undoes_writes = True
+    follows_groups = False
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,

@@ -29,6 +29,7 @@ class ZeRO1(DDP):
     """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
 
     holds_memory = True
+    follows_groups = False
 
     @classmethod
     def import_late_parts(cls) -> None:

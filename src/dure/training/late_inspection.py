@@ -39,7 +39,7 @@ class LateInspection:
         """
         strategy = self._session.strategy
         traits = strategy.traits
-        if self._generators is not None and strategy.has_drawn_since(self._generators):
+        if self._generators is not None and not strategy.optimizer_draws and strategy.has_drawn_since(self._generators):
             self._generators = None
             traits = replace(traits, draws=True)
         self._num_calls += 1
@@ -54,15 +54,15 @@ class LateInspection:
     def _is_comparable(self) -> bool:
         strategy, spec = self._session.strategy, self._session.spec
         traits = strategy.traits
-        is_known = traits.not_additive is not None or traits.reason_unknown is not None
         has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
         is_divided = len(strategy.parts_of(spec.global_batch_size)) > 1
-        return is_divided and strategy.is_in_step and not (is_known or has_traces or spec.compile)
+        return is_divided and strategy.is_in_step and not (traits.not_additive or has_traces or spec.compile)
 
     def _difference(self) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
         session, strategy = self._session, self._session.strategy
-        if strategy.evaluates_together or strategy.undoes_writes:
+        is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
+        if strategy.evaluates_together or not is_whole:
             return self._difference_in_evaluation()
         if strategy.group.rank:
             return None

@@ -272,8 +272,9 @@ class TrainingLoop:
                     f"the task's schedule gave {factor} at {samples_seen} samples seen: return a finite factor on the "
                     "learning rate"
                 )
+            self.strategy.check_groups()
             for group in self.strategy.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # one may be added on the way
 
     def _finish(self, step: LaunchedStep) -> StepOutcome:
         loss_sum, loss_count, requests = step.known or self._check_finite(step)

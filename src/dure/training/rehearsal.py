@@ -1,7 +1,10 @@
 """Rehearsal of what a run asks of a task later: its schedule, and an evaluation; neither leaves a trace."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.errors import TaskInvalid
@@ -32,13 +35,26 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
     schedule = check_schedule(given, strategy.optimizer)
     if schedule is not None:
-        with suppress(Exception):  # the step that comes to it will meet it
-            schedule(session.total_samples)
+        with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
+            schedule(session.total_samples)  # the step that comes to it will meet what it raises
     found = frozenset(before.changed())
     before.put_back()
     for buffer, value in buffers:
         buffer.copy_(value)
     return schedule, found
+
+
+@contextmanager
+def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Put an optimiser's groups back as they were."""
+    groups = [(group, dict(group), [*group["params"]]) for group in optimizer.param_groups]
+    try:
+        yield
+    finally:
+        for group, settings, parameters in groups:
+            group.clear()
+            group.update(settings, params=parameters)
+        optimizer.param_groups[:] = [group for group, *_ in groups]
 
 
 def rehearse_evaluation(session: Session, best: Best) -> list[str]:

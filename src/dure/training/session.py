@@ -176,6 +176,8 @@ def open_session(
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
+    if not strategy.draws:
+        strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
     return Session(
         spec=spec,
         place=place,
@@ -189,7 +191,7 @@ def open_session(
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
         identity=_identity(task, order, eval_samples, loaders[0]),
-        kept=KeptState(task, strategy.model, strategy.optimizer),
+        kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
 
 
@@ -277,15 +279,28 @@ def _built_model(task: Task) -> nn.Module:
     name = f"{type(task).__name__}.build_model"
     if not isinstance(model, nn.Module):
         raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
+    refuse_lazy(model, name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
+    return model
+
+
+def refuse_lazy(model: nn.Module, name: str) -> None:
+    """Refuse a model with lazy modules, whose parameters get their shapes from the first batch.
+
+    Args:
+        model: As a task built it.
+        name: Of the method that built it.
+
+    Raises:
+        TaskInvalid: Names the first such parameter.
+    """
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise TaskInvalid(
             f"{name} returned a model whose {lazy[0]} has no shape yet (a lazy module): call the model once on a few "
             "samples in build_model, which gives it one"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
-    return model
 
 
 def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:

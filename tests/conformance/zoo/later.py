@@ -335,3 +335,55 @@ class LastNoise(LateNoise):
 )  # fmt: skip
 class CurriculumInLoader(Curriculum):
     """The same with a loader process."""
+
+
+@feature("Later", "hard examples above a bound, which at first all are", declares=NO_MEAN)
+class AboveBound(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        losses = (model(x) - y).square().mean(1)
+        hard = losses > 0.3
+        return losses[hard].mean() if hard.any() else 0 * losses.sum()
+
+    def train_data(self) -> Any:
+        x, y = data()
+        return Samples(x, y + 2)
+
+    def eval_data(self) -> Any:
+        x, y = data(7, seed=2)
+        return Samples(x, y + 2)
+
+
+@feature("Later", "hard examples of a batch, in a phase that the schedule begins", declares=(*NO_MEAN, *KEPT))
+class ScheduledMining(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        self.is_mining = False
+
+        def factor(seen: int) -> float:
+            self.is_mining = seen > 20
+            return 1.0
+
+        return factor
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        losses = (model(x) - y).square().mean(1)
+        return losses.topk(max(1, len(x) // 2)).values.mean() if self.is_mining else losses.mean()
+
+
+class OwnGenerator(Samples):
+    """Samples of which a few are turned round, by a generator that goes on from sample to sample."""
+
+    def __init__(self, *columns: Tensor) -> None:
+        super().__init__(*columns)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (-x if torch.rand((), generator=self.generator) < 0.05 else x), y
+
+
+@feature("Later", "a data set's own generator, which seldom matters", declares=("data: samples that were read twice",))
+class SeldomAugmented(ZooTask):
+    def train_data(self) -> Any:
+        return OwnGenerator(*data())

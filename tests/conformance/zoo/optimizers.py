@@ -161,3 +161,95 @@ class GloballyNormed(Optimizer):
 class GlobalNorm(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return GloballyNormed(model.parameters())
+
+
+class Noisy(SGD):
+    """Langevin dynamics: noise in each step, from the global generator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+
+
+@feature("Optimisers", "an optimiser that draws random numbers (Langevin)")
+class NoisyOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Noisy(model.parameters(), lr=0.1)
+
+
+class Gated(SGD):
+    """Steps that are only taken while the largest gradient is above a bound."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if max((float(gradient.abs().max()) for gradient in gradients), default=0.0) > 0.15:
+            super().step(closure)
+
+
+@feature("Optimisers", "a step that is taken while the largest gradient is above a bound")
+class GatedOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Gated(model.parameters(), lr=0.1)
+
+
+class EverySecond(SGD):
+    """Steps with the gradients of two calls, counted in an attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_calls += 1
+        if self.num_calls % 2 == 0:
+            super().step(closure)
+
+
+@feature("Optimisers", "an optimiser that counts its calls in an attribute")
+class CountingOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return EverySecond(model.parameters(), lr=0.1)
+
+
+@feature("Optimisers", "a learning rate that follows from the weights at the start")
+class RateOfWeights(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD([{"params": [p], "lr": 0.05 * float(p.detach().norm())} for p in model.parameters()], lr=0.1)
+
+
+@feature("Optimisers", "a parameter group that the schedule adds (unfreezing)")
+class AddedGroup(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.later = list(model.parameters())[:2]
+        return SGD(list(model.parameters())[2:], lr=0.1)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def factor(seen: int) -> float:
+            if seen > 20 and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": self.later})
+            return 1.0
+
+        return factor
+
+
+class FromTheStart(SGD):
+    """Weights that are drawn back to where they began, which a list remembers."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.start = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter, start in zip(self.param_groups[0]["params"], self.start, strict=True):
+            parameter.lerp_(start, 0.01)
+
+
+@feature("Optimisers", "initial weights in a list of the optimiser's (L2-SP)")
+class DrawnToTheStart(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return FromTheStart(model.parameters(), lr=0.1)

@@ -428,6 +428,23 @@ def test_objects_that_changed_places_or_have_two_names_stay_the_same_objects():
     assert task.action == task.end
 
 
+def test_objects_in_a_set_which_no_session_tells_apart_are_declared():
+    def session():
+        task, model = Task(), nn.Linear(1, 1)
+        task.meters = {Meter(), Meter()}
+        task.expanded = torch.zeros(1).expand(3)
+        return task, KeptState(task, model, task.build_optimizer(model))
+
+    task, state = session()
+    next(iter(task.meters)).total = 1
+    task.expanded[:1].add_(4)
+    tensors = state.tensors()
+    assert list(state.lost) == ["task.meters"]
+    other, other_state = session()
+    other_state.restore(tensors)
+    assert other.expanded.tolist() == [4, 4, 4]
+
+
 def test_view_of_other_memory_that_cannot_be_made_again_is_declared():
     task, *_, state = holding()
     task.array = np.zeros(4)

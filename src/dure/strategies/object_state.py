@@ -106,7 +106,8 @@ class ObjectState:
         self.large: dict[str, Tensor] = {}
         """Tensors of which no copy is kept, by their paths: whoever changes them undoes it."""
         self.first: dict[str, object] = {}
-        """What was found, by its path."""
+        """Objects that were found, by their paths, but for those in sets, which have no order."""
+        self._is_in_set = False
         self.unseen: str | None = None
         """Path of the first object that was not looked into, for there are too many, or it lies too deep; None if all
         were."""
@@ -174,8 +175,12 @@ class ObjectState:
             if place.is_generator and place.has_changed():
                 place.put_back()
 
+    def _note(self, path: str, value: object) -> None:
+        if not self._is_in_set:
+            self.first.setdefault(path, value)
+
     def _walk(self, path: str, value: Any) -> None:
-        self.first.setdefault(path, value)
+        self._note(path, value)
         if self._depth < _MOST_LEVELS:
             self._depth += 1
             self._look_into(path, value)
@@ -234,9 +239,11 @@ class ObjectState:
                 self._add(container_place(path, value))
             if skips_state(value):
                 self.unseen = self.unseen or path
+            outer, self._is_in_set = self._is_in_set, self._is_in_set or not isinstance(value, _ORDERED)
             for number, (key, item) in enumerate(some(value)):
                 shown = key_text(key) if isinstance(key, (*ATOMS, tuple)) else f"#{number}"
                 self._walk(f"{path}[{shown}]", item)
+            self._is_in_set = outer
         elif isinstance(value, Iterator):
             self.opaque.append(path)
         elif with_dict(value) is not None:
@@ -257,13 +264,13 @@ class ObjectState:
         own = []
         for name, module in value.named_modules():
             inner = f"{path}.{name}" if name else path
-            self.first.setdefault(inner, module)
+            self._note(inner, module)
             if module is value or id(module) not in self._seen:
                 self._seen[id(module)] = module
                 own.append(module)
                 self._attributes(inner, module)
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-            self.first.setdefault(f"{path}.{name}", tensor)
+            self._note(f"{path}.{name}", tensor)
         if id(value) not in self._roots:
             self._add(parts_place(path, own))
             self._tensors_of(path, value)
@@ -337,7 +344,7 @@ class ObjectState:
         is_plain_object = not isinstance(value, (nn.Module, Optimizer, Dataset, Namespace))
         for name, item in left_out.items():
             within(name)
-            self.first.setdefault(f"{path}.{name}", item)
+            self._note(f"{path}.{name}", item)
             if is_plain_object and isinstance(item, DEFINITIONS):
                 self._add(attribute_place(f"{path}.{name}", owner, name, item))
             if isinstance(item, types.FunctionType | types.MethodType) or (
@@ -351,6 +358,7 @@ class ObjectState:
         self._holder = outer
 
 
+_ORDERED = (tuple, list, deque, MutableMapping)
 _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
     bytearray: bytes_place,
     array: bytes_place,

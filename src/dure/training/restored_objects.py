@@ -117,7 +117,9 @@ class Restorer:
     def _fill_tensor(self, target: Tensor, content: Mapping[str, Any]) -> None:
         saved = _saved_tensor(content)
         if target.shape == saved.shape and target.dtype == saved.dtype:
-            target.detach().copy_(saved)
+            # expanded ones have several elements in one place
+            at = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+            target.detach()[at].copy_(saved[at])
         else:
             target.data = saved.to(target.device)
         if target.is_leaf:

@@ -25,7 +25,7 @@ class UntiedGPT(CharGPT):
 
 
 if __name__ == "__main__":
-    settings = {"nproc": 2, "device": "cpu", "global_batch_size": 16, "samples": 160, "quiet": True}
+    settings = {"nproc": 2, "device": "cpu", "global_batch_size": 16, "samples": 80, "quiet": True}
     for layout in (
         {"schedule": "gpipe", "microbatch_size": 16},
         {"schedule": "gpipe", "microbatch_size": 4},

@@ -40,7 +40,7 @@ def test_every_algorithm_over_gloo_sends_its_formula_and_agrees_with_torch(world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_every_algorithm_with_every_size_dtype_and_op_over_gloo(world_size):
     cases = [*small_cases(world_size), *all_large_cases()]
     answers = on_ranks(world_size, lambda group: run_cases(cases, group.rank, world_size))

@@ -37,7 +37,7 @@ def places(pairs: Iterable[tuple[str, int]], *more: object) -> list[Any]:
 
 
 def crossed(pairs: Iterable[tuple[str, int]], values: Sequence[tuple[object, ...]]) -> list[Any]:
-    """Return places with values behind them: all of them for those of `ALWAYS`, for the others the next one in turn.
+    """Return places with values behind them: all of them for `single` and `ddp`, for the others the next one in turn.
 
     For what does not depend on the strategy, so that to cross both would only take time.
     """
@@ -45,17 +45,15 @@ def crossed(pairs: Iterable[tuple[str, int]], values: Sequence[tuple[object, ...
     return [
         place
         for pair in pairs
-        for value in (values if pair[0] in ALWAYS else [next(in_turn)])
+        for value in (values if pair[0] in ("single", "ddp") else [next(in_turn)])
         for place in places([pair], *value)
     ]
 
 
-PLACES = places(PAIRS)
-
-TELLING_PAIRS = [pair for pair in PAIRS if pair[0] in ALWAYS or pair[1] == 3]
+TELLING_PAIRS = [pair for pair in PAIRS if pair[0] == "single" or pair[1] == 3]
 """Pairs without the less telling numbers of devices: three share a batch of 7 or 44 unevenly, one or two add little.
 
-The weights after 20 steps, and resuming anywhere, are tested on every pair."""
+The weights after 20 steps are tested on every pair."""
 TELLING = places(TELLING_PAIRS)
 MANY_PAIRS = [pair for pair in TELLING_PAIRS if pair[1] > 1]
 MANY = places(MANY_PAIRS)

@@ -1,17 +1,16 @@
 """Synchronised BatchNorm over ranks of unequal shares is BatchNorm over the global batch."""
 
 import functools
-import itertools
 
 import pytest
 
 import dure
 from dure.errors import WorkerFailed
 from dure.strategies import STRATEGIES
-from tests.conformance.cases import PAIRS, TO_ROUNDING, crossed, largest_difference, train_case, weights_of
+from tests.conformance.cases import TELLING_PAIRS, TO_ROUNDING, crossed, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
 
-SYNCHRONISING = [pair for pair in PAIRS if "sync_batchnorm" in STRATEGIES[pair[0]].settings]
+SYNCHRONISING = [pair for pair in TELLING_PAIRS if "sync_batchnorm" in STRATEGIES[pair[0]].settings]
 
 # 45 samples by 7: the short last batch has three, one for each of three ranks
 STEPS = {"global_batch_size": 7, "epochs": 2, "seed": 4}
@@ -29,7 +28,7 @@ def one_process(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("strategy", "nproc", "kind", "momentum"),
-    crossed(SYNCHRONISING, list(itertools.product(("mean", "tokens"), (0.1, None)))),
+    [*crossed(SYNCHRONISING, [("mean", 0.1), ("tokens", None)]), ("ddp", 1, "mean", 0.1)],
 )
 def test_sync_batchnorm_over_ranks_equals_one_process(strategy, nproc, kind, momentum, one_process, tmp_path):
     task, one = Normalised(kind=kind, num_samples=45, momentum=momentum), one_process(kind, momentum)

@@ -16,8 +16,11 @@ from tests.conformance.tasks import Regression
 EXACT = 1e-12
 
 
-@pytest.mark.parametrize("task", [Regression(kind="tokens"), Regression(dtype="float32"), Digits(width=8)], ids=repr)
-@pytest.mark.parametrize("batch", [None, 7])
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [(Regression(kind="tokens"), 7), (Regression(dtype="float32"), None), (Digits(width=8), 7)],
+    ids=repr,
+)
 def test_evaluation_over_1_to_4_ranks_is_identical(task, batch, tmp_path):
     run = train_case(tmp_path, task, samples=64)
     # more threads on fewer ranks, as by default

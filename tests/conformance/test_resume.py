@@ -8,8 +8,8 @@ import pytest
 
 import dure
 from tests.conformance.cases import (
-    PAIRS,
     TELLING,
+    TELLING_PAIRS,
     TO_ROUNDING,
     are_same_bits,
     crossed,
@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("strategy", "num_devices", "kind", "optimizer", "samples"),
-    crossed(PAIRS, [("tokens", "adamw", 58), ("mean", "sgd", 44)]),
+    crossed(TELLING_PAIRS, [("tokens", "adamw", 58), ("mean", "sgd", 44)]),
 )
 def test_resume_under_any_strategy_ends_with_the_same_weights(
     strategy, num_devices, kind, optimizer, samples, undisturbed, tmp_path
@@ -75,32 +75,28 @@ def test_resume_under_any_strategy_ends_with_the_same_weights(
 def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, num_devices, tmp_path):
     task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=is_layered(strategy))
     whole = train_case(tmp_path, task, strategy, num_devices, deterministic=True, **SETTINGS)
-    for samples in (28, 72):
-        run = resumed(back_to(whole, samples, tmp_path))
-        assert are_same_bits(weights_of(run), weights_of(whole))
-        assert losses_of(run) == losses_of(whole)
+    run = resumed(back_to(whole, 72, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+    assert losses_of(run) == losses_of(whole)
 
 
 @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"find_unused_parameters": True}], ids=repr)
 def test_resume_on_three_ranks_is_bit_equal_however_gradients_are_bucketed(settings, tmp_path):
     """On three ranks a gradient's place in its bucket decides in which order the ranks' values are added."""
     whole = train_case(tmp_path, Regression(dtype="float32"), "ddp", 3, **settings, **SETTINGS)
-    for samples in (14, 28, 44):
-        run = resumed(back_to(whole, samples, tmp_path))
-        assert are_same_bits(weights_of(run), weights_of(whole))
+    run = resumed(back_to(whole, 28, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(workers, tmp_path):
+def test_resume_with_batchnorm_and_loader_workers_is_bit_equal(tmp_path):
     task = Normalised(dtype="float32", dropout=0.3)
-    whole = train_case(tmp_path, task, "ddp", 2, num_workers=workers, **SETTINGS)
+    whole = train_case(tmp_path, task, "ddp", 2, num_workers=2, **SETTINGS)
     run = resumed(back_to(whole, 58, tmp_path))
     assert are_same_bits(weights_of(run), weights_of(whole))
 
 
-@pytest.mark.parametrize("kind", ["mean", "tokens"])
-def test_resume_in_fp16_carries_the_scale_of_the_loss(kind, tmp_path):
-    task = Regression(dtype="float32", kind=kind)
+def test_resume_in_fp16_carries_the_scale_of_the_loss(tmp_path):
+    task = Regression(dtype="float32", kind="tokens")
     whole = train_case(tmp_path, task, "ddp", 2, precision="fp16", **SETTINGS)
     run = resumed(back_to(whole, 58, tmp_path))
     assert are_same_bits(weights_of(run), weights_of(whole))

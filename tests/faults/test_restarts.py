@@ -19,7 +19,7 @@ from tests.conformance.cases import LAYERED, TO_ROUNDING, largest_difference, re
 from tests.conformance.tasks import Regression
 from tests.faulty_task import Faulty, fail, is_tried
 
-SAMPLES, BATCH = 200, 7
+SAMPLES, BATCH = 110, 7
 ADD_AS_THEY_COME = ("dp", "balanced_dp")
 """Strategies whose threads add gradients up in the order in which they are ready: two runs may differ by rounding."""
 FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")

@@ -28,10 +28,9 @@ def final_loss(prewarmed: Prewarmed, folder: Path, *flags: object) -> float:
     return json.loads(command.out)["final_loss"]
 
 
-@pytest.mark.parametrize("start", ["auto", "spawn"])
-def test_command_when_ranks_start_in_either_way_then_they_compute_the_same(start, prewarmed, tmp_path):
+def test_command_when_it_starts_ranks_then_they_compute_the_same(prewarmed, tmp_path):
     alone = final_loss(prewarmed, tmp_path, "--start", "inline")
-    assert final_loss(prewarmed, tmp_path, "--nproc", 2, "--start", start) == pytest.approx(alone, rel=1e-12)
+    assert final_loss(prewarmed, tmp_path, "--nproc", 2) == pytest.approx(alone, rel=1e-12)
 
 
 def test_script_when_it_has_no_guard_then_ranks_are_forked_without_reading_it_again(prewarmed, tmp_path):

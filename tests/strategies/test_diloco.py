@@ -34,12 +34,10 @@ class Outer:
 
 
 @pytest.mark.parametrize(
-    ("options", "lr", "momentum"),
-    [({}, 0.7, 0.9), ({"outer_lr": 0.5, "outer_momentum": 0.0}, 0.5, 0.0)],
+    ("num_ranks", "optimizer", "options", "lr", "momentum"),
+    [(3, "adamw", {}, 0.7, 0.9), (2, "sgd", {"outer_lr": 0.5, "outer_momentum": 0.0}, 0.5, 0.0)],
     ids=["default", "given"],
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_weights_equal_those_of_as_many_models_with_an_outer_step_by_hand(
     num_ranks, optimizer, options, lr, momentum, tmp_path
 ):

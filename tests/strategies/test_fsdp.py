@@ -138,7 +138,7 @@ def test_activations_inside_a_unit_are_computed_twice_instead_of_kept(tmp_path):
 
 @pytest.mark.parametrize("keeps", [None, False])
 @pytest.mark.parametrize("microsteps", [1, 3])
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(1, None), (2, None), (3, None), (4, "replica=2,shard=2")])
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(1, None), (3, None), (4, "replica=2,shard=2")])
 def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, microsteps, keeps):
     def work(group: ProcessGroup) -> tuple[int, int, dict[str, int]]:
         strategy = prepared("fsdp", group, blocks(), loss, mesh=mesh, reshard_after_forward=keeps, **UNITS)
@@ -166,10 +166,8 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (2, {"fsdp_units": "*"}),
         (3, {"fsdp_units": "0,5", "reshard_after_forward": False}),
-        (3, {"fsdp_units": "0,2,5,7", "activation_checkpointing": True}),
-        (4, {"mesh": "replica=2,shard=2"}),
+        (3, {"fsdp_units": "*", "activation_checkpointing": True}),
         (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "fsdp_units": "2,5"}),
         (4, {"mesh": "replica=4,shard=1"}),
         (4, {"mesh": "shard=4", "backend": "gloo"}),
@@ -187,24 +185,22 @@ def test_weights_under_any_setting_equal_one_process(num_ranks, settings, traine
     assert len(evaluated_digests(digests)) == 1
 
 
-@pytest.mark.parametrize("way", ["groups", "own class", "named", "adagrad"])
-def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(way, trained, tmp_path):
-    task = Grouped(way=way)
+def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(trained, tmp_path):
+    task = Grouped(way="all")
     one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "fsdp", 3, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
 @pytest.mark.parametrize("has_torchs_own_way", [True, False])
-@pytest.mark.parametrize("microbatch_size", [None, 1])
 def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
-    microbatch_size, has_torchs_own_way, tmp_path, monkeypatch
+    has_torchs_own_way, trained, tmp_path, monkeypatch
 ):
     if not has_torchs_own_way:  # as 2.11
         monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
     task = Branching(never=True, optimizer="adamw")  # which decays what has a gradient, be it zero
-    one = weights_of(train_case(tmp_path, task, **STEPS))
-    run = train_case(tmp_path, task, "fsdp", 3, microbatch_size=microbatch_size, **STEPS)
+    one = weights_of(trained(task, **STEPS))
+    run = train_case(tmp_path, task, "fsdp", 3, microbatch_size=1, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
 
 
@@ -316,12 +312,8 @@ def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
     ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
     [
         ("fsdp", 3, None, "single", 1, None),
-        ("fsdp", 3, None, "zero1", 2, None),
-        ("zero1", 3, None, "fsdp", 2, None),
-        ("fsdp", 2, None, "fsdp", 3, None),
         ("fsdp", 4, "replica=2,shard=2", "fsdp", 3, None),
-        ("ddp", 2, None, "fsdp", 4, "replica=2,shard=2"),
-        ("tensor_parallel", 4, "data=2,tensor=2", "fsdp", 4, "replica=2,shard=2"),
+        ("zero1", 3, None, "fsdp", 4, "replica=2,shard=2"),
     ],
 )
 def test_resume_elsewhere_ends_with_the_same_weights(
@@ -336,7 +328,7 @@ def test_resume_elsewhere_ends_with_the_same_weights(
 
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
-    [(4, {"mesh": "replica=2,shard=2"}), (3, {"fsdp_units": "*", "activation_checkpointing": True}),
+    [(4, {"mesh": "replica=2,shard=2", "fsdp_units": "*", "activation_checkpointing": True}),
      (2, {"precision": "fp16", "microbatch_size": 2})],
     ids=repr,
 )  # fmt: skip

@@ -128,8 +128,7 @@ def test_memory_when_divided_then_a_server_has_its_share_of_weights_and_state_an
 # --- exact in step
 
 
-@pytest.mark.parametrize("transport", ["c10d", "rpc"])
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("servers", "transport"), [(1, "rpc"), (3, "c10d")])
 def test_weights_with_other_than_as_many_servers_as_workers_equal_one_process(servers, transport, trained, tmp_path):
     one = weights_of(trained(Regression(kind="tokens"), **STEPS))
     settings = {"servers": servers, "transport": transport}
@@ -175,11 +174,9 @@ def test_bytes_when_counted_then_each_worker_sends_g_and_all_servers_together_p_
 # --- at their own pace
 
 
-@pytest.mark.parametrize("kind", ["mean", "tokens"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_weights_of_one_worker_at_its_own_pace_equal_one_process(kind, optimizer, trained, tmp_path):
+def test_weights_of_one_worker_at_its_own_pace_equal_one_process(trained, tmp_path):
     """Nobody changes the weights meanwhile, so every gradient is of the weights that it is applied to."""
-    task = Regression(kind=kind, optimizer=optimizer)
+    task = Regression(kind="tokens", optimizer="adamw")
     one = weights_of(trained(task, **STEPS))
     run = train_case(tmp_path, task, "parameter_server", 1, servers=2, sync=False, microbatch_size=3, **STEPS)
     assert largest_difference(weights_of(run), one) < TO_ROUNDING
@@ -211,7 +208,7 @@ class LinearDigits(Digits):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("precision", "transport"), [("fp32", "c10d"), ("fp16", "c10d"), ("fp32", "rpc")])
+@pytest.mark.parametrize(("precision", "transport"), [("fp16", "c10d"), ("fp32", "rpc")])
 def test_digits_are_learned_by_two_workers_at_their_own_pace(precision, transport, tmp_path):
     summary = dure.train(
         LinearDigits(), strategy="parameter_server", nproc=2, sync=False, precision=precision, transport=transport,
@@ -235,20 +232,20 @@ class Slow(Regression):
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_500_steps(staleness, tmp_path):
-    settings = {"samples": 500 * 6, "global_batch_size": 6, "record_samples": True, "num_samples": 60}
+def test_no_worker_is_ahead_of_a_slow_one_by_more_than_the_bound_over_200_steps(staleness, tmp_path):
+    settings = {"samples": 200 * 6, "global_batch_size": 6, "record_samples": True, "num_samples": 60}
     task = Slow(num_samples=settings.pop("num_samples"))
     run = train_case(tmp_path, task, "parameter_server", 2, servers=1, sync=False, staleness=staleness, **settings)
     fast, slow, server = (records_of(run, rank) for rank in range(3))
-    assert len(fast) == len(slow) == len(server) == 500
+    assert len(fast) == len(slow) == len(server) == 200
     ahead = [record["measured"]["steps_ahead"] for record in fast]
     assert max(ahead) == staleness
     # and by the clock: when the fast one is through step t, the slow one is through step t - k - 1
     for record, late in zip(fast[staleness + 1 :], slow, strict=False):
         assert record["time"] > late["time"]
     assert max(record["measured"]["staleness"] for record in slow) <= 2 * staleness + 1
-    assert sum(record["measured"]["updates"] for record in server) == 1000
-    assert list(samples_by_epoch(run)) == [list(range(60))] * 50
+    assert sum(record["measured"]["updates"] for record in server) == 400
+    assert list(samples_by_epoch(run)) == [list(range(60))] * 20
 
 
 @pytest.mark.alone
@@ -269,15 +266,15 @@ def test_checkpoints_that_one_worker_asks_for_by_the_clock_are_made_by_all_at_on
     assert len(set(saved)) > 4  # beside those at the ends of epochs
 
 
-@pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 2), ("parameter_server", 1)])
-def test_a_run_at_their_own_pace_goes_on_in_step_or_elsewhere_with_its_weights_and_state(strategy, nproc, tmp_path):
+def test_a_run_at_their_own_pace_goes_on_in_step_or_elsewhere_with_its_weights_and_state(tmp_path):
     task = Regression(optimizer="adamw", kind="tokens")
     whole = train_case(tmp_path, task, "parameter_server", 2, sync=False, staleness=1, **SETTINGS)
-    ends = [
+    alone, *others = [
         weights_of(resumed(back_to(whole, 72, tmp_path / name), strategy=name, nproc=n, sync=True))
-        for name, n in (("single", 1), (strategy, nproc))
+        for name, n in (("single", 1), ("ddp", 2), ("parameter_server", 1))
     ]
-    assert largest_difference(*ends) < TO_ROUNDING
+    for weights in others:
+        assert largest_difference(weights, alone) < TO_ROUNDING
 
 
 # --- what cannot be

@@ -165,11 +165,10 @@ class Sleepy(Regression):
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_measured_bubble_is_near_the_formula_when_computing_takes_long(schedule, tmp_path):
+def test_measured_bubble_is_near_the_formula_when_computing_takes_long(tmp_path):
     for microbatch_size, formula in ((8, 1 / 2), (1, 1 / 9)):
         run = train_case(
-            tmp_path, Sleepy(), "pipeline", 2, schedule=schedule, cuts="1", global_batch_size=8, samples=40,
+            tmp_path, Sleepy(), "pipeline", 2, schedule="1f1b", cuts="1", global_batch_size=8, samples=40,
             microbatch_size=microbatch_size,
         )  # fmt: skip
         for rank in range(2):
@@ -268,8 +267,8 @@ class Wrapped(Regression):
 
 
 @pytest.mark.parametrize(("strategy", "nproc", "settings"), [
-    ("pipeline", 2, {}), ("pipeline", 3, {"microbatch_size": 2}), ("pipeline", 4, {"mesh": "data=2,pipeline=2"}),
-    ("pipeline", 2, {"schedule": "interleaved"}), ("pipeline", 2, {"cuts": "head"}), ("model_parallel", 3, {}),
+    ("pipeline", 3, {"microbatch_size": 2}), ("pipeline", 2, {"schedule": "interleaved"}),
+    ("pipeline", 2, {"cuts": "head"}), ("model_parallel", 3, {}),
 ], ids=str)  # fmt: skip
 def test_a_model_with_stem_and_head_keywords_and_an_output_of_its_own_equals_one_process(
     strategy, nproc, settings, tmp_path
@@ -293,10 +292,9 @@ class Partial(Regression):
         return torch.optim.AdamW(model[-1].parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_stage_without_anything_to_train_steps_along(precision, trained, tmp_path):
+def test_a_stage_without_anything_to_train_steps_along(trained, tmp_path):
     task = Partial(layered=True, dtype="float32", kind="tokens")
-    settings = {"precision": precision, "clip_norm": 0.1, "microbatch_size": 2, **STEPS}
+    settings = {"precision": "fp16", "clip_norm": 0.1, "microbatch_size": 2, **STEPS}
     one = weights_of(trained(task, **settings))
     many = weights_of(train_case(tmp_path, task, "pipeline", 3, **settings))
     assert largest_difference(one, many) < AS_FLOAT32

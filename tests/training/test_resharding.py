@@ -1,18 +1,19 @@
 """Tensors saved in pieces: any cut is put together again, and read as any other cut."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from dure.comm.groups import Solo
+from dure.comm.groups import ProcessGroup, Solo
 from dure.errors import CheckpointDamaged
+from dure.strategies.optimizer_state import optimizer_to_names
 from dure.training.checkpoint import Checkpoint, Piece, Snapshot, verify
 from dure.training.manifest import seal
+from tests.comm.gloo_ranks import on_ranks
 from tests.training.checkpoint_cases import ThreadGroup, at, new_store
 
 WHOLE = torch.arange(35.0).reshape(5, 7)
@@ -66,80 +67,43 @@ def test_pieces_when_read_by_torchs_distributed_checkpoint_are_the_same(tmp_path
     assert torch.equal(found["w"], WHOLE)
 
 
-FSDP = """
-import json, os, sys, warnings
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from dure.comm.groups import ProcessGroup
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.training.checkpoint import *
-from tests.training.checkpoint_cases import at
+def _steps_of_fsdp(num_ranks: int, root: Path, path: Path | None = None) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Make a step and a checkpoint, or read one, and return the weights after the step behind it."""
 
-rank, world, store, root, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5]
-dist.init_process_group(
-    "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=30)
-)
-torch.manual_seed(rank * (path != ""))
-model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
-fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-def step(seed):
-    inputs = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-if path:
-    checkpoint = Checkpoint.read(Path(path), rank=rank)
-    checkpoint.load_model(model)
-    checkpoint.load_optimizer(model, optimizer)
-else:
-    step(0)
-    named = optimizer_to_names(model, optimizer)
-    snapshot = Snapshot(model=model.state_dict(), optimizer=named)
-    saved = CheckpointStore(root, 2, print).save(snapshot, at(4), ProcessGroup(torch.device("cpu")))
-    path = str(saved.path)
-step(1)
-after = {name: value.full_tensor().flatten().tolist() for name, value in model.state_dict().items()}
-if rank == 0:
-    print(json.dumps({"path": path, "after": after}))
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)
-"""
+    def work(group: ProcessGroup) -> tuple[Path, dict[str, torch.Tensor]]:
+        torch.manual_seed(group.rank if path else 0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+        fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
+        def step(seed: int) -> None:
+            inputs = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
 
-def _run_fsdp(world_size: int, folder: Path, path: str = "") -> dict[str, object]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    store = folder / f"store{len(list(folder.iterdir()))}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", FSDP, str(rank), str(world_size), store, folder / "checkpoints", path],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    answers = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * world_size
-    return json.loads(answers[0])
+        if path:
+            checkpoint = Checkpoint.read(path, rank=group.rank)
+            checkpoint.load_model(model)
+            checkpoint.load_optimizer(model, optimizer)
+        else:
+            step(0)
+            snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
+        saved = path or new_store(root)[0].save(snapshot, at(4), group).path
+        step(1)
+        return saved, {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+    return on_ranks(num_ranks, work)[0]
 
 
 def test_fsdp_when_saved_on_two_ranks_continues_the_same_on_one_and_three(tmp_path):
-    saved = _run_fsdp(2, tmp_path)
-    path = str(saved["path"])
-    assert len(verify(Path(path)).model["0.weight"].pieces) == 2
-    for world_size in (1, 3):
-        resumed = _run_fsdp(world_size, tmp_path, path)
+    path, after = _steps_of_fsdp(2, tmp_path)
+    assert len(verify(path).model["0.weight"].pieces) == 2
+    for num_ranks in (1, 3):
+        _, resumed = _steps_of_fsdp(num_ranks, tmp_path, path)
         # sums of gradients over another number of ranks round differently: float64 leaves 1e-12
-        for name, values in saved["after"].items():
-            assert resumed["after"][name] == pytest.approx(values, abs=1e-12)
+        for name, values in after.items():
+            assert resumed[name].flatten().tolist() == pytest.approx(values.flatten().tolist(), abs=1e-12)
 
 
 def test_fsdp_checkpoint_when_loaded_into_the_plain_model_fits(tmp_path):

@@ -170,3 +170,15 @@ def test_is_equal_of_sparse_and_conjugated_tensors():
     assert is_equal(sparse, sparse.clone())
     assert not is_equal(sparse, 2 * sparse)
     assert is_equal(torch.tensor([1j]).conj(), torch.tensor([-1j]))
+
+
+def test_trial_when_parameters_share_a_storage_then_the_one_that_was_written_to_is_put_back():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    flat = torch.zeros(12)
+    for index, parameter in enumerate([model[0].weight, model[0].bias, model[1].weight]):
+        parameter.data = flat[4 * index : 4 * index + parameter.numel()].view_as(parameter)
+    with Trial(model, keeps_gradients=False) as trial:
+        model[0].weight.data.add_(1)
+        model[1].weight.detach()[0].add_(1)
+    assert list(trial.parameters) == ["0.weight", "1.weight"]
+    assert not flat.any()

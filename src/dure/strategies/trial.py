@@ -155,7 +155,11 @@ class _Writes(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+        self._names: dict[int, list[str]] = {}
+        """Names of the tensors that have a place in a storage: several may share one, as in a flat buffer."""
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                self._names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
         self.tensors = tensors
         self.before: dict[str, Tensor] = {}
 
@@ -168,9 +172,22 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _keep(self, tensor: Tensor) -> None:
-        name = self._names.get(tensor.untyped_storage().data_ptr())
-        if name is not None and name not in self.before:
-            self.before[name] = self.tensors[name].detach().clone()
+        for name in self._names.get(tensor.untyped_storage().data_ptr(), ()):
+            if name not in self.before and _overlap(tensor, self.tensors[name]):
+                self.before[name] = self.tensors[name].detach().clone()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage may have memory in common: the spans from first to last element."""
+    spans = [_span(tensor) for tensor in (one, other) if tensor.numel()]
+    return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
+
+
+def _span(tensor: Tensor) -> range:
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(begin, begin + (last + 1) * size)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

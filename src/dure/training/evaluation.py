@@ -44,6 +44,7 @@ def evaluate(
     *,
     num_samples: int,
     batch_size: int,
+    has_metrics: bool = True,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
@@ -51,6 +52,15 @@ def evaluate(
     Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `exact_sum`, whose
     result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
     random numbers come from its own seed, and those of training go on as if there had been no evaluation.
+
+    Args:
+        task: With loss and metrics.
+        strategy: With the models.
+        loader: Of the data.
+        num_samples: That there are, or the first so many.
+        batch_size: Of each batch but the last.
+        has_metrics: Whether the task's metrics are asked for, too.
+        on_batch: Called before each batch.
 
     Returns:
         `loss` and the task's metrics, each a value and the count it was divided by.
@@ -77,7 +87,10 @@ def evaluate(
         for together in _grouped(zip(mine, batches, strict=True), len(models)):
             on_batch()
             places = zip(models, devices, together, strict=False)
-            calls = [(i, _evaluation_call(task, strategy, model, device, *b)) for model, device, (i, b) in places]
+            calls = [
+                (i, _evaluation_call(task, strategy, model, device, *b, has_metrics=has_metrics))
+                for model, device, (i, b) in places
+            ]
             sums.extend(calls_on_devices.run(calls))
     counted = sums[: _num_own(strategy, len(counts))]
     plain = [
@@ -180,7 +193,14 @@ def _num_own(strategy: Strategy, num_batches: int) -> int:
 
 
 def _evaluation_call(
-    task: Task, strategy: Strategy, model: nn.Module, device: torch.device, batch: Any, num_samples: int
+    task: Task,
+    strategy: Strategy,
+    model: nn.Module,
+    device: torch.device,
+    batch: Any,
+    num_samples: int,
+    *,
+    has_metrics: bool,
 ) -> Callable[[], dict[str, Sum]]:
     def call() -> dict[str, Sum]:
         with strategy.precision.autocast():
@@ -188,7 +208,7 @@ def _evaluation_call(
             loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):
                 loss = _mean_as_sum(loss, num_samples)
-            measured = strategy.computed(task.metrics, model, there)
+            measured = strategy.computed(task.metrics, model, there) if has_metrics else {}
         if not isinstance(measured, dict):
             raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
         if wrong := [name for name, value in measured.items() if not isinstance(value, Sum)]:

@@ -77,7 +77,8 @@ class LateInspection:
             return None
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
-        at_once, in_parts, few = few_evaluated(session, loader, session.eval_samples or session.order.num_samples)
+        num_samples = session.eval_samples or session.order.num_samples
+        at_once, in_parts, few = few_evaluated(session, loader, num_samples, has_metrics=False)
         before.put_back()
         for buffer, value in buffers:
             buffer.copy_(value)

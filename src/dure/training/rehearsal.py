@@ -96,7 +96,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
 
 
 def few_evaluated(
-    session: Session, loader: Loader, num_samples: int
+    session: Session, loader: Loader, num_samples: int, *, has_metrics: bool = True
 ) -> tuple[dict[str, Metric], dict[str, Metric], int]:
     """Evaluate a few samples at once, and in two parts; return both, and how many samples they are.
 
@@ -104,10 +104,18 @@ def few_evaluated(
         session: With task and strategy.
         loader: Of the samples.
         num_samples: Samples that there are.
+        has_metrics: Whether the task's metrics are asked for, too.
     """
     few = min(_NUM_SAMPLES, num_samples)
     at_once, in_parts = (
-        evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
+        evaluate(
+            session.task,
+            session.strategy,
+            loader.without_workers(),
+            num_samples=few,
+            batch_size=size,
+            has_metrics=has_metrics,
+        )
         for size in (few, max(1, few // 2))
     )
     return at_once, in_parts, few

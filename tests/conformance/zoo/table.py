@@ -152,11 +152,16 @@ def main() -> int:
                     print(f"{name} under {strategy}: {verdict}", flush=True)
                 else:
                     table.setdefault(name, {})[strategy] = {"kind": verdict.kind, "detail": verdict.detail}
+        _write(table)
+    _write(table)
+    return min(num_wrong, 1)
+
+
+def _write(table: dict[str, Row]) -> None:
     ordered = {name: {s: table[name][s] for s in STRATEGIES if s in table[name]} for name in FEATURES if name in table}
     VERDICTS.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
     if all(set(row) == set(STRATEGIES) for row in ordered.values()):
         PAGE.write_text(page(ordered))
-    return min(num_wrong, 1)
 
 
 if __name__ == "__main__":

@@ -546,7 +546,10 @@ def pin_host_memory(address: int, num_bytes: int) -> bool:
 
     `pin_memory` allocates memory of its own; this is for memory that is there already.
     """
-    is_pinned = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0
+    runtime = torch.cuda.cudart()
+    if runtime is None:  # of a device that goes by CUDA's name
+        return False
+    is_pinned = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
     if not is_pinned:
         with suppress(RuntimeError):  # the refusal is kept until the next kernel, which would raise it
             torch.zeros((), device="cuda")

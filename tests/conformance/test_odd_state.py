@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 import dure
 from tests.conformance.cases import largest_difference, weights_of
 from tests.conformance.tasks import WIDTH
-from tests.faults.test_restarts import Mortal, restarts_of, train
+from tests.faults.test_restarts import SAMPLES, Mortal, restarts_of, train
 
 
 class Gained(nn.Linear):
@@ -98,5 +98,5 @@ def test_run_when_a_rank_is_killed_goes_on_with_all_state_of_the_task(strategy, 
 def test_run_when_resumed_from_the_disk_goes_on_with_all_state_of_the_task(tmp_path: Path):
     whole = train(tmp_path, "whole", "ddp", 2, Odd())
     begun = train(tmp_path, "begun", "ddp", 2, Odd(), samples=2 * 44)
-    dure.train(resume=begun, samples=200, quiet=True)
+    dure.train(resume=begun, samples=SAMPLES, quiet=True)
     assert largest_difference(weights_of(whole), weights_of(begun)) == 0.0

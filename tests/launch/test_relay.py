@@ -77,8 +77,9 @@ def test_progress_when_it_is_shown_in_a_notebook_then_blanks_stand_for_what_cann
     monkeypatch.setattr(sys, "stderr", stream)
     train(Small, tmp_path, quiet=False)
     assert "\x1b[K" not in stream.getvalue()
-    begin, line, blanks, _ = stream.getvalue().rpartition("\n")[2].split("\r")[-4:]
+    begin, line, blanks, said = stream.getvalue().rstrip("\n").rpartition("\n")[2].split("\r")[-4:]
     assert (begin, blanks) == ("", " " * len(blanks))
+    assert said.startswith("epoch 1  train loss ")
     assert len(blanks) >= len(line.replace("\x1b[36m", "").replace("\x1b[0m", ""))
 
 

@@ -14,6 +14,7 @@ from dure.strategies.batches import Microbatch
 from dure.strategies.options import StrategyOptions
 from dure.strategies.precision import Precision
 from dure.strategies.rpc_model import RpcModel
+from dure.strategies.rpc_model_calls import leads_to
 from dure.strategies.step_facts import Requests
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
@@ -201,3 +202,10 @@ def test_expected_count_when_told_on_a_device_then_reaches_the_host():
     strategy = Told(torch.device("cpu", 0))
     strategy.sync_gradients()
     assert strategy.expectation == 64.0
+
+
+def test_backward_is_said_to_come_to_an_input_only_if_it_does():
+    received = torch.ones(2, requires_grad=True) * 2
+    assert leads_to([(received * 3).sum()], [received])
+    assert not leads_to([(received.detach() * torch.ones(2, requires_grad=True)).sum()], [received])
+    assert leads_to([torch.ones(())], [torch.ones(2)])

@@ -174,7 +174,12 @@ class Pipeline(ReducedFacts):
         self.begin_step(requests)
         self._global_samples = global_samples
         self._found: dict[int, LossTerm] = {}
+        # the rank that calls the loss again begins with the state that it has now
+        changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
+        state = ObjectState(self.objects) if changes else None
         self._calls = [self._noted(microbatch) for microbatch in microbatches]
+        if state is not None:
+            state.put_back()
         number = num_scheduled(self._schedule_name(), len(self._calls), self.stage_ranks.world_size, self.num_stages)
         self._calls += [None] * (number - len(self._calls))
         self._schedule = self._schedule_for(number)
@@ -219,12 +224,7 @@ class Pipeline(ReducedFacts):
         if microbatch.is_stand_in:
             return None
         states = GeneratorStates.now(self.device) if self.leads_share else None
-        # the rank that calls the loss again begins with the state that it has now
-        changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
-        state = ObjectState(self.objects) if changes else None
         args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
-        if state is not None:
-            state.put_back()
         seed = self._seeds.draw()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
         return _Call(microbatch, args, kwargs, states, seed, known)

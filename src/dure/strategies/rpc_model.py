@@ -21,7 +21,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.data.randomness import GeneratorStates
-from dure.errors import DureError, SpecInvalid
+from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch, to_device
 from dure.strategies.divisible import faults_of_parts
@@ -33,7 +33,7 @@ from dure.strategies.pipeline_draws import CommonSeeds, drawing_from
 from dure.strategies.pipeline_part import OwnPart
 from dure.strategies.precision import Precision
 from dure.strategies.reduced_facts import ReducedFacts
-from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, on_host
+from dure.strategies.rpc_model_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.saved_state import StateSource, StrategyState
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
@@ -44,6 +44,12 @@ from dure.strategies.sections import cut_names, faults_of, registered_chain
 from dure.strategies.stand_in import stand_in
 from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.step_hooks import refuse_later_hooks
+
+_UNUSED = (
+    "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
+    "for it for ever: let every batch use it, or use pipeline or ddp"
+)
+"""Sentence about a message between sections that backward would not come to."""
 
 
 class RpcModel(ReducedFacts):
@@ -61,6 +67,8 @@ class RpcModel(ReducedFacts):
         self.drives = self.takes_samples = self.leads_share = group.rank == 0
         self.waits_for_facts = True
         self._seeds = CommonSeeds()
+        self._outputs: list[Sequence[Tensor]] = []
+        """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
         self._threads = threading.local()
         self._num_threads = torch.get_num_threads()
 
@@ -183,6 +191,7 @@ class RpcModel(ReducedFacts):
             failure.exit_code = result.exit_code
             raise failure
         output = to_device(result.value, self.device)
+        self._outputs.append(tensors_of(output))
         self._count_sent(call, output, only_gradients=True)
         return output
 
@@ -210,6 +219,8 @@ class RpcModel(ReducedFacts):
                 (begin, None if is_last else end), call.args, call.kwargs, received=received.value,
                 known=received.known, device=self.device,
             )  # fmt: skip
+        if call.has_gradient and not leads_to(tensors_of(value), tensors_of(received.value)):
+            raise TaskInvalid(_UNUSED.format(what=f"what the section before {self.plan.calls[begin]} gives"))
         self._count_sent(call, value)
         self._count_sent(call, received.value, only_gradients=True)
         return Result(value, [*received.known, *learned])
@@ -238,7 +249,10 @@ class RpcModel(ReducedFacts):
             # a context of its own: a second backward in one context waits forever (2.11 and 2.13)
             self._open_context.close()
             self._context_id = self._open_context.enter_context(autograd.context())
+            self._outputs = []
             term = self.loss_term(model, microbatch, global_samples)
+            if not all(leads_to([term.root], output) for output in self._outputs):
+                raise TaskInvalid(_UNUSED.format(what="the model's output"))
             autograd.backward(self._context_id, [self.precision.scale(term.root)])
             self._collect(self._context_id)
             self.add_term(term)

@@ -1,6 +1,7 @@
 """What goes between the ranks of an rpc_model: a call of the model, and what a section gives for it."""
 
 import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,29 @@ class Failed(NamedTuple):
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
         return cls(f"rank {rank} failed in its section: {type(error).__name__}: {error}\n  {where}", FAILED)
+
+
+def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
+    """Return whether backward from some tensors comes to one of others; also where none of these has a gradient.
+
+    torch's distributed backward waits for each message that carried a gradient, for ever if nothing leads to it.
+    """
+    ends = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
+    if not ends:
+        return True
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = {id(node) for node in waiting}
+    alive: list[Any] = []  # so that no other node gets its id
+    while waiting:
+        node = waiting.pop()
+        alive.append(node)
+        if any(node is end for end in ends):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and id(following) not in seen:
+                seen.add(id(following))
+                waiting.append(following)
+    return False
 
 
 def on_host(result: Any) -> Any:

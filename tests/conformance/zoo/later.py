@@ -387,3 +387,29 @@ class OwnGenerator(Samples):
 class SeldomAugmented(ZooTask):
     def train_data(self) -> Any:
         return OwnGenerator(*data())
+
+
+class Pair(nn.Module):
+    """Two networks in one model, of which a call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(OUT, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, IN))
+        self.critic = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+    def forward(self, x: Tensor, y: Tensor, *, is_critics: bool) -> tuple[Tensor, ...]:
+        made = self.generator(y)
+        return (self.critic(x), self.critic(made.detach())) if is_critics else (self.critic(made),)
+
+
+@feature("Later", "a GAN in one model, whose calls take turns by a counter of the task", declares=KEPT)
+class TakingTurns(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return Pair().double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        self.calls += model.training
+        outputs = model(x, y, is_critics=self.calls % 2 == 1)
+        return sum(functional.softplus(output if number else -output).mean() for number, output in enumerate(outputs))

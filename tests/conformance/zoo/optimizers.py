@@ -228,7 +228,7 @@ class AddedGroup(ZooTask):
 
     def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
         def factor(seen: int) -> float:
-            if seen > 20 and len(optimizer.param_groups) == 1:
+            if seen > 30 and len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": self.later})
             return 1.0
 

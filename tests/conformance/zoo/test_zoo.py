@@ -60,7 +60,9 @@ def test_cell_has_the_verdict_of_the_table(name, strategy, references, tmp_path)
     if not is_available(feature):
         pytest.skip(f"needs {feature.needs} (make zoo)")
     verdict = worst(run_cell(feature, strategy, way, references(name), tmp_path) for way in ways_of(feature, strategy))
-    assert verdict.kind == read_verdicts()[name][strategy]["kind"], verdict.detail
+    known = read_verdicts()[name][strategy]["kind"]
+    # threads may happen to draw in the order of one device
+    assert verdict.kind == known or (known, verdict.kind) == ("declared", "exact"), verdict.detail
 
 
 @pytest.mark.parametrize(("name", "strategy"), IN_MICROBATCHES)

@@ -426,6 +426,15 @@ def test_what_cannot_be_sharded_is_refused_before_any_process_starts(what, setti
     assert not list(tmp_path.iterdir())
 
 
+class RateInTensor(Regression):
+    def build_optimizer(self, model):
+        return optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+
+
+def test_settings_in_tensors_are_compared_between_ranks_by_value(tmp_path):
+    train_case(tmp_path, RateInTensor(), "fsdp", 2, global_batch_size=4, samples=8)
+
+
 @pytest.mark.parametrize("setting", ["reshard_after_forward", "activation_checkpointing", "cpu_offload"])
 def test_settings_of_fsdp_are_refused_elsewhere(setting, tmp_path):
     match = rf"{setting} is True but strategy ddp cannot honour it: choose strategy=.fsdp"

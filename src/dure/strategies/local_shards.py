@@ -24,7 +24,7 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.batches import map_tensors
 from dure.strategies.divisible import reason_not_to_cut
-from dure.strategies.optimizer_state import optimizer_to_names, settings_of
+from dure.strategies.optimizer_state import optimizer_to_names
 from dure.strategies.reduced_facts import ReducedFacts
 from dure.strategies.replica_state import ReplicaState, replica_state
 from dure.strategies.saved_state import StateSource, StrategyState
@@ -169,8 +169,12 @@ class ShardedStrategy(ReducedFacts):
 
         Communication: one gathered JSON message.
         """
-        mine = repr(settings_of(self.optimizer))
-        if len(set(self.group.all_gather_json(mine))) > 1:
+        mine = [
+            {key: _plain_setting(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        everyones = self.group.all_gather_json(mine)
+        if any(settings != everyones[0] for settings in everyones):
             raise TaskInvalid(
                 f"build_optimizer gave {type(self.optimizer).__name__} other settings on each rank, from the part of "
                 f"the weights that {self.info.name} leaves there: compute them in build_model, where weights are whole"
@@ -219,6 +223,15 @@ class ShardedStrategy(ReducedFacts):
         source.load_model(self.model)
         with self.shards.whole():
             source.load_optimizer(self.model, self.optimizer)
+
+
+def _plain_setting(value: Any) -> Any:
+    """Return a setting's numbers, to be compared between ranks; None for what has none."""
+    if isinstance(value, Tensor):
+        return str(_local(value).tolist()) if value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_plain_setting(item) for item in value]
+    return str(value) if isinstance(value, bool | int | float | str) else None
 
 
 def share_bytes(parameters: Iterable[Tensor]) -> int:

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
+from dure.errors import DataInvalid
 from dure.strategies.object_state import ObjectState
 from dure.training.loss_inspection import tolerance_of
 from dure.training.rehearsal import few_evaluated
@@ -78,10 +79,14 @@ class LateInspection:
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
         num_samples = session.eval_samples or session.order.num_samples
-        at_once, in_parts, few = few_evaluated(session, loader, num_samples, has_metrics=False)
-        before.put_back()
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        try:
+            at_once, in_parts, few = few_evaluated(session, loader, num_samples, has_metrics=False)
+        except DataInvalid:  # on all ranks alike: none of these samples counts
+            return None
+        finally:
+            before.put_back()
+            for buffer, value in buffers:
+                buffer.copy_(value)
         one, other = at_once["loss"].value, in_parts["loss"].value
         tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         if math.isclose(one, other, rel_tol=tolerance) or not math.isfinite(one + other):

@@ -109,6 +109,55 @@ def test_loss_that_is_a_mean_over_samples_or_a_sum_with_its_count_is_left_alone(
     assert traits_of(loss).not_additive is None
 
 
+def attended(model, x, task):
+    attention = functional.scaled_dot_product_attention
+    return model(attention(x[:, None], x[:, None], x[:, None], dropout_p=0.2)[:, 0]).square().mean()
+
+
+DRAWING = [
+    lambda x, task: x + torch.randn_like(x),
+    lambda x, task: x + torch.rand(x.shape, dtype=x.dtype),
+    lambda x, task: x * torch.empty_like(x).uniform_(0.5, 1.5),
+    lambda x, task: x * torch.empty_like(x).exponential_(2.0),
+    lambda x, task: x * torch.empty_like(x).normal_(1.0, 0.1),
+    lambda x, task: x * torch.randint(1, 5, (len(x), 1)),
+    lambda x, task: x * torch.bernoulli(x.sigmoid()),
+    lambda x, task: torch.distributions.Normal(x, 0.1).rsample(),
+    lambda x, task: torch.distributions.Categorical(logits=x).sample()[:, None] * x,
+    lambda x, task: functional.gumbel_softmax(x),
+    lambda x, task: functional.dropout(x, 0.3),
+    lambda x, task: torch.native_dropout(x, 0.3, train=True)[0],
+    lambda x, task: x[:, torch.randperm(x.shape[1])],
+    lambda x, task: torch.stack([row * torch.rand(()) for row in x]),
+    lambda x, task: x * torch.rand(1, generator=task.generator, dtype=x.dtype),
+    lambda x, task: x * torch.from_numpy(np.random.rand(len(x), 1)),
+]
+
+
+@pytest.mark.parametrize("changed", DRAWING)
+def test_loss_that_draws_is_not_said_to_compare_samples(changed):
+    traits = traits_of(lambda model, x, task: model(changed(x, task)).square().mean())
+    assert traits.draws
+    assert traits.not_additive is None
+
+
+@pytest.mark.parametrize("changed", DRAWING[:-1])
+def test_loss_that_draws_and_compares_samples_is_found(changed):
+    traits = traits_of(lambda model, x, task: model(changed(x, task)).square().mean() + model(x).std())
+    assert traits.draws
+    assert "with constants for its random numbers" in traits.not_additive
+
+
+def test_loss_that_mixes_samples_at_random_is_found():
+    assert traits_of(lambda model, x, task: model(x * x[torch.randperm(len(x))]).square().mean()).not_additive
+
+
+def test_loss_with_dropout_in_attention_is_not_said_to_compare_samples():
+    traits = traits_of(attended)
+    assert traits.draws
+    assert traits.not_additive is None
+
+
 def of_nonzero(model, x, task):
     return model(x[x[:, 0] != 0]).square().mean()
 

@@ -23,6 +23,7 @@ from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial, is_equal
 from dure.training.call_watches import StateOfForward, StateOfModules
+from dure.training.constant_draws import ConstantDraws
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
@@ -45,6 +46,8 @@ _WIDE_SECONDS = 1.0
 """Time in which comparisons of them begin."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
+_QUANTILES = (0.03, 0.5)
+"""Where constants stand for random numbers, which: a few of a hundred mask tokens, and half of them drop values."""
 _LATER_SECONDS = 2.0
 """Time in which the calls for a second look begin."""
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -253,12 +256,25 @@ class LossInspection:
 
     def _additivity(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
-        whole = self._tried(places, as_in_training=False)
-        parts = [self._tried(part, as_in_training=False) for part in _parts_of(places)]
+        whole, *parts = (self._tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
         if any(one.trial.has_drawn for one in (whole, *parts)):
-            return None  # whoever draws is known to give another loss each time
+            return self._additivity_of_constants(places)
         difference = self._difference(whole.value, [part.value for part in parts])
         return difference or self._difference_of_gradients(whole, parts)
+
+    def _additivity_of_constants(self, places: range) -> str | None:
+        """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
+        for quantile in _QUANTILES:
+            whole, *parts = (
+                self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                for part in (places, *_parts_of(places))
+            )
+            if any(one.trial.has_drawn for one in (whole, *parts)):
+                return None  # by other means than torch's, so that it is another loss each time
+            difference = self._difference(whole.value, [part.value for part in parts])
+            if difference := difference or self._difference_of_gradients(whole, parts):
+                return f"{difference} (with constants for its random numbers)"
+        return None
 
     def late_difference(self, num_samples: int) -> str | None:
         """Compare the losses of samples with those of their parts, during the run; return figures, or None."""
@@ -332,9 +348,11 @@ class LossInspection:
         as_in_training: bool,
         gradients: Mapping[str, Tensor] | None = None,
         scale: float = 1.0,
+        draws: AbstractContextManager[Any] | None = None,
     ) -> "_Tried":
         batch = self._fetch(places)
-        with silent(), Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes) as trial:
+        trial = Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes)
+        with silent(), trial, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None

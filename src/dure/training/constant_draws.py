@@ -1,0 +1,112 @@
+"""Random tensors without randomness: every draw of torch gives one value, whatever its shape.
+
+A loss that draws gives another value at each call, so the loss of a batch cannot be compared with those of its parts.
+With constant draws it can.
+"""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class ConstantDraws(TorchDispatchMode):
+    """A context in which torch's random operations give constants and leave generators alone.
+
+    Operations that are not known here, and draws of Python and NumPy, are made as always: generators show them.
+    """
+
+    def __init__(self, quantile: float) -> None:
+        """Choose the constants.
+
+        Args:
+            quantile: Of each distribution, the value at this fraction is drawn; above 0 and below 1.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._quantile = quantile
+        self._normal = statistics.NormalDist().inv_cdf(quantile)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make one operation, or give its constant."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            drawn = self._drawn(func, args, kwargs)
+            if drawn is not None:
+                return drawn
+        return func(*args, **kwargs)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation gives, or None where it is not known."""
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if "out" in given:
+            return None
+        kind = func.overloadpacket
+        if kind is aten.native_dropout:
+            return self._dropped(given["input"], given["p"])
+        if kind in _IN_PLACE or kind in _LIKE:
+            target = given["self"]
+            if kind in _LIKE:
+                target = torch.empty_like(target, dtype=given.get("dtype"), device=given.get("device"))
+            return self._fill(kind, target, given)
+        if kind in _BY_SIZE:
+            target = torch.empty(given.get("size", (given.get("n"),)), **_options(given, kind))
+            return self._fill(kind, target, given)
+        if kind in (aten.normal, aten.bernoulli, aten.multinomial):
+            return self._from_parameters(kind, given)
+        return None
+
+    def _fill(self, kind: Any, target: Tensor, given: dict[str, Any]) -> Any:
+        """Write the constant of a distribution, with its parameters, into a tensor."""
+        quantile = self._quantile
+        if kind in (aten.rand, aten.rand_like):
+            return target.fill_(quantile)
+        if kind in (aten.randn, aten.randn_like):
+            return target.fill_(self._normal)
+        if kind in (aten.randint, aten.randint_like):
+            low, high = given.get("low", 0), given["high"]
+            return target.fill_(low + int(quantile * (high - low)))
+        if kind is aten.randperm:  # a turn by one, for a constant is no permutation
+            return target.copy_(torch.arange(len(target)).roll(1))
+        if kind is aten.uniform_:
+            begin, end = given.get("from", 0.0), given.get("to", 1.0)
+            return target.fill_(begin + quantile * (end - begin))
+        if kind is aten.normal_:
+            return target.fill_(given.get("mean", 0.0) + self._normal * given.get("std", 1.0))
+        if kind is aten.exponential_:
+            return target.fill_(-math.log(1 - quantile) / given.get("lambd", 1.0))
+        return target.copy_(torch.as_tensor(quantile < given.get("p", 0.5)))  # bernoulli_
+
+    def _from_parameters(self, kind: Any, given: dict[str, Any]) -> Any:
+        """Return draws of a distribution whose parameters are tensors, each element for itself."""
+        if kind is aten.normal:
+            mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+            if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
+                return None
+            return mean + self._normal * std
+        if kind is aten.bernoulli:
+            own = given["self"]
+            return torch.empty_like(own).copy_(torch.as_tensor(self._quantile < given.get("p", own)))
+        if given["num_samples"] > given["self"].shape[-1]:
+            return given["self"].argmax(-1, keepdim=True).expand(*given["self"].shape[:-1], given["num_samples"])
+        return given["self"].topk(given["num_samples"], -1).indices
+
+    def _dropped(self, value: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+        is_kept = self._quantile >= probability
+        factor = 1 / (1 - probability) if is_kept else 0.0
+        return value * factor, torch.full_like(value, is_kept, dtype=torch.bool)
+
+
+_IN_PLACE = (aten.uniform_, aten.normal_, aten.exponential_, aten.bernoulli_)
+_LIKE = (aten.rand_like, aten.randn_like, aten.randint_like)
+_BY_SIZE = (aten.rand, aten.randn, aten.randint, aten.randperm)
+
+
+def _options(given: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the options of a new tensor."""
+    dtype = given.get("dtype") or (torch.int64 if kind in (aten.randint, aten.randperm) else None)
+    return {"dtype": dtype, "device": given.get("device")}

@@ -307,12 +307,15 @@ def divide_optimizer(
 # -- hooks on the step of optimisers ---------------------------------------------------------------------------------
 
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Registries of an optimiser's hooks, which one that does not call `Optimizer.__init__` lacks."""
+
+
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return what runs before and after an optimiser's step, but for torch's own (private in torch)."""
     module = importlib.import_module("torch.optim.optimizer")
     hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
+        *(hook for name in _STEP_HOOKS for hook in getattr(optimizer, name, {}).values()),
         *module._global_optimizer_pre_hooks.values(),
         *module._global_optimizer_post_hooks.values(),
     ]
@@ -329,12 +332,12 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
     step = optimizer.step
     module = importlib.import_module("torch.optim.optimizer")
     places = [
-        *((optimizer, name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        *((optimizer, name) for name in _STEP_HOOKS),
         *((module, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
     ]
 
     def step_alone(*args: Any, **kwargs: Any) -> Any:
-        kept = [getattr(holder, name) for holder, name in places]
+        kept = [getattr(holder, name, OrderedDict()) for holder, name in places]
         for holder, name in places:
             setattr(holder, name, OrderedDict())
         try:
@@ -356,8 +359,8 @@ def share_step_hooks(
         part: Keeps its hooks, for those who register and remove them.
         merge: Makes the hooks that run of those of the optimiser and those of the part.
     """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(optimizer, name, merge(getattr(optimizer, name), getattr(part, name)))
+    for name in _STEP_HOOKS:
+        setattr(optimizer, name, merge(getattr(optimizer, name), getattr(part, name, {})))
     part.step = step_without_hooks(part)  # type: ignore[method-assign]
 
 

@@ -99,17 +99,63 @@ class Needy(optim.SGD):
     """Steps only parameters of one shape, so that no stand-in will do."""
 
     def step(self, closure=None):
-        assert all(p.shape[1] in (7, 5) for group in self.param_groups for p in group["params"])
+        assert all(p.shape[1] in (7, 5) for group in self.param_groups for p in group["params"]), "which shape?"
 
 
-def test_optimiser_when_it_takes_no_stand_ins_then_nothing_is_held_against_it():
-    assert reason_not_to_divide(Needy(nn.Linear(7, 5, bias=False).parameters(), lr=0.1)) is None
+def test_optimiser_when_it_takes_no_stand_ins_then_its_error_is_the_reason():
+    needy = Needy(nn.Linear(7, 5, bias=False).parameters(), lr=0.1)
+    assert reason_not_to_divide(needy) == "its step failed in a trial with AssertionError: which shape?"
+
+
+class Clipping(optim.SGD):
+    """Clips by the norm of all gradients."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+class Wrapper(Optimizer):
+    """Clips, and steps by another optimiser, with which it shares groups and state."""
+
+    def __init__(self, parameters, lr):
+        self.inner = optim.SGD(parameters, lr=lr)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        self.inner.step()
+
+
+def test_optimiser_that_steps_by_another_one_is_not_divided():
+    assert reason_not_to_divide(Wrapper(model().parameters(), lr=0.1)).startswith("it steps by another optimiser")
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_optimiser_when_a_warm_up_begins_at_zero_then_it_is_tried_with_another_rate(rate):
+    assert "depends on the others" in reason_not_to_divide(Clipping(model().parameters(), lr=rate))
+    assert reason_not_to_divide(optim.SGD(model().parameters(), lr=rate)) is None
+
+
+class Resting(optim.SGD):
+    """Steps once in a hundred calls."""
+
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls % 100 == 0:
+            super().step()
+
+
+def test_optimiser_when_a_trial_changes_nothing_then_it_is_not_divided():
+    assert "changed nothing" in reason_not_to_divide(Resting(model().parameters(), lr=0.1))
 
 
 class Crowded(optim.SGD):
     """Cannot do without any of its parameters."""
 
     def step(self, closure: None = None) -> None:
+        super().step()
         assert len(self.param_groups[0]["params"]) >= 2, "where is the other one?"
 
 

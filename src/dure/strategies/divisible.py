@@ -1,4 +1,4 @@
-"""Whether an optimiser may be given a part of its parameters and still do to each what it would have done."""
+"""Trials of optimisers: given a part of its parameters, does one do to each what it would have done?"""
 
 import copy
 import inspect
@@ -114,16 +114,21 @@ class _Trial:
         everything = range(len(self._parameters))
         if name := self._list_beside_state():
             return f"it keeps tensors in a list of its own ({name}), in the order of all parameters"
+        if name := self._held_optimizer():
+            return f"it steps by another optimiser ({name}), which has all parameters"
         generators = GeneratorStates.now(*self.devices)
         try:
             together = self._step(everything)
         except Exception as error:
-            # that it cannot be tried out on stand-ins says nothing against it
-            return NEEDS_CLOSURE if "closure" in str(error).lower() else None
+            if "closure" in str(error).lower():
+                return NEEDS_CLOSURE
+            return f"its step failed in a trial with {type(error).__name__}: {error}"
         if self._has_rebound:
             return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
         if not GeneratorStates.now(*self.devices).is_same_as(generators):
             return "it draws random numbers, which come in the order of all parameters"
+        if everything and all(torch.equal(together[position], self._values[position]) for position in everything):
+            return f"{_NUM_STEPS} steps of a trial changed nothing, which shows nothing of what they would change"
         extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"
@@ -145,16 +150,17 @@ class _Trial:
                 return name
         return None
 
+    def _held_optimizer(self) -> str | None:
+        """Return the name of an attribute that is, or lists, another optimiser."""
+        for name, value in vars(self._optimizer).items():
+            if any(isinstance(held, Optimizer) for held in (value if isinstance(value, list | tuple) else [value])):
+                return name
+        return None
+
     def reason_of_halves(self) -> str | None:
         """Return why the halves of the stand-ins, cut in either of two dimensions, do not step as the wholes do."""
         everything = range(len(self._parameters))
-        for name, value in vars(self._optimizer).items():
-            if any(isinstance(held, Optimizer) for held in (value if isinstance(value, list | tuple) else [value])):
-                return f"it steps by another optimiser ({name}), whose state no checkpoint would have"
-        try:
-            together = self._step(everything)
-        except Exception:
-            return None  # as above
+        together = self._step(everything)  # as it did above
         for half in (_Half(dim, number) for dim in (0, 1) for number in (0, 1)):
             try:
                 alone = self._step(everything, half)
@@ -170,7 +176,7 @@ class _Trial:
         chosen = {position: cut(self._values[position]).clone().requires_grad_() for position in positions}
         self._optimizer.param_groups = [
             {
-                **copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")}),
+                **_settings(group),
                 "params": [chosen[position] for position in chosen if self._group_of[position] == index],
             }
             for index, group in enumerate(self._groups)
@@ -205,6 +211,14 @@ class _Half:
         if self.dim >= tensor.dim() or tensor.size(self.dim) < 2:
             return tensor
         return tensor.chunk(2, self.dim)[self.number]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group's settings with a learning rate: a warm-up may begin at zero."""
+    settings = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    if "lr" in settings and not settings["lr"]:
+        settings["lr"] = settings.get("initial_lr") or 0.01
+    return settings
 
 
 def _nearly_equal(one: Tensor, other: Tensor) -> bool:

@@ -60,5 +60,7 @@ class Place:
     """Of each rank of this host, memory that outlives it: what is written there is there in the next round."""
     microbatch_size: int | None = None
     """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""
+    stopped_by: int | None = None
+    """Stop signal that ended a round: the ranks save the snapshots in memory, and end."""
     trusted_samples: int | None = None
     """Samples seen up to where the run is known to be right, if it is not trusted beyond: it goes on from there."""

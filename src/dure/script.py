@@ -33,7 +33,6 @@ from dure.stopping import stop_exit_code
 from dure.telling import tell
 
 _ENTRY = "dure.launch.script_worker"
-_GRACE_SECONDS = 30.0
 """What a script has to end after a signal, as under torchrun."""
 
 
@@ -52,6 +51,7 @@ class ScriptSettings:
     on_hang: str = "wait"
     """`wait` only says why: a script may have good reasons to let some ranks wait."""
     hang_after: float | None = None
+    grace_seconds: float = 30.0
     threads: int | None = None
     local_rank_argument: str = "auto"
     """`auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
@@ -219,7 +219,9 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 restarts=RestartPolicy(most=settings.max_restarts, after_any=True),
                 on_restart=lambda restart: _note_restart(run, restart, settings),
                 serves_store=True,
-                stop_grace_seconds=_GRACE_SECONDS,
+                stop_grace_seconds=settings.grace_seconds,
+                grace_seconds=settings.grace_seconds,
+                on_stopping=tell,
                 end_grace_seconds=None,
                 hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang),
                 on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
@@ -273,6 +275,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         for name, value, is_right, words in (
             ("max_restarts", settings.max_restarts, settings.max_restarts >= 0, "of at least 0"),
             ("hang_after", settings.hang_after or 0, settings.hang_after is None or settings.hang_after > 0, "above 0"),
+            ("grace_seconds", settings.grace_seconds, settings.grace_seconds > 0, "above 0"),
             ("threads", settings.threads or 0, settings.threads is None or settings.threads > 0, "above 0"),
         )
         if not is_right

@@ -44,13 +44,15 @@ def undisturbed(prewarmed: Prewarmed, tmp_path_factory: pytest.TempPathFactory) 
     return weights(prewarmed, folder, run.path)
 
 
-def check_nothing_lost(prewarmed: Prewarmed, folder: Path, run: RunFiles, undisturbed: dict) -> None:
+def check_nothing_lost(
+    prewarmed: Prewarmed, folder: Path, run: RunFiles, undisturbed: dict, *, may_undo: bool = False
+) -> None:
     resumed = prewarmed.run(folder, "train", "--resume", run.path)
     assert resumed.code == 0, resumed.err
     assert run.summary()["status"] == "completed"
     for name, tensor in weights(prewarmed, folder, run.path).items():
         assert torch.equal(tensor, undisturbed[name]), name
-    assert not (run.path / "undone.jsonl").exists()
+    assert may_undo or not (run.path / "undone.jsonl").exists()
     for epoch in range(2):
         used = [i for rank in (0, 1) for r in run.records(rank) if r["epoch"] == epoch for i in r["samples"]]
         assert sorted(used) == list(range(97))
@@ -292,3 +294,60 @@ def test_signal_when_an_import_swallows_it_then_it_stops_the_run_all_the_same(np
     command = prewarmed.run(tmp_path, "train", "swallows.py:Faulty", "--nproc", nproc, "--name", "run")
     assert (command.code, command.err) == (143, "dure: stopped\n")
     assert not (tmp_path / "runs/run").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_signal_when_ranks_hang_then_the_last_step_is_saved_within_the_grace_time(
+    strategy, prewarmed, tmp_path, undisturbed
+):
+    fault = ("--task.fault", "hang", "--task.rank", 1, "--task.step", 9, "--task.once", tmp_path / "hung")
+    more = ("--strategy", strategy, "--on-hang", "wait", "--grace-seconds", 6, *fault)
+    command, run = start(prewarmed, tmp_path, *more)
+    command.wait_for((tmp_path / "hung").exists, "the hang")
+    time.sleep(0.3)
+    sent = time.monotonic()
+    command.send(signal.SIGTERM)
+    assert command.wait(9) == 143, command.err
+    assert time.monotonic() - sent < 7  # the ranks by 6; the rest is the summary, as above
+    assert "stopping: waiting for step " in command.err
+    assert "faulty_task.py" in command.err  # where a rank is that did not stop
+    assert run.checkpoints()[-1] == f"samples-{run.records(0)[-1]['samples_seen']:012d}"
+    assert run.records(0)[-1]["samples_seen"] >= 8
+    if strategy == "ddp":
+        check_nothing_lost(prewarmed, tmp_path, run, undisturbed, may_undo=True)
+
+
+@pytest.mark.faults
+def test_signal_when_ranks_are_held_then_the_last_step_is_saved(prewarmed, tmp_path, undisturbed):
+    command, run = start(prewarmed, tmp_path, "--grace-seconds", 5)
+    run.wait_for("training", command)
+    command.wait_for(lambda: len(run.records(0)) > 3, "some steps")
+    for pid in command.ranks(2):
+        os.kill(pid, signal.SIGSTOP)
+    command.send(signal.SIGUSR1)
+    assert command.wait(8) == 75, command.err
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed, may_undo=True)
+
+
+@pytest.mark.faults
+def test_signal_when_ranks_hang_before_the_first_step_then_nothing_is_saved(prewarmed, tmp_path):
+    fault = ("--task.fault", "hang", "--task.place", "build_model", "--task.rank", 1)
+    command, _ = start(prewarmed, tmp_path, "--grace-seconds", 1, *fault)
+    command.ranks(2)
+    for pid in command.ranks(2):
+        os.kill(pid, signal.SIGSTOP)
+    command.send(signal.SIGTERM)
+    assert command.wait(3) == 143, command.err
+    assert "stopped before the first checkpoint" in command.err
+
+
+def test_first_ctrl_c_when_a_step_is_long_then_it_says_what_it_waits_for(prewarmed, tmp_path):
+    command = prewarmed.start(tmp_path, *BASE, "--name", "run", "--task.pause-seconds", 6)
+    RunFiles(tmp_path / "runs/run").wait_for("training", command)
+    command.send(signal.SIGINT)
+    said = "stopping: waiting for step 1 to end (begun "
+    command.wait_for(lambda: said in command.err, "the answer")
+    assert "A second Ctrl-C ends the ranks at once" in command.err
+    command.send(signal.SIGINT)
+    assert command.wait(2) == 130

@@ -74,6 +74,9 @@ def run(
             show_default=False,
         ),
     ] = None,
+    grace_seconds: Annotated[
+        float, Parameter(help="seconds from a stop signal until ranks that have not ended are ended")
+    ] = 30.0,
     threads: Annotated[
         int | None, Parameter(help="CPU threads per rank (default: cores / ranks)", show_default=False)
     ] = None,
@@ -108,6 +111,7 @@ def run(
             max_restarts=max_restarts,
             on_hang=on_hang,
             hang_after=hang_after,
+            grace_seconds=grace_seconds,
             threads=threads,
             local_rank_argument=local_rank_argument,
             with_prefix=not no_prefix,

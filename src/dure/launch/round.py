@@ -16,6 +16,7 @@ from dure.launch.hang import HangVerdict, explain
 from dure.launch.joint_look import JointLook
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import pass_on_signal, signals_held_back
+from dure.launch.stop_limit import StopLimit
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.watchdog import Watchdog
@@ -28,6 +29,8 @@ _RESTART_GRACE_SECONDS = 0.1
 _POLL_SECONDS = 0.02
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
+_STOP_LOOK_SECONDS = 0.1
+"""The longest sleep after a stop signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     look = joint_look(launch, workers, memory, watchdog)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
+    stop = StopLimit(launch, memory.heartbeats)
     have_been_asked = False
     while True:
         alive = _still_alive(workers)
@@ -114,18 +118,42 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             _fall_silent(launch.nodes, alive)
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
             others += launch.nodes.descriptors
+        if received:
+            grace = _least(grace, _time_to_stop(launch, stop, workers))
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
+            if received:
+                _say_why_none_stops(launch, workers, memory)
             return None
-        _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
+        most = _STOP_LOOK_SECONDS if received else _LOOK_SECONDS
+        _sleep_until_one_ends(alive, most if left is None else min(most, left), others)
         if launch.logs is not None:
             launch.logs.go_on()
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
                 return hang
+
+
+def _time_to_stop(launch: Launch, stop: StopLimit, workers: list[Worker]) -> float:
+    """Return the seconds that ranks have left after a stop signal, and say what they are waited for."""
+    alive = [worker.rank for worker in workers if worker.end is None]
+    seconds = stop.seconds_left(alive)
+    if launch.on_stopping is not None and (text := stop.words(alive)) is not None:
+        show_what_was_said(launch, workers)
+        launch.on_stopping(text)
+    return seconds
+
+
+def _say_why_none_stops(launch: Launch, workers: list[Worker], memory: KeptMemory) -> None:
+    """Report where the ranks are that have not followed a stop signal."""
+    if launch.hangs is None or launch.nodes is not None:
+        return
+    last = min(memory.heartbeats.last(worker.rank).time for worker in workers if worker.end is None)
+    if last:
+        report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:

@@ -11,6 +11,7 @@ from dure.launch.passed_signals import StoppedBeforeStart, passing_signals_on
 from dure.launch.restarts import Restart, Restarts
 from dure.launch.round import Outcome, decide_to_fork, kill_all, listening_on, run_round, show_what_was_said
 from dure.launch.several import run_on_nodes
+from dure.launch.stop_limit import save_seconds
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 __all__ = ["Outcome", "as_decided", "run_workers"]
@@ -43,6 +44,11 @@ def run_workers(launch: Launch) -> Outcome:
                 with _loopback_store() as store:
                     hang = run_round(launch, workers, memory, round_number, received, store, by_fork=by_fork)
                 ends = [worker.end for worker in workers if worker.end is not None]
+                if was_ended_before_it_saved(launch, workers, received) and memory.has_begun(launch.num_processes):
+                    workers.clear()
+                    seconds = save_seconds(launch)
+                    launch = replace(launch, stopped_by=received[0], grace_seconds=seconds, on_stopping=None)
+                    continue
                 if received or (hang is not None and launch.hangs is not None and launch.hangs.action == "stop"):
                     restart = None
                 elif hang is not None:
@@ -69,6 +75,13 @@ def run_workers(launch: Launch) -> Outcome:
         )
 
 
+def was_ended_before_it_saved(launch: Launch, workers: list[Worker], received: list[int]) -> bool:
+    """Return whether ranks were ended after one stop signal that they did not follow, with snapshots left to save."""
+    is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
+    ends = [worker.end for worker in workers if worker.end is not None]
+    return is_first and bool(ends) and all(end.was_stopped or end.is_tolerated for end in ends)
+
+
 def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
     """Return what the next round is to be told."""
     if restart.microbatch_sizes is not None:
@@ -76,8 +89,7 @@ def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
     if restart.go_back_to is not None:
         return replace(launch, trusted_samples=restart.go_back_to)
     # a rank that has begun a step knows that all have forgotten what was not to be trusted
-    has_begun = any(memory.heartbeats.last(rank).step > 0 for rank in range(launch.num_processes))
-    return replace(launch, trusted_samples=None) if has_begun else launch
+    return replace(launch, trusted_samples=None) if memory.has_begun(launch.num_processes) else launch
 
 
 @contextmanager

@@ -56,6 +56,12 @@ class Launch:
     """Whether a process of its own serves the store; otherwise rank 0 does."""
     stop_grace_seconds: float = 2.0
     """What the other ranks get after one followed a signal: its checkpoint is written, or there was nothing to save."""
+    grace_seconds: float = 30.0
+    """Seconds from a stop signal until ranks that have not ended are ended."""
+    saves_snapshots: bool = False
+    """Whether the snapshots in memory of ranks that had to be ended are saved by ranks that are started once more."""
+    stopped_by: int | None = None
+    """The stop signal after which the ranks only save the snapshots in memory."""
     end_grace_seconds: float | None = 10.0
     """What they get after one ended in order; ample where they have met in a barrier before. None: any time."""
     most_seconds: float | None = None
@@ -64,6 +70,8 @@ class Launch:
     """None: nobody looks whether ranks hang."""
     on_hang: Callable[["HangVerdict"], None] | None = None
     """Told of each hang, before anything is done about it."""
+    on_stopping: Callable[[str], None] | None = None
+    """Told what a stop waits for, if that takes a while."""
     on_restart: Callable[[Restart], None] | None = None
     """Told of each restart before it happens."""
     microbatch_size: int | None = None
@@ -192,6 +200,10 @@ class KeptMemory:
         """What a process must inherit to use it."""
         return self.heartbeat_fd, *self.snapshot_fds
 
+    def has_begun(self, num_ranks: int) -> bool:
+        """Return whether a rank has begun a step after the first one."""
+        return any(self.heartbeats.last(rank).step > 0 for rank in range(num_ranks))
+
     def forget(self) -> None:
         """Forget all snapshots: others have gone on meanwhile, from another one."""
         for descriptor in self.snapshot_fds:
@@ -291,6 +303,7 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
         round=round_number,
         microbatch_size=launch.microbatch_size,
         trusted_samples=launch.trusted_samples,
+        stopped_by=launch.stopped_by,
     )
 
 

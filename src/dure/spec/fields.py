@@ -156,6 +156,12 @@ class RunSpec(BaseModel):
         description="seconds without a finished step that are a hang (default: 10, or 10 median steps; 300 before 3 "
         "are known; 6 times that before a rank that may only be slow is ended)",
     )
+    grace_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="seconds from a stop signal until ranks that have not ended are ended, and what they have in "
+        "memory is saved",
+    )
     snapshot_every: int | None = Field(
         None,
         gt=0,
@@ -246,7 +252,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "After a failure": (
         *("on_nonfinite", "check_replicas_every", "on_divergence", "max_restarts", "restart_window_seconds"),
-        *("on_hang", "hang_after", "snapshot_every", "faults"),
+        *("on_hang", "hang_after", "grace_seconds", "snapshot_every", "faults"),
     ),
     "Several hosts": (
         *("nnodes", "node_rank", "rendezvous", "secret_file", "rendezvous_timeout", "allow_public_address"),

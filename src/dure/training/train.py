@@ -97,6 +97,8 @@ class Conductor:
             # before anything is loaded, as in a run that begins: it may set what the task keeps
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self.saver.go_on(self.memory, trusted)
+            if session.place.stopped_by is not None:
+                return self._save_and_leave(session.place.stopped_by)
             if trusted is not None:
                 self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
             self.current_step(position.step)
@@ -141,6 +143,14 @@ class Conductor:
                 # a flipped bit may be why: if so, that is what there is to say
                 self.replicas.check(again=True)
                 raise
+
+    def _save_and_leave(self, signal: int) -> str:
+        """Save what was taken up, for ranks that were ended because they did not follow a stop signal."""
+        if self.position.samples_seen:
+            self.current_phase("saving")
+            self._together(lambda: self.saver.save(None, is_last=True))
+        self._event("interrupted", signal=signal)
+        return "interrupted"
 
     def _steps(self) -> str:
         session, position = self.session, self.position

@@ -112,7 +112,7 @@ class Worker:
         # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
         gc.collect()
         self.group.close()
-        return stop_exit_code(stop.received or 0) if is_interrupted else 0
+        return stop_exit_code(stop.received or self.place.stopped_by or 0) if is_interrupted else 0
 
     def _known_traits(self) -> LossTraits | None:
         """Return the traits of the loss as this attempt's first ranks found them; an evaluation needs none."""

@@ -1,0 +1,72 @@
+"""Time that ranks have to end in order after a stop signal."""
+
+import time
+from collections.abc import Sequence
+
+from dure.heartbeat import PHASES, Heartbeats
+from dure.launch.workers import Launch
+
+_SAVE_FRACTION = 1 / 2
+"""Part of the grace time that is left for saving what ranks that do not end have in memory..."""
+_SAVE_SECONDS = 10.0
+"""...and the most of it."""
+_SAID_AFTER_SECONDS = 0.3
+"""Time after which people learn what a stop waits for; most steps are over by then."""
+
+_STARTING, _TRAINING, _EVALUATING, _SAVING, _LEAVING = PHASES
+_WAITS_FOR = {
+    _TRAINING: "step {step} to end",
+    _EVALUATING: "the evaluation to end",
+    _SAVING: "the checkpoint to be written",
+    _LEAVING: "the ranks to leave",
+}
+
+
+class StopLimit:
+    """Deadline of the ranks of one round, from when the first stop signal was seen."""
+
+    def __init__(self, launch: Launch, heartbeats: Heartbeats) -> None:
+        self._launch = launch
+        self._heartbeats = heartbeats
+        self._began: float | None = None
+        self._is_said = False
+
+    def seconds_left(self, alive: Sequence[int]) -> float:
+        """Return the seconds that ranks have left, counted from the first call.
+
+        Ranks that write a checkpoint have the whole grace time; others are ended a little sooner where their
+        snapshots can be saved by ranks that are started anew.
+
+        Args:
+            alive: Ranks that have not ended.
+        """
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        seconds = self._launch.grace_seconds
+        if self._launch.saves_snapshots and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
+            seconds -= save_seconds(self._launch)
+        return self._began + seconds - now
+
+    def words(self, alive: Sequence[int]) -> str | None:
+        """Return what a stop waits for, once, when it takes longer than most steps; None otherwise.
+
+        Args:
+            alive: Ranks that have not ended.
+        """
+        if self._is_said or self._began is None or time.monotonic() - self._began < _SAID_AFTER_SECONDS:
+            return None
+        self._is_said = True
+        beat = min((self._heartbeats.last(rank) for rank in alive), key=lambda beat: beat.time)
+        waits_for = _WAITS_FOR.get(beat.phase, "the ranks to end") if beat.time else "the ranks to end"
+        since = f" (begun {time.monotonic() - beat.time:.0f} s ago)" if beat.time else ""
+        end = "and the last step in memory is saved" if self._launch.saves_snapshots else "as they are"
+        return (
+            f"stopping: waiting for {waits_for.format(step=beat.step)}{since}. A second Ctrl-C ends the ranks at once; "
+            f"after {self._launch.grace_seconds:g} s (--grace-seconds) they are ended {end}"
+        )
+
+
+def save_seconds(launch: Launch) -> float:
+    """Return the part of the grace time that is left for saving snapshots."""
+    return min(_SAVE_SECONDS, launch.grace_seconds * _SAVE_FRACTION)

@@ -143,12 +143,9 @@ def _way_to_start(spec: RunSpec, num_processes: int, threads: int) -> str:
 
 
 def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
-    """Return how often ranks are started again.
-
-    An evaluation is simply asked for once more. Where ranks can be missed, the end of one that cannot ends the run.
-    """
-    may_restart = job["kind"] == "train" and not _expendable(spec)
-    return RestartPolicy(most=spec.max_restarts if may_restart else 0, window_seconds=spec.restart_window_seconds)
+    """Return how often ranks are started again; an evaluation is simply asked for once more."""
+    most = spec.max_restarts if job["kind"] == "train" else 0
+    return RestartPolicy(most=most, window_seconds=spec.restart_window_seconds)
 
 
 def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,25 @@ def test_rank_that_is_needed_when_killed_then_all_end_within_two_seconds_and_it_
     assert command.wait(seconds=2) == 1
     assert f"dure: rank {rank} was killed (SIGKILL)" in command.err.replace("\n", " ")
     assert run.summary()["status"] == "failed"
+
+
+@pytest.mark.parametrize("lost", [None, 1])
+def test_server_when_killed_then_all_start_again_from_the_last_checkpoint(lost, prewarmed, tmp_path):
+    paced = [1 if before == "--max-restarts" else word for before, word in pairwise((None, *PACED))]
+    command = prewarmed.start(tmp_path, *paced, "--no-sync", "--record-samples")
+    run = RunFiles(tmp_path / "runs/run")
+    pids = command.ranks(WORKERS + SERVERS)
+    run.wait_for("checkpoint", command)
+    if lost is not None:
+        os.kill(pids[lost], signal.SIGKILL)
+        wait_until(lambda: run.events("rank_lost"), "the worker to be missed")
+    os.kill(pids[WORKERS], signal.SIGKILL)
+    assert command.wait() == 0, command.err
+    assert [event["rank"] for event in run.events("restart")] == [WORKERS]
+    assert run.summary()["samples"] == 12 * NUM_SAMPLES
+    used = [[i for r in run.records(rank) if r["epoch"] == 11 for i in r["samples"]] for rank in range(WORKERS)]
+    assert all(used)  # all workers take part again
+    assert sorted(chain(*used)) == list(range(NUM_SAMPLES))
 
 
 def test_worker_in_step_when_killed_then_the_run_ends_and_goes_on_with_fewer(prewarmed, tmp_path):

@@ -276,14 +276,14 @@ def test_disk_full_on_one_rank_when_found_while_writing_is_raised_on_all(tmp_pat
     answers = _save_with_failing_rank(tmp_path, monkeypatch, DiskFull("writing rank1 found no space left"))
     assert [type(answer) for answer in answers] == [DiskFull] * 3
     (said,) = {str(answer) for answer in answers}
-    assert re.fullmatch(r"a checkpoint needs 1\.0 MiB, and writing rank1 found no space left", said)
+    assert re.fullmatch(r"a checkpoint needs 1\.0 MiB, and writing rank1 found no space left; there is no checkpoint before it", said)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_error_on_one_rank_when_it_writes_is_its_own_there_and_named_on_the_others(tmp_path, monkeypatch):
     answers = _save_with_failing_rank(tmp_path, monkeypatch, PermissionError("no"))
     assert [type(answer) for answer in answers] == [PeerLost, CheckpointNotWritten, PeerLost]
-    said = f"the checkpoint at 8 samples could not be written to {tmp_path}: no; those before it are untouched: "
+    said = f"the checkpoint at 8 samples could not be written to {tmp_path}: no; there is no checkpoint before it: "
     assert str(answers[1]).startswith(said)
     assert str(answers[0]).startswith(f"rank 1 could not write its part of the checkpoint at 8 samples: {said}")
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ import torch
 from dure.comm.groups import Group
 from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
-from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
+from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, words_of_others, write_new_file
 from dure.training.host_copies import HostCopies
 from dure.training.manifest import MANIFEST_MAX_BYTES, MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
 from dure.training.snapshot import Position, Snapshot
@@ -139,12 +139,13 @@ class CheckpointWriter:
                 what = f"{error.strerror or error}{f' ({Path(error.filename).name})' if error.filename else ''}"
                 raise CheckpointNotWritten(
                     f"the checkpoint at {self.position.samples_seen} samples could not be written to {self.root}:"
-                    f" {what}; those before it are untouched: mend the disk and go on with `dure train --resume`"
+                    f" {what}; {words_of_others(self.root)}: mend the disk and go on with `dure train --resume`"
                 ) from error
         except DiskFull as error:
             if not self._needed or FULL_WORDS not in str(error):
                 raise
-            raise DiskFull(f"a checkpoint needs {format_bytes(self._needed)}, and {error}") from error
+            needed = format_bytes(self._needed)
+            raise DiskFull(f"a checkpoint needs {needed}, and {error}; {words_of_others(self.root)}") from error
 
     def _describe(self, copies: HostCopies | None) -> Any:
         self._share = share_of(self._snapshot, self.rank)
@@ -182,7 +183,7 @@ class CheckpointWriter:
             raise DiskFull(
                 f"a checkpoint needs {format_bytes(self._needed)} but {format_bytes(free)} is free in {self.root}:"
                 " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir;"
-                " the checkpoints before it are untouched"
+                f" {words_of_others(self.root)}"
             )
         return f"{WRITING}{base_name(self.position)}-{secrets.token_hex(8)}"
 

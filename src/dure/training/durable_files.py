@@ -73,8 +73,15 @@ def raise_if_full(error: OSError, path: Path) -> None:
         free = format_bytes(shutil.disk_usage(path.parent).free)
         raise DiskFull(
             f"writing {path.name} {FULL_WORDS} in {path.parent} ({free} free): free some, or put the run"
-            " elsewhere with --runs-dir; the checkpoints before it are untouched"
+            " elsewhere with --runs-dir"
         ) from error
+
+
+def words_of_others(root: Path) -> str:
+    """Return the clause about the checkpoints of a folder, for one that could not be written."""
+    if any(root.glob("samples-*")):
+        return "the checkpoints before it are untouched"
+    return "there is no checkpoint before it"
 
 
 def open_regular(path: Path, num_bytes: int | None = None, at_most: int | None = None) -> int:

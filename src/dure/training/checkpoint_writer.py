@@ -20,7 +20,14 @@ import torch
 from dure.comm.groups import Group
 from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
-from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, words_of_others, write_new_file
+from dure.training.durable_files import (
+    FULL_WORDS,
+    open_regular,
+    raise_if_full,
+    sync_directory,
+    words_of_others,
+    write_new_file,
+)
 from dure.training.host_copies import HostCopies
 from dure.training.manifest import MANIFEST_MAX_BYTES, MANIFEST_NAME, FileEntry, Manifest, PositionEntry, seal
 from dure.training.snapshot import Position, Snapshot

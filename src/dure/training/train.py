@@ -27,6 +27,7 @@ from dure.training.session import Session, check_parts, check_sync_batchnorm
 from dure.training.session_state import Progression
 from dure.training.stop import StopSignals
 from dure.training.tensorboard import Scalars
+from dure.training.thread_check import slowdown_of_threads
 
 Answer = TypeVar("Answer")
 
@@ -436,6 +437,12 @@ class Conductor:
             self.progress.say("nothing is left to do: the run is as long as it was to be; to go on give more --epochs")
         for line in strategy.describe():
             self.progress.say(line)
+        if strategy.device.type == "cpu" and (ratio := slowdown_of_threads()) is not None:
+            self._event("slow_threads", threads=session.place.threads, slowdown=ratio)
+            self.progress.say(
+                f"the {session.place.threads} threads of a rank wait for cores that other work uses: small operations "
+                f"take {ratio:,.0f} times as long as with one, so --threads 1 may be much faster"
+            )
         text = session.task.describe(strategy.model)
         if text:
             self.progress.say(text)

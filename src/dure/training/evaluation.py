@@ -77,8 +77,7 @@ def evaluate(
     devices = strategy.devices[: len(models)]
     with ExitStack() as stack:
         stack.enter_context(kept_global_randomness(*devices))
-        for module, mode in modes:
-            stack.callback(setattr, module, "training", mode)
+        stack.callback(_put_back, models, modes)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
         for model in models:
             model.eval()
@@ -102,6 +101,16 @@ def evaluate(
     if strategy.group.rank == 0:
         _say_doubts(task, everyones, num_samples)
     return metrics
+
+
+def _put_back(models: Sequence[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put modules back into their modes, by `train`, which some do work in (LoRA takes its merged weights apart)."""
+    before = {id(module): mode for module, mode in modes}
+    for model in models:
+        model.train(before[id(model)])
+    for module, mode in modes:
+        if module.training is not mode:
+            module.training = mode
 
 
 _doubted: set[tuple[int, str]] = set()

@@ -31,13 +31,20 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         TaskInvalid: It is no function of samples.
     """
     strategy = session.strategy
-    before = ObjectState({**strategy.objects, "model": strategy.model})
+    before = ObjectState({**strategy.objects, "model": strategy.model}, sees_data=True)
+    copied = ObjectState({"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True)
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
     schedule = check_schedule(given, strategy.optimizer)
     if schedule is not None:
         with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
             schedule(session.total_samples)  # the step that comes to it will meet what it raises
     found = frozenset(before.changed())
+    if in_data := [*copied.changed()]:
+        session.notes.append(
+            f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began with "
+            "(use --num-workers 0)"
+        )
+    copied.put_back()
     before.put_back()
     for buffer, value in buffers:
         buffer.copy_(value)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid, UnusedParameters
 from dure.strategies.base import Strategy
 from dure.strategies.batches import Microbatch
+from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.compression import Compression, check_compression
 from dure.strategies.gradient_sums import add_up_gradients
 from dure.strategies.parameter_watch import Freezing
@@ -276,7 +277,7 @@ class DDP(Strategy):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+        broadcast_buffers(self.model, self.group)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends; less if compressed."""

@@ -24,6 +24,7 @@ from dure.errors import TaskInvalid
 from dure.machine import resolve_device
 from dure.spec.mesh import parse_mesh
 from dure.strategies.batches import Microbatch, map_tensors
+from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.local_shards import ShardedStrategy
 from dure.strategies.module_patterns import shortened
@@ -294,7 +295,7 @@ class FSDP(ShardedStrategy):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+        broadcast_buffers(self.model, self.group)
 
     def state_dict(self) -> StrategyState:
         """Free what is gathered, and return this rank's shards."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from dure.comm.choice import open_chosen
 from dure.strategies.batches import Microbatch
+from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.gradient_sums import add_up_gradients
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.reduced_facts import ReducedFacts
@@ -57,7 +58,7 @@ class NaiveDDP(ReducedFacts):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+        broadcast_buffers(self.model, self.group)
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Train what is unfrozen from here on."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.batches import Microbatch, map_tensors
+from dure.strategies.common_buffers import common_buffers
 from dure.strategies.divisible import faults_of_parts, reason_not_to_cut
 from dure.strategies.info import StrategyInfo
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
@@ -115,7 +116,7 @@ class ParameterServer(LocalSums):
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: each worker has BatchNorm statistics of its own."""
         self._follow_shapes()
-        self._broadcast(self.model.buffers(), self.everyone)
+        self._broadcast(common_buffers(self.model, self.everyone), self.everyone)
 
     def _follow_shapes(self) -> None:
         """Make room for rank 0's buffers: no call of the model lets a server's grow."""

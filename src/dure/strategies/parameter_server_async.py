@@ -24,6 +24,7 @@ from dure.comm.groups import Group
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
 from dure.strategies.batches import Microbatch
+from dure.strategies.common_buffers import common_buffers
 from dure.strategies.info import StrategyInfo
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server import ParameterServer, Worker
@@ -108,7 +109,7 @@ class InPace(ParameterServer):
 
     def broadcast_buffers(self) -> None:
         """Take rank 0's buffers, among the living."""
-        self._broadcast(self.model.buffers(), self.group)
+        self._broadcast(common_buffers(self.model, self.group), self.group)
 
 
 class AsyncWorker(InPace, Worker):

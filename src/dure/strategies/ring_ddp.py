@@ -20,6 +20,7 @@ from dure.comm.buckets import Bucket, FlatGradients
 from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
 from dure.strategies.batches import Microbatch
+from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.compression import Compression, check_compression, open_compression
 from dure.strategies.gradient_sums import add_up_gradients
 from dure.strategies.options import StrategyOptions
@@ -234,7 +235,7 @@ class RingDDP(LocalSums):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+        broadcast_buffers(self.model, self.group)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the algorithm sends for every bucket, compressed if it is."""

@@ -83,15 +83,17 @@ def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..
 
 @contextmanager
 def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Put a model's buffers (BatchNorm's statistics) back as they were, or those whose names are to be kept."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if is_kept(name)}
+    """Put a model's buffers (BatchNorm's statistics) back as they were, or those whose names are to be kept.
+
+    Those that were registered or replaced meanwhile stay: what the model counts beside them does, too.
+    """
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_kept(name)}
     try:
         yield
     finally:
         with torch.no_grad():
-            now = dict(model.named_buffers())
-            for name, value in before.items():
-                now[name].copy_(value)
+            for buffer, value in before.values():
+                buffer.copy_(value)
 
 
 def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:

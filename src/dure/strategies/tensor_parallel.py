@@ -30,6 +30,7 @@ from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec.mesh import parse_mesh
 from dure.strategies.batches import Microbatch
+from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.declarations import Findings
 from dure.strategies.local_shards import ShardedStrategy, share_bytes, whole_bytes
@@ -287,7 +288,7 @@ class TensorParallel(ShardedStrategy):
 
     def before_reading(self) -> None:
         """Send rank 0's buffers to all: BatchNorm has statistics of each data rank's own samples."""
-        self.group.broadcast([buffer for buffer in self.model.buffers() if buffer.numel()])
+        broadcast_buffers(self.model, self.group)
 
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the row's declarations: with one data rank batches and draws are those of one device."""

@@ -133,12 +133,15 @@ class Trial:
         self.left = [path for path in self._plain.put_back() if path not in restored]
 
 
-def _registered(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {kind: dict(entries) for kind, entries in vars(module).items() if kind in _REGISTERS}
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return {kind: entries.copy() for kind, entries in vars(module).items() if kind in _REGISTERS}
 
 
-_REGISTERS = {"_parameters", "_buffers", "_modules", *(name for name in vars(nn.Module()) if name.endswith("_hooks"))}
-"""Dictionaries of a module: what is registered in it, hooks included."""
+_REGISTERS = {
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
+    *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
+}
+"""Dictionaries and sets of a module: what is registered in it, hooks included."""
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:

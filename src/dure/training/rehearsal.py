@@ -32,7 +32,9 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     """
     strategy = session.strategy
     before = ObjectState({**strategy.objects, "model": strategy.model}, sees_data=True)
-    copied = ObjectState({"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True)
+    copied = ObjectState(
+        {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
+    )
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
     schedule = check_schedule(given, strategy.optimizer)
     if schedule is not None:
@@ -41,8 +43,8 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     found = frozenset(before.changed())
     if in_data := [*copied.changed()]:
         session.notes.append(
-            f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began with "
-            "(use --num-workers 0)"
+            f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
+            "with (use --num-workers 0)"
         )
     copied.put_back()
     before.put_back()

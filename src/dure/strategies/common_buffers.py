@@ -1,0 +1,24 @@
+"""Buffers that all ranks have alike in kind and shape: a model may register or grow some by the samples of a rank."""
+
+from torch import Tensor, nn
+
+from dure.comm.groups import Group
+
+
+def common_buffers(model: nn.Module, group: Group) -> list[Tensor]:
+    """Return the buffers, in one order, that every rank has under the same name with the same dtype and shape.
+
+    Communication: one gathered JSON message of about 60 bytes per buffer.
+    """
+    own = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+    kinds = {name: [str(buffer.dtype), list(buffer.shape)] for name, buffer in own.items()}
+    everyone = group.all_gather_json(kinds)
+    return [own[name] for name, kind in everyone[0].items() if all(theirs.get(name) == kind for theirs in everyone)]
+
+
+def broadcast_buffers(model: nn.Module, group: Group) -> None:
+    """Send rank 0's buffers to all. Those that differ in shape, such as a table that has grown, stay each rank's own.
+
+    Communication: the message of `common_buffers`, and one broadcast for each buffer.
+    """
+    group.broadcast(common_buffers(model, group))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
 from dure.strategies.batches import map_tensors
@@ -64,13 +65,37 @@ class _Absent:
             if name in _ALIASES and len(args) == 1:
                 return made_absent(function(*args, **(kwargs or {})), first)
         raise TaskInvalid(
-            f"the weights of {first} are on another rank, and the task's loss, or the model's code between its blocks, "
-            "uses them now, which it did not on the first samples: use them on every batch, or use ddp or fsdp"
+            f"the weights of {first} are on another rank, and the task's code, or the model's between its blocks, uses "
+            "them now, which the loss did not on the first samples: let the loss use them on every batch, or use ddp"
         )
 
     def __repr__(self) -> str:
         """Return the name: there are no values to show."""
         return f"<{self.absent_name}, on another rank>"
+
+
+class UsedTensors(TorchFunctionMode):
+    """A context that notes of which tensors operations use the values."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors by their names."""
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note the tensors among the arguments, unless only their shape or the like is asked for."""
+        name, is_attribute = _name_of(function)
+        if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
+            map_tensors((args, dict(kwargs or {})), self._note)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._names:
+            self.names.add(self._names[id(tensor)])
+        return tensor
 
 
 class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]

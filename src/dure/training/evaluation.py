@@ -77,10 +77,10 @@ def evaluate(
     devices = strategy.devices[: len(models)]
     with ExitStack() as stack:
         stack.enter_context(kept_global_randomness(*devices))
-        stack.callback(_put_back, models, modes)
+        stack.callback(_put_back, strategy, models, modes)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
-        for model in models:
-            model.eval()
+        for model in models * strategy.takes_samples:
+            strategy.computed(model.eval)
         stack.enter_context(torch.no_grad())
         batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
         for together in _grouped(zip(mine, batches, strict=True), len(models)):
@@ -103,11 +103,11 @@ def evaluate(
     return metrics
 
 
-def _put_back(models: Sequence[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
+def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
     """Put modules back into their modes, by `train`, which some do work in (LoRA takes its merged weights apart)."""
     before = {id(module): mode for module, mode in modes}
-    for model in models:
-        model.train(before[id(model)])
+    for model in models * strategy.takes_samples:
+        strategy.computed(model.train, before[id(model)])
     for module, mode in modes:
         if module.training is not mode:
             module.training = mode

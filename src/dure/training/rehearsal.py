@@ -10,6 +10,8 @@ from dure import torchcompat
 from dure.errors import TaskInvalid
 from dure.measure.checksum import checksum
 from dure.measure.records import Metric
+from dure.strategies.absent_tensors import UsedTensors
+from dure.strategies.base import Strategy
 from dure.strategies.declarations import few as few_of
 from dure.strategies.object_state import ObjectState
 from dure.strategies.optimizer_state import settings_of
@@ -28,7 +30,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     """Return the schedule that a task built, and the paths of the plain state that it sets.
 
     Raises:
-        TaskInvalid: It is no function of samples.
+        TaskInvalid: It is no function of samples, or uses weights of which this rank has a part.
     """
     strategy = session.strategy
     before = ObjectState({**strategy.objects, "model": strategy.model}, sees_data=True)
@@ -36,10 +38,11 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
-    schedule = check_schedule(given, strategy.optimizer)
-    if schedule is not None:
-        with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
-            schedule(session.total_samples)  # the step that comes to it will meet what it raises
+    with _without_weights(strategy):
+        schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
+        if schedule is not None:
+            with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
+                schedule(session.total_samples)  # the step that comes to it will meet what it raises
     found = frozenset(before.changed())
     if in_data := [*copied.changed()]:
         session.notes.append(
@@ -51,6 +54,35 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     for buffer, value in buffers:
         buffer.copy_(value)
     return schedule, found
+
+
+@contextmanager
+def _without_weights(strategy: Strategy) -> Iterator[None]:
+    """Refuse a call of the task's that uses the values of weights of which this rank has a part.
+
+    Raises:
+        TaskInvalid: It does, whatever else it raises for that.
+    """
+    parameters = dict(strategy.model.named_parameters())
+    error: Exception | None = None
+    with UsedTensors(parameters) as used:
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+    in_parts = [
+        name
+        for name in used.names
+        if hasattr(parameters[name], "__create_chunk_list__")
+        or not (strategy.takes_samples or parameters[name].numel())  # a server has none but those that it steps
+    ]
+    if in_parts:
+        raise TaskInvalid(
+            f"the task's schedule uses the weights of {few_of(sorted(in_parts))}, of which a rank of "
+            f"{strategy.info.name} has a part only: let the loss use them on every batch, or use ddp"
+        ) from error
+    if error is not None:
+        raise error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.rundir import RunDir
+from dure.telling import tell
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 
 
@@ -216,7 +217,7 @@ def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckp
 def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
     # the newest first: of several of one position it is the one that counts, while it is whole
     found: dict[int, list[Path]] = {}
-    for path, samples_seen in CheckpointStore(run.checkpoints, 1, print).positions():
+    for path, samples_seen in CheckpointStore(run.checkpoints, 1, tell).positions():
         found.setdefault(samples_seen, []).append(path)
     return found
 

@@ -1,6 +1,5 @@
 """A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -28,7 +27,7 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
-from dure.telling import has_live_line, is_notebook, own_descriptor, tell
+from dure.telling import has_live_line, is_notebook, tell
 from dure.training.digests import class_digest
 from dure.training.given_task import given_task, task_class
 
@@ -79,7 +78,7 @@ def start_workers(
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
-    relay = Relay(sys.stderr) if own_descriptor(sys.stderr) is None else None
+    relay = Relay.of_stderr()
     console = 2 if relay is None else relay.writing
 
     def voice_of(rank: int) -> Voice:
@@ -87,7 +86,7 @@ def start_workers(
         if rank:
             return Voice(log=log)
         # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
-        is_live, is_erasable = has_live_line(sys.stderr), not is_notebook(sys.stderr)
+        is_live, is_erasable = has_live_line(), not is_notebook()
         return Voice(log=log, consoles=(console, console), has_live_line=is_live, can_erase=is_erasable)
 
     with closing(RankLogs(voice_of, ranks, relay)) as logs:

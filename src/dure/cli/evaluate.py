@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.cli.settings import flag_parameters, spell_out_truths, with_flags
 from dure.spec import EVALUATION_FIELDS
+from dure.telling import print_json
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -35,10 +36,9 @@ def evaluate(
     if json:
         print_json(result)
         return
-    from rich.text import Text
-
     from dure.measure.records import Metric
     from dure.report.end_table import metrics_table
+    from dure.styled import draw, styled
 
-    show(Text(f"{which} checkpoint {result['checkpoint']}"))
-    show(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))
+    draw(styled(f"{which} checkpoint {result['checkpoint']}"))
+    draw(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))

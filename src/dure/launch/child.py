@@ -60,7 +60,9 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback
 
-        traceback.print_exc()
+        from dure.telling import print_traceback
+
+        print_traceback(traceback.format_exc())
     finally:
         leave(code)
 

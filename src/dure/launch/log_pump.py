@@ -41,7 +41,7 @@ _REDRAW_SECONDS = 0.5
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,32}m")
 _ERASE = re.compile(r"\x1b\[[0-2]?K")
 _CONTROL = re.compile(
-    rf"{_COLOUR.pattern}|{_ERASE.pattern}|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    rf"{_COLOUR.pattern}|{_ERASE.pattern}|[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
 )
 _COLOUR_OR_CHARACTER = re.compile(rf"{_COLOUR.pattern}|.", re.DOTALL)
 _PLAIN = re.compile(rb"[\t\n\x20-\x7e]*\Z")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dure.launch import log_pump
+from dure.telling import own_descriptor
 
 _PIPE_BYTES = 2**20
 """That a rank may say before anybody reads it, where the system allows so much."""
@@ -52,6 +53,11 @@ class Relay:
         self.reading, self.writing = os.pipe()
         os.set_blocking(self.reading, False)
         self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    @classmethod
+    def of_stderr(cls) -> "Relay | None":
+        """Return a relay to Python's stderr, None if that is the process's own."""
+        return cls(sys.stderr) if own_descriptor(sys.stderr) is None else None
 
     def pass_on(self) -> None:
         """Write what has come to the stream."""

@@ -5,7 +5,6 @@ import importlib
 import json
 import multiprocessing.util
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.pieces import Needs, rectangles
-from dure.telling import tell
+from dure.telling import print_traceback, tell
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.digests import class_digest
@@ -230,7 +229,7 @@ class Worker:
             if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
                 self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
         if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
-            print(failure["traceback"], file=sys.stderr, flush=True)
+            print_traceback(failure["traceback"])
         return int(failure["exit_code"])
 
     def _leave_disorderly(self) -> None:

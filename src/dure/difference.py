@@ -134,11 +134,13 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     runs = RunDir.open(first), RunDir.open(second)
     specs = [run.read_spec().model_dump(mode="json", exclude={"name", "runs_dir"}) for run in runs]
     settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
-    steps = [{record["step"]: record for record in run.records(0)} for run in runs]
-    common = sorted(steps[0].keys() & steps[1].keys())
-    used = [_samples_by_step(run) for run in runs]
-    has_samples = all(samples is not None for samples in used)
-    losses, steps_without_loss = _losses(common, steps, tolerance)
+    with runs[0].understood(), runs[1].understood():
+        steps = [{record["step"]: record for record in run.records(0)} for run in runs]
+        common = sorted(steps[0].keys() & steps[1].keys())
+        used = [_samples_by_step(run) for run in runs]
+        has_samples = all(samples is not None for samples in used)
+        losses, steps_without_loss = _losses(common, steps, tolerance)
+        samples_from = _first_of_other_samples(common, steps, used if has_samples else None)
     weights, damaged = _weights(*runs)
     if not common and not weights:
         raise RunInvalid(
@@ -151,7 +153,7 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
         settings=settings,
         steps=len(common),
         steps_of_one=(len(steps[0]) - len(common), len(steps[1]) - len(common)),
-        samples_from=_first_of_other_samples(common, steps, used if has_samples else None),
+        samples_from=samples_from,
         has_samples=has_samples,
         losses=losses,
         steps_without_loss=steps_without_loss,

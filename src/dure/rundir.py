@@ -28,11 +28,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dure.documents import DocumentInvalid, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.record_lines import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
+
+_MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 _LOCK_PATIENCE_SECONDS = 0.5
 """`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
@@ -87,6 +90,11 @@ class RunDir:
             RunInvalid: There is no such folder, or it is a folder that is no run.
         """
         path = Path(path)
+        with saying(path, "read"):
+            return cls._open(path, or_script=or_script)
+
+    @classmethod
+    def _open(cls, path: Path, *, or_script: bool) -> "RunDir":
         if not path.is_dir():
             what = "is a file, not a run folder" if path.exists() else "does not exist"
             raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
@@ -136,7 +144,7 @@ class RunDir:
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
         with saying(target, "written"):
             try:
-                with temporary.open("w", encoding="utf-8") as file:
+                with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
@@ -152,12 +160,11 @@ class RunDir:
         Raises:
             RunInvalid: It is missing, cannot be read, or is no JSON.
         """
-        with saying(self.path / name, "read"):
-            text = (self.path / name).read_bytes()
         try:
-            return json.loads(text)
-        except ValueError as error:
-            raise RunInvalid(f"{self.path / name} is damaged ({error}): restore it from a copy of the run") from None
+            with saying(self.path / name, "read"):
+                return read_json(self.path / name)
+        except DocumentInvalid as error:
+            raise RunInvalid(f"{self.path / name} is damaged (it {error}): restore it from a copy of the run") from None
 
     def write_spec(self, resolved: ResolvedSpec) -> None:
         """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
@@ -179,12 +186,31 @@ class RunDir:
         record = self.read_json(SPEC)
         try:
             return RunSpec.model_validate(record["spec"])
-        except (ValidationError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
 
     def task_object(self) -> dict[str, Any] | None:
         """Return why the recorded class and options do not make the run's task again, None if they do."""
-        return self.read_json(SPEC).get("task_object")  # type: ignore[no-any-return]
+        with self.understood():
+            found: dict[str, Any] | None = self.read_json(SPEC).get("task_object")
+            if found is not None:
+                str(found["because"]), dict(found["attributes"])
+            return found
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Turn what comes of records whose fields are not what dure writes into a sentence.
+
+        Raises:
+            RunInvalid: There were such records.
+        """
+        try:
+            yield
+        except _MISUNDERSTOOD as error:
+            raise RunInvalid(
+                f"the records of {self.path} are damaged or of another version of dure ({_first_line(error)}): restore "
+                "them from a copy of the run"
+            ) from error
 
     def records(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a rank's step records in the order in which they were written."""
@@ -192,7 +218,8 @@ class RunDir:
 
     def last_samples(self, rank: int) -> int:
         """Return the samples seen after the last step that a rank's records have; 0 before the first."""
-        return int(last_record(self.records_path(rank)).get("samples_seen", 0))
+        with self.understood():
+            return int(last_record(self.records_path(rank)).get("samples_seen", 0))
 
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will do again to `undone.jsonl`.
@@ -200,9 +227,10 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            begin = end_of_records_until(path, samples_seen)
-            undone = list(read_lines(path, begin))
-            rank = int(path.stem.removeprefix("rank"))
+            with self.understood():
+                begin = end_of_records_until(path, samples_seen)
+                undone = list(read_lines(path, begin))
+                rank = int(path.stem.removeprefix("rank"))
             with saying(path, "written"):
                 if undone:
                     with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
@@ -225,8 +253,12 @@ class RunDir:
                 os.close(descriptor)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events; a line that a crash tore is left out."""
-        return read_lines(self.path / EVENTS)
+        """Yield the events; a line that a crash tore, or that is no event, is left out."""
+        return (
+            event
+            for event in read_lines(self.path / EVENTS)
+            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
+        )
 
     def num_attempts(self) -> int:
         """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
@@ -258,7 +290,8 @@ class RunDir:
 
     def hangs(self) -> list[Path]:
         """Return the records of hangs, the oldest first."""
-        return sorted(self.path.glob("logs/hang-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        found = (path for path in self.path.glob("logs/hang-*.json") if path.stem.rpartition("-")[2].isdecimal())
+        return sorted(found, key=lambda path: int(path.stem.rpartition("-")[2]))
 
     # --- is it running?
 

@@ -20,6 +20,8 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
 
+from dure.documents import DocumentInvalid, parse_json
+
 MESSAGE_LIMIT_BYTES = 64 * 2**10
 HANDSHAKE_LIMIT_BYTES = 512
 """Of what a stranger may send at once."""
@@ -94,9 +96,9 @@ def _framed(body: bytes) -> bytes:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ChannelClosed("a message is no JSON") from None
+        message = parse_json(body)
+    except DocumentInvalid as error:
+        raise ChannelClosed(f"a message {error}") from None
     if not isinstance(message, dict):
         raise ChannelClosed("a message is no JSON object")
     return message

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import read_json
 from dure.epochs import FOLDER, begin_epoch, newest_epoch
 
 _LEASE = "lease.json"
@@ -108,7 +109,7 @@ class Lease:
     def read(self) -> Leader | None:
         """Return who leads, or led last."""
         try:
-            told = json.loads((self.folder / _LEASE).read_bytes())
+            told = read_json(self.folder / _LEASE)
             numbers = {name: int(told[name]) for name in ("epoch", "node_rank", "port", "counter", "round")}
             return Leader(**numbers, host=str(told["host"]), address=str(told["address"]))
         except (OSError, ValueError, KeyError, TypeError):

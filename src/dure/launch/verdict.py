@@ -1,12 +1,12 @@
 """From what the ranks left behind to one answer: who failed first, where, and who only followed."""
 
-import json
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import DocumentInvalid, read_json
 from dure.frames import Frame, users_frame
 from dure.stopping import STOP_SIGNALS, stop_exit_code
 from dure.units import format_bytes
@@ -154,8 +154,8 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
     """Return what a rank wrote down when it failed, or None."""
     try:
-        record = json.loads((run / "logs" / f"failure-rank{rank}.json").read_text())
-    except (OSError, ValueError):
+        record = read_json(run / "logs" / f"failure-rank{rank}.json")
+    except (OSError, DocumentInvalid):
         return None
     return record if isinstance(record, dict) else None
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import read_json
 from dure.errors import Misuse
 
 VERSION = 1
@@ -50,7 +51,7 @@ def read_costs(path: Path) -> list[LinkCost]:
         Misuse: The file is no such record.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         if data["version"] != VERSION:
             raise Misuse(f"{path} is a machine record of version {data['version']}, and this dure reads {VERSION}")
         return [LinkCost(**entry) for entry in data["links"]]

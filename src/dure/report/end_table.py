@@ -77,6 +77,9 @@ class _RunsTable:
             yield table
         else:
             yield from self._lines()
+        for run in self.runs:
+            if run.fault is not None:
+                yield styled(f"{run.name}: {run.fault}", "yellow", overflow="fold")
 
     def _lines(self) -> RenderResult:
         for run in self.runs:
@@ -179,8 +182,11 @@ def _best(best: Mapping[str, object] | None, *, with_samples: bool = True) -> st
         return ""
     value, samples = best.get("value"), best.get("samples_seen")
     said = _number(value) if isinstance(value, int | float) else str(value)
-    return f"{best.get('metric')} {said}" + (f" at {samples:,} samples" if with_samples and samples else "")
+    where = f" at {samples:,} samples" if with_samples and isinstance(samples, int) and samples else ""
+    return f"{best.get('metric')} {said}{where}"
 
 
 def _number(value: float) -> str:
+    if abs(value) >= 2**1023:  # a whole number may be more than any other can
+        return "inf"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from dure.comm.groups import Group
+from dure.documents import parse_json
 from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
@@ -241,7 +242,7 @@ class CheckpointWriter:
             path = self._directory / _word_name(rank)
             if path.exists():
                 with open(open_regular(path, at_most=MANIFEST_MAX_BYTES), "rb") as file:
-                    found.append(json.loads(file.read()))
+                    found.append(parse_json(file.read(), may_repeat_keys=True, most_depth=None))
         is_settled = len(found) == self.world_size - 1 or any("error" in word for word in found)
         return found if is_settled else None
 

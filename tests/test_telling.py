@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import unicodedata
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from dure.launch.log_pump import cleaned
 from dure.measure.records import EpochRow, Metric, RunSummary
 from dure.report.end_table import metrics_table, render, runs_table
 from dure.runs import RunOverview
+from dure.spec.arguments import as_arguments
 from dure.styled import draw, joined, styled, styled_lines
-from dure.telling import LiveLine, message, one_line, print_json, printable, tell
+from dure.telling import LiveLine, message, one_line, print_json, printable, shell_word, tell
 
 EVIL = (
     "a\x1b]0;owned\x07\x1b[2J\x9b1m\r\n\u202edure: all is well\u2066\ud800\x7f\u200b[red]x[/red][link=http://e]y[/link]"
@@ -125,3 +128,18 @@ def test_tell_when_a_peers_message_is_hostile_then_stderr_has_it_written_out(
     assert [line for line in err.splitlines() if line.startswith("dure: ")] == [
         "dure: a\\x1b]0;owned\\x07\\x1b[2J\\x9b1m\\x0d"
     ]
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/x", "runs/my run; touch x", "a'b`c$(d)", "a\nb\x1b]0;x\x07", "a\udc80b", "두레\u202e"]
+)
+def test_shell_word_when_a_shell_reads_it_then_it_is_the_path_and_nothing_else(path: str) -> None:
+    word = shell_word(path)
+    assert one_line(word) == word
+    read = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True).stdout
+    assert os.fsdecode(read) == path
+
+
+@pytest.mark.parametrize("path", ["runs/x", "runs/my run", "a'b"])
+def test_cure_when_python_called_then_its_argument_is_the_path(path: str) -> None:
+    assert as_arguments(f"`dure train --resume {shell_word(path)}`") == f"`dure.train(resume={path!r})`"

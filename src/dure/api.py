@@ -134,7 +134,7 @@ def evaluate(
     _refuse_in_worker("dure.evaluate")
     opened = RunDir.open(Path(run))
     if not opened.has_checkpoints():
-        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `dure train --resume {run}`")
+        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `{opened.resume_command}`")
     _check_evaluation_settings(settings)
     record = opened.task_object()
     if record is not None and task is None:

@@ -32,6 +32,7 @@ from dure.documents import DocumentInvalid, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.record_lines import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
+from dure.telling import shell_word
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
@@ -75,7 +76,7 @@ class RunDir:
                 return cls(path)
         raise RunInvalid(
             f"{runs_dir / name} exists already: choose another --name, or continue that run with"
-            f" `dure train --resume {runs_dir / name}`"
+            f" `{cls(runs_dir / name).resume_command}`"
         )
 
     @classmethod
@@ -121,6 +122,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with it, to be pasted into a shell."""
+        return f"dure train --resume {shell_word(self.path)}"
 
     def log_path(self, rank: int) -> Path:
         """Return where a rank's output goes."""
@@ -270,7 +276,7 @@ class RunDir:
 
     def how_to_go_on(self) -> str:
         """Say which command goes on with the run, and from where."""
-        again = f"`dure train --resume {self.path}`"
+        again = f"`{self.resume_command}`"
         if self.has_checkpoints():
             return f"{again} goes on from the last good checkpoint"
         return f"{again} starts from the beginning: there is no checkpoint yet"

@@ -30,7 +30,7 @@ from dure.preflight.settings import PreflightSettings
 from dure.rank import Launched, meeting_point, read_launcher
 from dure.rundir import SUMMARY, RunDir, default_name
 from dure.stopping import stop_exit_code
-from dure.telling import tell
+from dure.telling import shell_word, tell
 
 _ENTRY = "dure.launch.script_worker"
 _GRACE_SECONDS = 30.0
@@ -259,7 +259,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         what = "is a folder" if script.is_dir() else "does not exist"
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
-            what, cure = "is a task", f"train it with `dure train {script}`"
+            what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"
         faults.append(f"{script} {what}: {cure}")
     nproc = 1
     if settings.nproc == "auto":

@@ -14,6 +14,7 @@ from dure.launch.submit.job import Job, seconds_of
 from dure.rundir import RunDir, check_name, default_name
 from dure.spec import RunSpec, flag_name, resolve, unknown_name
 from dure.strategies import STRATEGIES
+from dure.telling import one_line
 
 TARGETS = ("slurm", "kubernetes", "ray")
 
@@ -215,6 +216,8 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
     again = ("--resume", str(run)) if training.resume else ("--resume", "auto")
     if wishes.to == "kubernetes" and training.resume is None:
         words = (*words, *again)  # a pod cannot know whether it is the first
+    python = wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable)
+    _check_words({"the current folder": Path.cwd(), "--python": python, "the run's folder": run}, words)
     return Job(
         name=name,
         run=run,
@@ -225,9 +228,26 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
         cpus_per_task=_cores(wishes, spec),
         gpus_per_task=wishes.gpus_per_task,
         time_seconds=None if wishes.time is None else seconds_of(wishes.time),
-        python=wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable),
+        python=python,
         folder=Path.cwd(),
     )
+
+
+def _check_words(paths: Mapping[str, object], words: Sequence[str]) -> None:
+    """Refuse what no line of a script can hold: a line break in a path would begin a line of its own.
+
+    Raises:
+        Misuse: Names it.
+    """
+    for what, path in paths.items():
+        if one_line(path) != str(path):
+            raise Misuse(
+                f"{what} is {str(path)!a}, and no line of what is submitted can hold that: use a path without control "
+                "characters"
+            )
+    for word in words:
+        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise Misuse(f"{word!a} is no text that a command can be given: write it in UTF-8")
 
 
 def _cores(wishes: Wishes, spec: RunSpec) -> int | None:

@@ -232,11 +232,11 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         verdict = None
     elif outcome.lost is not None:
         goes_on_elsewhere = not is_own and spec.fewest_nodes < spec.num_nodes
-        cure = "" if goes_on_elsewhere else f"; `dure train --resume {run.path}` goes on from the last checkpoint"
+        cure = "" if goes_on_elsewhere else f"; `{run.resume_command}` goes on from the last checkpoint"
         text = f"{outcome.lost}{cure}"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     elif outcome.hang is not None:
-        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
+        text = f"the ranks were ended because they hung (--on-hang); `{run.resume_command}` goes on"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     if verdict is not None:
         status = "failed"
@@ -258,7 +258,7 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
 
 
 def _stopped_words(run: RunDir) -> str:
-    again = f"`dure train --resume {run.path}`"
+    again = f"`{run.resume_command}`"
     if run.has_checkpoints():
         return f"stopped; continue with {again}"
     return f"stopped before the first checkpoint; {again} starts from the beginning"

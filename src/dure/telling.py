@@ -7,6 +7,7 @@ or stand on a line as if dure had written it. A house test sees that no other mo
 import io
 import json
 import os
+import shlex
 import shutil
 import sys
 import unicodedata
@@ -41,6 +42,26 @@ def message(text: str) -> str:
     """Return a sentence as dure says it, in lines of which none but the first begins at the left margin."""
     first, *rest = printable(f"dure: {text}").split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"{_INDENT}{line}" for line in rest)])
+
+
+def shell_word(text: object) -> str:
+    r"""Return a path or a value as one word of a command that people paste into a shell.
+
+    Control characters are written out in the form that shells read, `$'a\nb'`: none of them ends the word.
+    """
+    word = str(text)
+    if printable(word, kept="") == word:
+        return shlex.quote(word)
+    data = word.encode("utf-8", "surrogateescape" if _is_from_system(word) else "replace")
+    return "$'" + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in data) + "'"
+
+
+def _is_from_system(word: str) -> bool:
+    try:
+        os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_harmless(char: str) -> bool:

@@ -107,7 +107,7 @@ def _damaged_records(run: RunDir) -> Iterator[Finding]:
 
 
 def _again(run: RunDir) -> str | None:
-    return None if run.is_script else f"dure train --resume {run.path}"
+    return None if run.is_script else run.resume_command
 
 
 def _name(run: RunDir, path: Path) -> str:

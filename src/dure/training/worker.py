@@ -176,7 +176,7 @@ class Worker:
             path = store.best() if self.job["which"] == "best" else store.newest_valid()
         name = session.group.all_gather_json(None if path is None else path.name)[0]
         if name is None:
-            further = f"train it further with `dure train --resume {self.run.path}`"
+            further = f"train it further with `{self.run.resume_command}`"
             raise Misuse(f"{self.run.path} has no usable checkpoint: {further}")
         model = session.strategy.model
         needs = Needs(model=rectangles(model.state_dict().items()), optimizer={})

@@ -18,7 +18,7 @@ from dure.launch.submit.ray_rank import Look, RayRank
 from dure.launch.verdict import STOP_ENDS
 from dure.rank import RankInfo
 from dure.stopping import heeded_signals, stop_exit_code
-from dure.telling import pass_on, tell
+from dure.telling import pass_on, shell_word, tell
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
@@ -243,7 +243,7 @@ def _judge(code: int, plan: Plan) -> None:
     """Say what the ranks ended with as this process's own end; they have said why themselves."""
     if code in STOP_ENDS:
         raise Interrupted(
-            f"stopped; continue with `dure train --resume {plan.job.run}`, or submit that",
+            f"stopped; continue with `dure train --resume {shell_word(plan.job.run)}`, or submit that",
             stop_exit_code(STOP_ENDS[code]),
         )
     if code:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.rundir import RunDir
+from dure.spec import PLACE_FIELDS
 from dure.telling import tell
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 
@@ -132,7 +133,7 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
         RunInvalid: No such run, or there is nothing to compare.
     """
     runs = RunDir.open(first), RunDir.open(second)
-    specs = [run.read_spec().model_dump(mode="json", exclude={"name", "runs_dir"}) for run in runs]
+    specs = [run.read_spec().model_dump(mode="json", exclude={*PLACE_FIELDS, "trust_task"}) for run in runs]
     settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
     with runs[0].understood(), runs[1].understood():
         steps = [{record["step"]: record for record in run.records(0)} for run in runs]

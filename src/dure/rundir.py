@@ -30,6 +30,7 @@ from pydantic import ValidationError
 
 from dure.documents import DocumentInvalid, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
+from dure.own_files import PRIVATE, SHARED, make_folder, open_own
 from dure.record_lines import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
 from dure.telling import shell_word
@@ -49,7 +50,15 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, *, or_numbered: bool = False, for_script: bool = False) -> "RunDir":
+    def create(
+        cls,
+        runs_dir: Path,
+        name: str,
+        *,
+        or_numbered: bool = False,
+        for_script: bool = False,
+        is_shared: bool = False,
+    ) -> "RunDir":
         """Make the folder of a new run, with `logs/` and `checkpoints/`.
 
         Args:
@@ -58,6 +67,7 @@ class RunDir:
             or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
                 that begin in the same second share.
             for_script: Whether it is for a script, which keeps its own checkpoints.
+            is_shared: Whether others may read it as far as the umask lets them; otherwise only its owner can.
 
         Raises:
             RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
@@ -69,10 +79,10 @@ class RunDir:
         for number in range(1, 1000 if or_numbered else 2):
             path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
             with contextlib.suppress(FileExistsError), saying(path, "made"):
-                path.mkdir()
-                (path / "logs").mkdir()
+                path.mkdir(mode=SHARED if is_shared else PRIVATE)
+                make_folder(path / "logs")
                 if not for_script:
-                    (path / "checkpoints").mkdir()
+                    make_folder(path / "checkpoints")
                 return cls(path)
         raise RunInvalid(
             f"{runs_dir / name} exists already: choose another --name, or continue that run with"
@@ -150,7 +160,7 @@ class RunDir:
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
         with saying(target, "written"):
             try:
-                with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as file:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
@@ -239,9 +249,9 @@ class RunDir:
                 rank = int(path.stem.removeprefix("rank"))
             with saying(path, "written"):
                 if undone:
-                    with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
+                    with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
                         file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
-                with path.open("r+b") as file:
+                with open(path, "r+b", opener=open_own) as file:
                     file.truncate(begin)
                     file.seek(0, os.SEEK_END)
                     file.write(_newline_after_torn_line(file.fileno()).encode())
@@ -252,7 +262,7 @@ class RunDir:
         """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
         with saying(self.path / EVENTS, "written"):
-            descriptor = os.open(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(descriptor, (_newline_after_torn_line(descriptor) + line).encode())
             finally:
@@ -313,7 +323,7 @@ class RunDir:
         """
         owner = os.getpid()
         with saying(self.path / LOCK, "opened"):
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _take(descriptor, self.path)
             self._note_owner(descriptor, owner)
@@ -412,6 +422,10 @@ def saying(path: Path, done: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
                 f"{path} cannot be {done}: the disk is full; free some space or use another --runs-dir"
+            ) from None
+        if error.errno == errno.ELOOP:
+            raise RunInvalid(
+                f"{path} cannot be {done}: it is a link, which could lead anywhere; put a copy in its place"
             ) from None
         raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
 

@@ -64,6 +64,8 @@ class ScriptSettings:
     allow_public_address: bool = False
     runs_dir: Path = Path("runs")
     name: str | None = None
+    share_run: bool = False
+    """Whether others may read the run's folder."""
     preflight: bool = False
     """Whether to check machines and network first, and to start only if all is well."""
 
@@ -103,7 +105,7 @@ def run_script(settings: ScriptSettings) -> None:
         met = meet_in_folder(
             nodes,
             lambda: _make_folder(settings),
-            lambda name: RunDir.create(settings.runs_dir, name, for_script=True),
+            lambda name: RunDir.create(settings.runs_dir, name, for_script=True, is_shared=settings.share_run),
         )
         _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
 
@@ -166,7 +168,13 @@ def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSetti
 
 def _make_folder(settings: ScriptSettings) -> RunDir:
     name = settings.name or default_name(Path(settings.script).stem, "run", datetime.now())
-    return RunDir.create(settings.runs_dir, name, or_numbered=settings.name is None, for_script=True)
+    return RunDir.create(
+        settings.runs_dir,
+        name,
+        or_numbered=settings.name is None,
+        for_script=True,
+        is_shared=settings.share_run,
+    )
 
 
 def _run_in(

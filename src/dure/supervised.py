@@ -40,7 +40,7 @@ def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
     if resume is not None:
         return RunDir.open(Path(resume))
     name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
-    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None)
+    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None, is_shared=spec.share_run)
 
 
 def count_processes(spec: RunSpec) -> int:

@@ -1,15 +1,18 @@
 """Settings of a run together with its task: its reference, its options, and the task of a run that goes on."""
 
+import importlib.machinery
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dure.errors import RunInvalid, SpecInvalid
 from dure.rundir import RunDir
-from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve, same_task
+from dure.spec import ENVIRONMENT_PREFIX, ResolvedSpec, RunSpec, read_toml, resolve, same_task
 from dure.strategies import STRATEGIES
+from dure.telling import shell_word
 from dure.training.best import Best
 from dure.training.given_task import GivenTask, given_task, task_class
 from dure.training.task import Task
@@ -49,12 +52,16 @@ def settle(
     elif task is not None:
         flags["task"] = task
     config_path = None if config is None else Path(config)
-    reference = flags.get("task") or (base.task if base else None) or _task_named_elsewhere(config_path)
+    named = _named_elsewhere("task", config_path)
+    reference = flags.get("task") or (base.task if base else None) or named
     if reference is None:
         raise SpecInvalid(["no task is given: write `dure train file.py:Class`, or --resume a run"])
+    if run is not None and base is not None and "task" not in flags and not same_task(str(named), base.task):
+        trust = flags.get("trust_task", _named_elsewhere("trust_task", config_path))
+        check_trusted(base.task, run, "train", is_trusted=is_true(trust))
     cls = task_class(reference)
     if "task" in flags:
-        flags["task"] = _absolute(flags["task"])
+        flags["task"] = absolute(flags["task"])
     if given is not None and given.task is not None:
         flags["task_options"] = given.options
     elif flags.get("task_options"):
@@ -147,18 +154,73 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _task_named_elsewhere(config: Path | None) -> str | None:
-    """Look for the task in the environment and the TOML file.
+def _named_elsewhere(name: str, config: Path | None) -> Any:
+    """Look for a setting in the environment and the TOML file.
 
     Raises:
         SpecInvalid: The file cannot be read.
     """
-    if "DURE_TASK" in os.environ:
-        return os.environ["DURE_TASK"]
-    named = None if config is None else read_toml(config).get("task")
-    return named if isinstance(named, str) else None
+    variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+    if os.environ.get(variable):
+        return os.environ[variable]
+    return None if config is None else read_toml(config).get(name)
 
 
-def _absolute(reference: str) -> str:
+def absolute(reference: str) -> str:
+    """Return the reference of a task as any folder understands it."""
     where, _, name = reference.rpartition(":")
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference
+
+
+# --- whose code is run
+
+
+def check_trusted(reference: str, run: RunDir, verb: str, *, is_trusted: bool) -> None:
+    """Refuse to import a task's file that only a run's record names, unless it lies where the caller works.
+
+    Whoever made the folder of a run chose what its record names, and importing that file runs it. Modules are found
+    where this environment has its own; code that came with the run's folder is never taken for the caller's.
+
+    Args:
+        reference: What the record names.
+        run: The run.
+        verb: The command that would import it.
+        is_trusted: Whether the caller knows.
+
+    Raises:
+        RunInvalid: It lies elsewhere.
+    """
+    where = reference.rpartition(":")[0]
+    here, files = Path.cwd().resolve(), _files_of(where)
+    is_file = where.endswith(".py")
+    came_along = any(file.is_relative_to(run.path.resolve()) for file in files)
+    is_elsewhere = is_file and not all(file.is_relative_to(here) for file in files)
+    if is_trusted or not (came_along or is_elsewhere):
+        return
+    lies = "came with the run's folder" if came_along else f"lies outside the current folder {here}"
+    task, folder = shell_word(reference), shell_word(run.path)
+    again = f"dure eval {folder} {task}" if verb == "eval" else f"dure train {task} --resume {folder}"
+    raise RunInvalid(
+        f"{run.path} names {reference} as its task, which {lies}, and would be run: if you know that code, name it "
+        f"yourself (`{again}`) or add --trust-task"
+    )
+
+
+def _files_of(where: str) -> list[Path]:
+    """Return the file, or the places of a module's outermost package; no code is run to find them."""
+    if where.endswith(".py"):
+        return [Path(where).resolve()]
+    try:
+        found = importlib.machinery.PathFinder.find_spec(where.partition(".")[0], [os.getcwd(), *sys.path])
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        return []
+    inner = Path(*where.split(".")[1:])
+    places = list(found.submodule_search_locations or ()) or [found.origin or ""]
+    return [(Path(place) / inner).resolve() for place in places]
+
+
+def is_true(value: object) -> bool:
+    """Return whether a setting says yes, as a flag, a variable or a value."""
+    return str(value).strip().lower() in ("true", "yes", "on", "1", "y", "t")

@@ -19,6 +19,7 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 
 def evaluate(
     run: Annotated[Path, Parameter(help="the run's folder")],
+    task: Annotated[str | None, Parameter(help="its task, file.py:Class, if that lies outside this folder")] = None,
     /,
     *,
     which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint")] = "best",
@@ -31,7 +32,7 @@ def evaluate(
     """
     from dure import api
 
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in {"task": task, **settings}.items() if value is not None}
     result = api.evaluate(run, which=which, **given)
     if json:
         print_json(result)

@@ -203,7 +203,9 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # as `dure.own_files.open_own`: as readable as its folder, and no link
+        mode = os.stat(self.path.parent).st_mode & 0o666
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
         self.size = os.fstat(self.descriptor).st_size
 
     def write(self, text: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dure.launch import log_pump
+from dure.own_files import touch
 from dure.telling import own_descriptor
 
 _PIPE_BYTES = 2**20
@@ -174,7 +175,7 @@ class _Pump:
         self._questions: socket.socket | None = None
         self._is_asked = False
         for voice in voices:
-            voice.log.touch()
+            touch(voice.log)
 
     def start_if_needed(self) -> None:
         poll = select.poll()

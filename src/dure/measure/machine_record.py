@@ -9,6 +9,7 @@ from typing import Any
 
 from dure.documents import read_json
 from dure.errors import Misuse
+from dure.own_files import PRIVATE, open_own
 
 VERSION = 1
 
@@ -73,8 +74,9 @@ def write_costs(path: Path, costs: Sequence[LinkCost]) -> None:
     text = json.dumps({"version": VERSION, "links": [asdict(cost) for cost in merged.values()]}, indent=2)
     new = path.with_name(f".{path.name}.writing")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text + "\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+        with open(new, "w", encoding="utf-8", opener=open_own) as file:
+            file.write(text + "\n")
         new.replace(path)
     except OSError as error:
         raise Misuse(f"{path} cannot be written ({error.strerror}): name another --record") from None

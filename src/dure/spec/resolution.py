@@ -107,7 +107,7 @@ def resolve(
         ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
     else:
         # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
-        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", *NODE_FIELDS})
+        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", "trust_task", *NODE_FIELDS})
         ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
     for source in (ground, config_source, environment_source, _flag_source(settings)):

@@ -20,6 +20,7 @@ import torch
 from dure.comm.groups import Group
 from dure.documents import parse_json
 from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
+from dure.own_files import make_folder, open_own
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import FULL_WORDS, open_regular, raise_if_full, sync_directory, write_new_file
 from dure.training.host_copies import HostCopies
@@ -177,7 +178,7 @@ class CheckpointWriter:
         """
         if self.rank:
             return None
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if free < self._needed:
             raise DiskFull(
@@ -190,7 +191,7 @@ class CheckpointWriter:
     def _make_directory(self) -> None:
         """Make the directory, on whatever rank comes first, and lock it on rank 0."""
         assert self._directory is not None
-        self._directory.mkdir(exist_ok=True)
+        make_folder(self._directory, exist_ok=True)
         if self.rank == 0:
             self._lock = lock_writing_directory(self._directory)
 
@@ -228,7 +229,8 @@ class CheckpointWriter:
         assert self._directory is not None
         new = self._directory / f"{_word_name(self.rank)}.writing"
         with suppress(OSError):  # rank 0 hears of it when all meet
-            new.write_text(json.dumps(word))
+            with open(new, "w", encoding="utf-8", opener=open_own) as file:
+                file.write(json.dumps(word))
             new.rename(self._directory / _word_name(self.rank))
 
     def words(self) -> list[Any] | None:

@@ -74,6 +74,9 @@ def test_task_when_only_the_record_names_it_then_it_is_not_run(
         said = capsys.readouterr().err
         assert "add --trust-task" in said
         assert ("came with the run's folder" in said) == place.startswith("in the run")
+    assert main(["submit", "--to", "slurm", "--dry-run", "--", "--resume", "runs/x"]) == 2
+    assert main(["submit", "--to", "slurm", "--dry-run", "--", "--resume", "runs/x", "--trust-task"]) == 0
+    assert "--trust-task=true" in capsys.readouterr().out
     for call in (lambda: dure.train(resume=run.path), lambda: dure.evaluate(run.path)):
         with pytest.raises(RunInvalid, match="add trust_task=True"):
             call()

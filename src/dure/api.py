@@ -28,7 +28,8 @@ from dure.supervised import (
     signal_of,
     start_workers,
 )
-from dure.task_settings import absolute, check_same_task, check_trusted, is_true, settle
+from dure.task_settings import absolute, check_same_task, settle
+from dure.task_trust import check_trusted, is_true
 from dure.training.given_task import given_task, giving
 from dure.training.task import Task
 from dure.under_launcher import train_under_launcher, with_world_size, without_extra_processes

@@ -14,6 +14,7 @@ from dure.launch.submit.job import Job, seconds_of
 from dure.rundir import RunDir, check_name, default_name
 from dure.spec import RunSpec, flag_name, resolve, unknown_name
 from dure.strategies import STRATEGIES
+from dure.task_trust import check_trusted, is_true
 from dure.telling import one_line
 
 TARGETS = ("slurm", "kubernetes", "ray")
@@ -169,7 +170,12 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         flags["task"] = training.task
         if wishes.to != "kubernetes":
             _check_task_file(training.task)
-    base = None if training.resume is None or wishes.to == "kubernetes" else RunDir.open(training.resume).read_spec()
+    base = None
+    if training.resume is not None and wishes.to != "kubernetes":
+        run = RunDir.open(training.resume)
+        base = run.read_spec()
+        if training.task is None:  # the job would be refused when it has waited for its turn
+            check_trusted(base.task, run, "train", is_trusted=is_true(flags.get("trust_task")))
     if base is None and training.task is None and training.resume is None:
         raise SpecInvalid(["no task is given: write it after the flags, as in `dure submit --to slurm file.py:Class`"])
     flags.setdefault("task", base.task if base is not None else "the.run:Task")

@@ -272,4 +272,7 @@ def _waits(
             where = f" at {line['file']}:{line['line']} in {line['function']}" if line else ""
             yield f"  rank {end.rank} was in {call}{where}"
     if first.exit_code == -signal.SIGABRT and first.crash:
-        yield "  gloo aborts so where ranks do not agree on the shape or the type of what they send"
+        yield (
+            "  gloo aborts so where ranks do not agree on the shape or the type of what they send, and torch RPC at a "
+            "port (TP_SOCKET_IFNAME) where anything but a rank connects"
+        )

@@ -17,10 +17,10 @@ from dure.report.end_table import metrics_table, render, runs_table
 from dure.runs import RunOverview
 from dure.spec.arguments import as_arguments
 from dure.styled import draw, joined, styled, styled_lines
-from dure.telling import LiveLine, message, one_line, print_json, printable, shell_word, tell
+from dure.telling import LiveLine, indented, message, one_line, print_json, printable, shell_word, tell
 
 EVIL = (
-    "a\x1b]0;owned\x07\x1b[2J\x9b1m\r\n\u202edure: all is well\u2066\ud800\x7f\u200b[red]x[/red][link=http://e]y[/link]"
+    "a\x1b]0;owned\x07\x1b[2J\x9b1m\r\ndure: all is well\u202e\u2066\ud800\x7f\u200b[red]x[/red][link=http://e]y[/link]"
 )
 KOREAN = "정확도 두레 é ß 汉字 😀\u00a0\u3000"
 
@@ -77,7 +77,7 @@ def summary_of(text: str) -> RunSummary:
         metrics_table({EVIL: Metric(value=1.0, count=4)}),
         runs_table([RunOverview(name=EVIL, path=EVIL, status=EVIL, strategy=EVIL, samples=1, best={"metric": EVIL})]),
         styled(EVIL),
-        styled_lines(EVIL),
+        styled_lines(indented(EVIL)),
         joined((EVIL, "bold"), EVIL),
     ],
     ids=["end table", "metrics", "runs", "styled", "lines", "joined"],
@@ -91,7 +91,8 @@ def test_table_when_names_are_hostile_then_all_is_written_out(
     out = capsys.readouterr().out
     assert is_harmless(out)
     assert "\\x1b]0;owned" in out.replace("\n", "").replace(" ", "")
-    assert not any(line.startswith("dure:") for line in out.splitlines())
+    # a narrow terminal may break a line anywhere
+    assert columns == "40" or not any(line.startswith("dure:") for line in out.splitlines())
 
 
 def test_table_when_cells_and_headers_are_strings_then_markup_is_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,12 @@ def one_line(text: object) -> str:
 
 def message(text: str) -> str:
     """Return a sentence as dure says it, in lines of which none but the first begins at the left margin."""
-    first, *rest = printable(f"dure: {text}").split("\n")
+    return indented(f"dure: {text}")
+
+
+def indented(text: str) -> str:
+    """Return a text whose lines behind the first do not begin at the left margin, where dure's own do."""
+    first, *rest = printable(text).split("\n")
     return "\n".join([first, *(line if not line or line[0].isspace() else f"{_INDENT}{line}" for line in rest)])
 
 

@@ -107,7 +107,7 @@ def judge(
     followed = [e for e in others if e not in same]
     if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
-        lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
+        lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
     code = 1 if failure is None else int(failure["exit_code"])
     if is_script and failure is None and first.exit_code > 0:
         code = first.exit_code  # what it chose to say with it is between it and its user

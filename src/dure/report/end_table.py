@@ -8,6 +8,7 @@ from rich.table import Table
 from dure.measure.records import EpochRow, Metric, RunSummary
 from dure.runs import RunOverview
 from dure.styled import joined, styled, styled_lines
+from dure.telling import indented
 from dure.units import format_seconds
 
 MOST_ROWS = 24
@@ -32,7 +33,7 @@ def render(summary: RunSummary) -> RenderableType:
     """Show what a run came to: loss and metrics per evaluation, throughput, where the time and the records are."""
     parts: list[RenderableType] = [_headline(summary)]
     if summary.message:
-        parts.append(styled_lines(summary.message, "yellow"))
+        parts.append(styled_lines(indented(summary.message), "yellow"))
     if summary.rows:
         parts.append(_epoch_table(summary))
     parts.append(_facts(summary))

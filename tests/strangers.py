@@ -46,15 +46,15 @@ def _say_twice(connection: socket.socket) -> None:
 
 
 MANNERS: dict[str, Callable[[socket.socket], object]] = {
-    "nothing": lambda connection: None,
-    "reset": _reset,
     "a browser": lambda connection: connection.sendall(b"GET / HTTP/1.0\r\nHost: x\r\n\r\n"),
     "a great length": lambda connection: connection.sendall(b"\xff" * 64),
     "zeros": lambda connection: connection.sendall(b"\0" * 4096),
     "too much": _flood,
     "twice": _say_twice,
+    "nothing": lambda connection: None,
+    "reset": _reset,
 }
-"""What a stranger says before it leaves."""
+"""What a stranger says before it leaves; those that only leave come last, for some listeners end with them."""
 
 
 def disturb(process: psutil.Process) -> list[socket.socket]:

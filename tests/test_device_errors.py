@@ -204,7 +204,7 @@ def test_verdict_when_nccl_loses_the_rank_of_a_lost_gpu_then_the_gpu_is_the_caus
     assert first.startswith(f"rank 1 failed after step 5: AcceleratorError: {ECC} (the memory of GPU 1")
     assert "GPU 1 is lost" in first
     assert "leave it out with CUDA_VISIBLE_DEVICES" in first
-    assert rest[-1].startswith("rank 0 ended as a consequence")
+    assert rest[-1].startswith("  rank 0 ended as a consequence")
 
 
 def test_restart_when_the_gpu_is_lost_then_there_is_none_and_it_is_said_why():

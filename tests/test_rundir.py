@@ -132,9 +132,11 @@ def test_lock_when_the_disk_is_full_then_says_so_and_a_folder_that_is_no_run_yet
     assert run.path.exists() == is_run
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full to meet a full disk")
-def test_event_when_the_disk_is_full_then_says_so(run: RunDir) -> None:
-    (run.path / "events.jsonl").symlink_to("/dev/full")
+def test_event_when_the_disk_is_full_then_says_so(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(DiskFull, match="the disk is full; free some space"):
         run.append_event("x")
 

@@ -11,6 +11,7 @@ from dure.hosts import preflight_settings, several_hosts, train_on_nodes
 from dure.launch.child import is_worker
 from dure.launch.verdict import judge, left_early
 from dure.measure.records import RunSummary
+from dure.own_files import touch
 from dure.rank import Launched, read_launcher
 from dure.report.summary import summarise
 from dure.rundir import SPEC, RunDir, saying
@@ -27,7 +28,8 @@ from dure.supervised import (
     signal_of,
     start_workers,
 )
-from dure.task_settings import check_same_task, settle
+from dure.task_settings import absolute, check_same_task, settle
+from dure.task_trust import check_trusted, is_true
 from dure.training.given_task import given_task, giving
 from dure.training.task import Task
 from dure.under_launcher import train_under_launcher, with_world_size, without_extra_processes
@@ -109,14 +111,15 @@ def _train(
 
 @errors_in_arguments()
 def evaluate(
-    run: "Path | str", *, task: "Task | type[Task] | None" = None, which: str = "best", **settings: Any
+    run: "Path | str", *, task: "Task | type[Task] | str | None" = None, which: str = "best", **settings: Any
 ) -> dict[str, Any]:
     """Measure a run's checkpoint on the task's evaluation data, on `nproc` ranks.
 
     Args:
         run: The run's folder.
-        task: The run's task, or its class, where the run's record does not suffice to make it again: a class from a
-            notebook, attributes set by hand.
+        task: The run's task, its class, or `file.py:Class`. An object or a class where the run's record does not
+            suffice to make it again (a class from a notebook, attributes set by hand); any of them where its file lies
+            outside the current folder, unless `trust_task` is set.
         which: `best` or `last`.
         **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
             `num_workers`, `eval_batch_size`, ...
@@ -134,10 +137,10 @@ def evaluate(
     _refuse_in_worker("dure.evaluate")
     opened = RunDir.open(Path(run))
     if not opened.has_checkpoints():
-        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `dure train --resume {run}`")
+        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `{opened.resume_command}`")
     _check_evaluation_settings(settings)
     record = opened.task_object()
-    if record is not None and task is None:
+    if record is not None and (task is None or isinstance(task, str)):
         raise RunInvalid(
             f"only the Python program that began {run} can evaluate it, because {record['because']}: pass the task "
             f"there again, as dure.evaluate({str(run)!r}, task=task)"
@@ -145,7 +148,7 @@ def evaluate(
     with giving(task) as given:
         if given is not None:
             check_same_task(given, opened)
-        return _evaluate(opened, which, settings)
+        return _evaluate(opened, which, settings, task if isinstance(task, str) else None)
 
 
 def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
@@ -161,17 +164,20 @@ def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
         raise SpecInvalid(faults)
 
 
-def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any], named: str | None) -> dict[str, Any]:
     base, given = opened.read_spec(), given_task()
     nproc = settings.get("nproc") or base.nproc
     settings = {**settings, "nproc": nproc, "strategy": "single" if str(nproc).strip() == "1" else "ddp"}
-    if given is not None:
-        settings["task"] = given.reference
+    if given is not None or named is not None:
+        settings["task"] = given.reference if given is not None else absolute(str(named))
+    else:
+        trust = settings.get("trust_task", os.environ.get("DURE_TRUST_TASK"))
+        check_trusted(base.task, opened, "eval", is_trusted=is_true(trust))
     spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
     check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
     with saying(opened.path, "written"):  # what comes to it goes through a file there
-        (opened.path / answer).touch()
+        touch(opened.path / answer)
         (opened.path / answer).unlink()
     job = {
         "kind": "evaluate",

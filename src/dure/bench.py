@@ -1,6 +1,5 @@
 """`dure bench` as functions: what collectives cost on this machine, and what an algorithm sends."""
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, ReduceOp, find_algorithm
+from dure.documents import parse_json
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
 from dure.launch.child import Output
 from dure.launch.supervisor import run_workers
@@ -179,7 +179,7 @@ def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    return [_with_bandwidths(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [_with_bandwidths(parse_json(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.rundir import RunDir
+from dure.spec import PLACE_FIELDS
+from dure.telling import tell
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 
 
@@ -131,13 +133,15 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
         RunInvalid: No such run, or there is nothing to compare.
     """
     runs = RunDir.open(first), RunDir.open(second)
-    specs = [run.read_spec().model_dump(mode="json", exclude={"name", "runs_dir"}) for run in runs]
+    specs = [run.read_spec().model_dump(mode="json", exclude={*PLACE_FIELDS, "trust_task"}) for run in runs]
     settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
-    steps = [{record["step"]: record for record in run.records(0)} for run in runs]
-    common = sorted(steps[0].keys() & steps[1].keys())
-    used = [_samples_by_step(run) for run in runs]
-    has_samples = all(samples is not None for samples in used)
-    losses, steps_without_loss = _losses(common, steps, tolerance)
+    with runs[0].understood(), runs[1].understood():
+        steps = [{record["step"]: record for record in run.records(0)} for run in runs]
+        common = sorted(steps[0].keys() & steps[1].keys())
+        used = [_samples_by_step(run) for run in runs]
+        has_samples = all(samples is not None for samples in used)
+        losses, steps_without_loss = _losses(common, steps, tolerance)
+        samples_from = _first_of_other_samples(common, steps, used if has_samples else None)
     weights, damaged = _weights(*runs)
     if not common and not weights:
         raise RunInvalid(
@@ -150,7 +154,7 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
         settings=settings,
         steps=len(common),
         steps_of_one=(len(steps[0]) - len(common), len(steps[1]) - len(common)),
-        samples_from=_first_of_other_samples(common, steps, used if has_samples else None),
+        samples_from=samples_from,
         has_samples=has_samples,
         losses=losses,
         steps_without_loss=steps_without_loss,
@@ -216,7 +220,7 @@ def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckp
 def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
     # the newest first: of several of one position it is the one that counts, while it is whole
     found: dict[int, list[Path]] = {}
-    for path, samples_seen in CheckpointStore(run.checkpoints, 1, print).positions():
+    for path, samples_seen in CheckpointStore(run.checkpoints, 1, tell).positions():
         found.setdefault(samples_seen, []).append(path)
     return found
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from dure.errors import CheckpointNotWritten
+from dure.own_files import make_folder, open_own
 
 FOLDER = ".leader"
 _EPOCH = "epoch-"
@@ -25,9 +26,9 @@ def newest_epoch(run: Path) -> int:
 
 def begin_epoch(run: Path, epoch: int) -> bool:
     """Begin an epoch; False when another has begun it."""
-    (run / FOLDER).mkdir(exist_ok=True)
+    make_folder(run / FOLDER, exist_ok=True)
     try:
-        os.close(os.open(run / FOLDER / f"{_EPOCH}{epoch}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.close(open_own(run / FOLDER / f"{_EPOCH}{epoch}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True

@@ -27,6 +27,8 @@ DureError                     exit code 1
 
 from collections.abc import Mapping, Sequence
 
+from dure.telling import printable
+
 DONE, FAILED, MISUSE, ENVIRONMENT, FOUND = 0, 1, 2, 3, 4
 
 
@@ -38,6 +40,10 @@ class DureError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return what IPython and notebooks show: the message has the user's own lines, ours say nothing to them."""
         return [f"{type(self).__name__}: {self}"]
+
+    def __str__(self) -> str:
+        """Return the message as it may be shown: it has what files, tasks and other ranks say in it."""
+        return printable(super().__str__())
 
 
 class Misuse(DureError):

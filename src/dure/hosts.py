@@ -23,7 +23,7 @@ from dure.strategies import STRATEGIES
 from dure.supervised import finish, nothing_half_written, run_folder, say, start_workers
 from dure.training.given_task import given_task
 
-_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after")
+_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
 """Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
 
 

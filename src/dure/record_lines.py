@@ -1,10 +1,14 @@
 """Files of one JSON object a line, to which processes append that may die in the middle of one."""
 
-import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from dure.documents import DocumentInvalid, parse_json
+
+MOST_LINE_BYTES = 256 * 2**20
+"""A step's samples, with `--record-samples`, may be millions; more is no line of a record."""
 
 
 def last_record(path: Path) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def read_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as file:
         file.seek(begin)
-        for line in file:
+        while line := file.readline(MOST_LINE_BYTES):
             record = parse_line(line)
             if record is not None:
                 yield record
@@ -45,9 +49,9 @@ def end_of_records_until(path: Path, samples_seen: int) -> int:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None when a crash tore it."""
+    """Parse a line, or return None when a crash tore it, or it is none of a record."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = parse_json(line, may_repeat_keys=True)
+    except DocumentInvalid:
         return None
     return record if isinstance(record, dict) else None

@@ -28,11 +28,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dure.documents import DocumentInvalid, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
+from dure.own_files import PRIVATE, SHARED, make_folder, open_own
 from dure.record_lines import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
+from dure.telling import shell_word
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
+
+_MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 _LOCK_PATIENCE_SECONDS = 0.5
 """`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
@@ -45,7 +50,15 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str, *, or_numbered: bool = False, for_script: bool = False) -> "RunDir":
+    def create(
+        cls,
+        runs_dir: Path,
+        name: str,
+        *,
+        or_numbered: bool = False,
+        for_script: bool = False,
+        is_shared: bool = False,
+    ) -> "RunDir":
         """Make the folder of a new run, with `logs/` and `checkpoints/`.
 
         Args:
@@ -54,6 +67,7 @@ class RunDir:
             or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
                 that begin in the same second share.
             for_script: Whether it is for a script, which keeps its own checkpoints.
+            is_shared: Whether others may read it as far as the umask lets them; otherwise only its owner can.
 
         Raises:
             RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
@@ -65,14 +79,14 @@ class RunDir:
         for number in range(1, 1000 if or_numbered else 2):
             path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
             with contextlib.suppress(FileExistsError), saying(path, "made"):
-                path.mkdir()
-                (path / "logs").mkdir()
+                path.mkdir(mode=SHARED if is_shared else PRIVATE)
+                make_folder(path / "logs")
                 if not for_script:
-                    (path / "checkpoints").mkdir()
+                    make_folder(path / "checkpoints")
                 return cls(path)
         raise RunInvalid(
             f"{runs_dir / name} exists already: choose another --name, or continue that run with"
-            f" `dure train --resume {runs_dir / name}`"
+            f" `{cls(runs_dir / name).resume_command}`"
         )
 
     @classmethod
@@ -87,6 +101,11 @@ class RunDir:
             RunInvalid: There is no such folder, or it is a folder that is no run.
         """
         path = Path(path)
+        with saying(path, "read"):
+            return cls._open(path, or_script=or_script)
+
+    @classmethod
+    def _open(cls, path: Path, *, or_script: bool) -> "RunDir":
         if not path.is_dir():
             what = "is a file, not a run folder" if path.exists() else "does not exist"
             raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
@@ -114,6 +133,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with it, to be pasted into a shell."""
+        return f"dure train --resume {shell_word(self.path)}"
+
     def log_path(self, rank: int) -> Path:
         """Return where a rank's output goes."""
         return self.path / "logs" / f"rank{rank}.log"
@@ -136,7 +160,7 @@ class RunDir:
         text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
         with saying(target, "written"):
             try:
-                with temporary.open("w", encoding="utf-8") as file:
+                with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as file:
                     file.write(text)
                     file.flush()
                     os.fsync(file.fileno())
@@ -152,12 +176,11 @@ class RunDir:
         Raises:
             RunInvalid: It is missing, cannot be read, or is no JSON.
         """
-        with saying(self.path / name, "read"):
-            text = (self.path / name).read_bytes()
         try:
-            return json.loads(text)
-        except ValueError as error:
-            raise RunInvalid(f"{self.path / name} is damaged ({error}): restore it from a copy of the run") from None
+            with saying(self.path / name, "read"):
+                return read_json(self.path / name)
+        except DocumentInvalid as error:
+            raise RunInvalid(f"{self.path / name} is damaged (it {error}): restore it from a copy of the run") from None
 
     def write_spec(self, resolved: ResolvedSpec) -> None:
         """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
@@ -179,12 +202,31 @@ class RunDir:
         record = self.read_json(SPEC)
         try:
             return RunSpec.model_validate(record["spec"])
-        except (ValidationError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
 
     def task_object(self) -> dict[str, Any] | None:
         """Return why the recorded class and options do not make the run's task again, None if they do."""
-        return self.read_json(SPEC).get("task_object")  # type: ignore[no-any-return]
+        with self.understood():
+            found: dict[str, Any] | None = self.read_json(SPEC).get("task_object")
+            if found is not None:
+                str(found["because"]), dict(found["attributes"])
+            return found
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Turn what comes of records whose fields are not what dure writes into a sentence.
+
+        Raises:
+            RunInvalid: There were such records.
+        """
+        try:
+            yield
+        except _MISUNDERSTOOD as error:
+            raise RunInvalid(
+                f"the records of {self.path} are damaged or of another version of dure ({_first_line(error)}): restore "
+                "them from a copy of the run"
+            ) from error
 
     def records(self, rank: int) -> Iterator[dict[str, Any]]:
         """Yield a rank's step records in the order in which they were written."""
@@ -192,7 +234,8 @@ class RunDir:
 
     def last_samples(self, rank: int) -> int:
         """Return the samples seen after the last step that a rank's records have; 0 before the first."""
-        return int(last_record(self.records_path(rank)).get("samples_seen", 0))
+        with self.understood():
+            return int(last_record(self.records_path(rank)).get("samples_seen", 0))
 
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will do again to `undone.jsonl`.
@@ -200,14 +243,15 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            begin = end_of_records_until(path, samples_seen)
-            undone = list(read_lines(path, begin))
-            rank = int(path.stem.removeprefix("rank"))
+            with self.understood():
+                begin = end_of_records_until(path, samples_seen)
+                undone = list(read_lines(path, begin))
+                rank = int(path.stem.removeprefix("rank"))
             with saying(path, "written"):
                 if undone:
-                    with (self.path / "undone.jsonl").open("a", encoding="utf-8") as file:
+                    with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
                         file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
-                with path.open("r+b") as file:
+                with open(path, "r+b", opener=open_own) as file:
                     file.truncate(begin)
                     file.seek(0, os.SEEK_END)
                     file.write(_newline_after_torn_line(file.fileno()).encode())
@@ -218,15 +262,19 @@ class RunDir:
         """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
         with saying(self.path / EVENTS, "written"):
-            descriptor = os.open(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 os.write(descriptor, (_newline_after_torn_line(descriptor) + line).encode())
             finally:
                 os.close(descriptor)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events; a line that a crash tore is left out."""
-        return read_lines(self.path / EVENTS)
+        """Yield the events; a line that a crash tore, or that is no event, is left out."""
+        return (
+            event
+            for event in read_lines(self.path / EVENTS)
+            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
+        )
 
     def num_attempts(self) -> int:
         """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
@@ -238,7 +286,7 @@ class RunDir:
 
     def how_to_go_on(self) -> str:
         """Say which command goes on with the run, and from where."""
-        again = f"`dure train --resume {self.path}`"
+        again = f"`{self.resume_command}`"
         if self.has_checkpoints():
             return f"{again} goes on from the last good checkpoint"
         return f"{again} starts from the beginning: there is no checkpoint yet"
@@ -258,7 +306,8 @@ class RunDir:
 
     def hangs(self) -> list[Path]:
         """Return the records of hangs, the oldest first."""
-        return sorted(self.path.glob("logs/hang-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+        found = (path for path in self.path.glob("logs/hang-*.json") if path.stem.rpartition("-")[2].isdecimal())
+        return sorted(found, key=lambda path: int(path.stem.rpartition("-")[2]))
 
     # --- is it running?
 
@@ -274,7 +323,7 @@ class RunDir:
         """
         owner = os.getpid()
         with saying(self.path / LOCK, "opened"):
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _take(descriptor, self.path)
             self._note_owner(descriptor, owner)
@@ -373,6 +422,10 @@ def saying(path: Path, done: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
                 f"{path} cannot be {done}: the disk is full; free some space or use another --runs-dir"
+            ) from None
+        if error.errno == errno.ELOOP:
+            raise RunInvalid(
+                f"{path} cannot be {done}: it is a link, which could lead anywhere; put a copy in its place"
             ) from None
         raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
 

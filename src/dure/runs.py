@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from dure.errors import DureError, RunInvalid
 from dure.record_lines import last_record
 from dure.rundir import SCRIPT, SPEC, SUMMARY, RunDir, saying
+
+_Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 _CLOCK_SLACK_SECONDS = 0.02
 """File times come from the kernel's coarse clock, up to one tick behind `time.time()`."""
@@ -23,13 +27,16 @@ class RunOverview:
     """`running`, `completed`, `interrupted`, `failed`, `died` (it ended without a word) or `unreadable`."""
     task: str | None = None
     strategy: str | None = None
-    world_size: int | None = None
-    num_devices: int | None = None
-    samples: int | None = None
-    best: dict[str, Any] | None = None
+    world_size: _Count | None = None
+    num_devices: _Count | None = None
+    samples: _Count | None = None
+    best: dict[str, str | _Count | float | None] | None = None
     """As in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
     fault: str | None = None
     """Why it is `unreadable`."""
+
+
+_CHECKED = TypeAdapter(RunOverview)
 
 
 def list_runs(runs_dir: Path) -> list[RunOverview]:
@@ -41,49 +48,62 @@ def list_runs(runs_dir: Path) -> list[RunOverview]:
     if not runs_dir.is_dir():
         raise RunInvalid(f"{runs_dir} is no folder: start a run with `dure train`, or point --runs-dir at your runs")
     with saying(runs_dir, "read"):
-        paths = sorted(path for path in runs_dir.iterdir() if RunDir(path).is_script or (path / SPEC).is_file())
-    return [overview(RunDir(path)) for path in paths]
+        paths = sorted(runs_dir.iterdir())
+    return [overview(RunDir(path)) for path in paths if _may_be_run(path)]
+
+
+def _may_be_run(path: Path) -> bool:
+    try:
+        return RunDir(path).is_script or (path / SPEC).is_file()
+    except PermissionError:  # another user's, who alone can tell
+        return True
 
 
 def overview(run: RunDir) -> RunOverview:
     """Return how a run stands; a damaged one is `unreadable`."""
     try:
-        if run.is_script:
-            return _script_overview(run)
-        spec = run.read_spec()
-        summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
-        status = _status(run, summary)
-        last = {} if status not in ("running", "died") else last_record(run.records_path(0))
-        return RunOverview(
-            name=run.name,
-            path=str(run.path),
-            status=status,
-            task=spec.task,
-            strategy=summary.get("strategy", spec.strategy),
-            world_size=summary.get("world_size"),
-            num_devices=summary.get("num_devices", spec.nproc),
-            samples=last.get("samples_seen", summary.get("samples", 0)),
-            best=summary.get("best"),
-        )
+        with saying(run.path, "read"), run.understood():
+            found = _script_overview(run) if run.is_script else _task_overview(run)
+            return _CHECKED.validate_python(found)
     except DureError as error:
         fault = str(error)
-    except (AttributeError, TypeError, KeyError):
-        fault = "its records are damaged or of another version of dure"
     return RunOverview(name=run.name, path=str(run.path), status="unreadable", fault=fault)
 
 
-def _script_overview(run: RunDir) -> RunOverview:
+def _task_overview(run: RunDir) -> dict[str, Any]:
+    spec, summary = run.read_spec(), _summary(run)
+    status = _status(run, summary)
+    last = {} if status not in ("running", "died") else last_record(run.records_path(0))
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": status,
+        "task": spec.task,
+        "strategy": summary.get("strategy", spec.strategy),
+        "world_size": summary.get("world_size"),
+        "num_devices": summary.get("num_devices", spec.nproc),
+        "samples": last.get("samples_seen", summary.get("samples", 0)),
+        "best": summary.get("best"),
+    }
+
+
+def _script_overview(run: RunDir) -> dict[str, Any]:
     record = run.read_json(SCRIPT)
-    summary = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
-    return RunOverview(
-        name=run.name,
-        path=str(run.path),
-        status=_status(run, summary),
-        task=record["script"],
-        strategy="script",
-        world_size=record["world_size"],
-        num_devices=record["world_size"],
-    )
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "status": _status(run, _summary(run)),
+        "task": record["script"],
+        "strategy": "script",
+        "world_size": record["world_size"],
+        "num_devices": record["world_size"],
+    }
+
+
+def _summary(run: RunDir) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
+    found.get("status")  # nothing but an object has it
+    return found
 
 
 def _status(run: RunDir, summary: Mapping[str, Any]) -> str:

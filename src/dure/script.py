@@ -30,7 +30,7 @@ from dure.preflight.settings import PreflightSettings
 from dure.rank import Launched, meeting_point, read_launcher
 from dure.rundir import SUMMARY, RunDir, default_name
 from dure.stopping import stop_exit_code
-from dure.telling import tell
+from dure.telling import shell_word, tell
 
 _ENTRY = "dure.launch.script_worker"
 """What a script has to end after a signal, as under torchrun."""
@@ -64,6 +64,8 @@ class ScriptSettings:
     allow_public_address: bool = False
     runs_dir: Path = Path("runs")
     name: str | None = None
+    share_run: bool = False
+    """Whether others may read the run's folder."""
     preflight: bool = False
     """Whether to check machines and network first, and to start only if all is well."""
 
@@ -103,7 +105,7 @@ def run_script(settings: ScriptSettings) -> None:
         met = meet_in_folder(
             nodes,
             lambda: _make_folder(settings),
-            lambda name: RunDir.create(settings.runs_dir, name, for_script=True),
+            lambda name: RunDir.create(settings.runs_dir, name, for_script=True, is_shared=settings.share_run),
         )
         _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
 
@@ -166,7 +168,13 @@ def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSetti
 
 def _make_folder(settings: ScriptSettings) -> RunDir:
     name = settings.name or default_name(Path(settings.script).stem, "run", datetime.now())
-    return RunDir.create(settings.runs_dir, name, or_numbered=settings.name is None, for_script=True)
+    return RunDir.create(
+        settings.runs_dir,
+        name,
+        or_numbered=settings.name is None,
+        for_script=True,
+        is_shared=settings.share_run,
+    )
 
 
 def _run_in(
@@ -261,7 +269,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         what = "is a folder" if script.is_dir() else "does not exist"
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
-            what, cure = "is a task", f"train it with `dure train {script}`"
+            what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"
         faults.append(f"{script} {what}: {cure}")
     nproc = 1
     if settings.nproc == "auto":

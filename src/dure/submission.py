@@ -14,6 +14,8 @@ from dure.launch.submit.job import Job, seconds_of
 from dure.rundir import RunDir, check_name, default_name
 from dure.spec import RunSpec, flag_name, resolve, unknown_name
 from dure.strategies import STRATEGIES
+from dure.task_trust import check_trusted, is_true
+from dure.telling import one_line
 
 TARGETS = ("slurm", "kubernetes", "ray")
 
@@ -168,7 +170,12 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         flags["task"] = training.task
         if wishes.to != "kubernetes":
             _check_task_file(training.task)
-    base = None if training.resume is None or wishes.to == "kubernetes" else RunDir.open(training.resume).read_spec()
+    base = None
+    if training.resume is not None and wishes.to != "kubernetes":
+        run = RunDir.open(training.resume)
+        base = run.read_spec()
+        if training.task is None:  # the job would be refused when it has waited for its turn
+            check_trusted(base.task, run, "train", is_trusted=is_true(flags.get("trust_task")))
     if base is None and training.task is None and training.resume is None:
         raise SpecInvalid(["no task is given: write it after the flags, as in `dure submit --to slurm file.py:Class`"])
     flags.setdefault("task", base.task if base is not None else "the.run:Task")
@@ -215,6 +222,8 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
     again = ("--resume", str(run)) if training.resume else ("--resume", "auto")
     if wishes.to == "kubernetes" and training.resume is None:
         words = (*words, *again)  # a pod cannot know whether it is the first
+    python = wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable)
+    _check_words({"the current folder": Path.cwd(), "--python": python, "the run's folder": run}, words)
     return Job(
         name=name,
         run=run,
@@ -225,9 +234,26 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
         cpus_per_task=_cores(wishes, spec),
         gpus_per_task=wishes.gpus_per_task,
         time_seconds=None if wishes.time is None else seconds_of(wishes.time),
-        python=wishes.python or ("python" if wishes.to == "kubernetes" else sys.executable),
+        python=python,
         folder=Path.cwd(),
     )
+
+
+def _check_words(paths: Mapping[str, object], words: Sequence[str]) -> None:
+    """Refuse what no line of a script can hold: a line break in a path would begin a line of its own.
+
+    Raises:
+        Misuse: Names it.
+    """
+    for what, path in paths.items():
+        if one_line(path) != str(path):
+            raise Misuse(
+                f"{what} is {str(path)!a}, and no line of what is submitted can hold that: use a path without control "
+                "characters"
+            )
+    for word in words:
+        if "\0" in word or any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise Misuse(f"{word!a} is no text that a command can be given: write it in UTF-8")
 
 
 def _cores(wishes: Wishes, spec: RunSpec) -> int | None:

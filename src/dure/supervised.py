@@ -1,6 +1,5 @@
 """A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -28,7 +27,7 @@ from dure.rundir import SPEC, SUMMARY, RunDir, default_name
 from dure.spec import RunSpec
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
-from dure.telling import has_live_line, is_notebook, own_descriptor, tell
+from dure.telling import has_live_line, is_notebook, tell
 from dure.training.digests import class_digest
 from dure.training.given_task import given_task, task_class
 
@@ -41,7 +40,7 @@ def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
     if resume is not None:
         return RunDir.open(Path(resume))
     name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
-    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None)
+    return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None, is_shared=spec.share_run)
 
 
 def count_processes(spec: RunSpec) -> int:
@@ -79,7 +78,7 @@ def start_workers(
     def writes() -> bool:
         return nodes is None or nodes.is_leader
 
-    relay = Relay(sys.stderr) if own_descriptor(sys.stderr) is None else None
+    relay = Relay.of_stderr()
     console = 2 if relay is None else relay.writing
 
     def voice_of(rank: int) -> Voice:
@@ -87,7 +86,7 @@ def start_workers(
         if rank:
             return Voice(log=log)
         # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
-        is_live, is_erasable = has_live_line(sys.stderr), not is_notebook(sys.stderr)
+        is_live, is_erasable = has_live_line(), not is_notebook()
         return Voice(log=log, consoles=(console, console), has_live_line=is_live, can_erase=is_erasable)
 
     with closing(RankLogs(voice_of, ranks, relay)) as logs:
@@ -233,11 +232,11 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         verdict = None
     elif outcome.lost is not None:
         goes_on_elsewhere = not is_own and spec.fewest_nodes < spec.num_nodes
-        cure = "" if goes_on_elsewhere else f"; `dure train --resume {run.path}` goes on from the last checkpoint"
+        cure = "" if goes_on_elsewhere else f"; `{run.resume_command}` goes on from the last checkpoint"
         text = f"{outcome.lost}{cure}"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     elif outcome.hang is not None:
-        text = f"the ranks were ended because they hung (--on-hang); `dure train --resume {run.path}` goes on"
+        text = f"the ranks were ended because they hung (--on-hang); `{run.resume_command}` goes on"
         verdict = Verdict(text=text, exit_code=FAILED, first=None)
     if verdict is not None:
         status = "failed"
@@ -259,7 +258,7 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
 
 
 def _stopped_words(run: RunDir) -> str:
-    again = f"`dure train --resume {run.path}`"
+    again = f"`{run.resume_command}`"
     if run.has_checkpoints():
         return f"stopped; continue with {again}"
     return f"stopped before the first checkpoint; {again} starts from the beginning"

@@ -8,8 +8,9 @@ from typing import Any
 
 from dure.errors import RunInvalid, SpecInvalid
 from dure.rundir import RunDir
-from dure.spec import ResolvedSpec, RunSpec, read_toml, resolve, same_task
+from dure.spec import ENVIRONMENT_PREFIX, ResolvedSpec, RunSpec, read_toml, resolve, same_task
 from dure.strategies import STRATEGIES
+from dure.task_trust import check_trusted, is_true
 from dure.training.best import Best
 from dure.training.given_task import GivenTask, given_task, task_class
 from dure.training.task import Task
@@ -49,12 +50,16 @@ def settle(
     elif task is not None:
         flags["task"] = task
     config_path = None if config is None else Path(config)
-    reference = flags.get("task") or (base.task if base else None) or _task_named_elsewhere(config_path)
+    named = _named_elsewhere("task", config_path)
+    reference = flags.get("task") or (base.task if base else None) or named
     if reference is None:
         raise SpecInvalid(["no task is given: write `dure train file.py:Class`, or --resume a run"])
+    if run is not None and base is not None and "task" not in flags and not same_task(str(named), base.task):
+        trust = flags.get("trust_task", _named_elsewhere("trust_task", config_path))
+        check_trusted(base.task, run, "train", is_trusted=is_true(trust))
     cls = task_class(reference)
     if "task" in flags:
-        flags["task"] = _absolute(flags["task"])
+        flags["task"] = absolute(flags["task"])
     if given is not None and given.task is not None:
         flags["task_options"] = given.options
     elif flags.get("task_options"):
@@ -147,18 +152,19 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _task_named_elsewhere(config: Path | None) -> str | None:
-    """Look for the task in the environment and the TOML file.
+def _named_elsewhere(name: str, config: Path | None) -> Any:
+    """Look for a setting in the environment and the TOML file.
 
     Raises:
         SpecInvalid: The file cannot be read.
     """
-    if "DURE_TASK" in os.environ:
-        return os.environ["DURE_TASK"]
-    named = None if config is None else read_toml(config).get("task")
-    return named if isinstance(named, str) else None
+    variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+    if os.environ.get(variable):
+        return os.environ[variable]
+    return None if config is None else read_toml(config).get(name)
 
 
-def _absolute(reference: str) -> str:
+def absolute(reference: str) -> str:
+    """Return the reference of a task as any folder understands it."""
     where, _, name = reference.rpartition(":")
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference

@@ -1,19 +1,164 @@
-"""What dure says of a run while it goes on: on stderr, so that stdout has results only."""
+"""The way out to the terminal: everything that is shown is written here, or drawn by `dure.styled`, and escaped.
 
+What comes from a file, a task or another rank must not clear the terminal, set its title, turn the direction of text
+or stand on a line as if dure had written it. A house test sees that no other module prints.
+"""
+
+import io
+import json
 import os
+import shlex
+import shutil
 import sys
+import unicodedata
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
+
+_INDENT = "  "
+"""In front of further lines of a message: only dure's own begin at the left margin."""
 
 
-def has_live_line(stream: TextIO) -> bool:
-    """Return whether its last line can be written over: it is a terminal, no dumb one, or a notebook's cell."""
+def printable(text: str, *, kept: str = "\n\t") -> str:
+    r"""Return a text in which every control character is written out, as `\x1b`; letters of any script stay.
+
+    Written out are also what turns or joins text unseen (bidirectional controls, zero-width characters), line
+    separators and lone surrogates.
+
+    Args:
+        text: From anywhere.
+        kept: Control characters that stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if _is_harmless(char) or char in kept else _written_out(char) for char in text)
+
+
+def one_line(text: object) -> str:
+    """Return a name, a path or a value as it may stand in a line: line breaks are written out, too."""
+    return printable(str(text), kept="")
+
+
+def message(text: str) -> str:
+    """Return a sentence as dure says it, in lines of which none but the first begins at the left margin."""
+    return indented(f"dure: {text}")
+
+
+def indented(text: str) -> str:
+    """Return a text whose lines behind the first do not begin at the left margin, where dure's own do."""
+    first, *rest = printable(text).split("\n")
+    return "\n".join([first, *(line if not line or line[0].isspace() else f"{_INDENT}{line}" for line in rest)])
+
+
+def shell_word(text: object) -> str:
+    r"""Return a path or a value as one word of a command that people paste into a shell.
+
+    Control characters are written out in the form that shells read, `$'a\nb'`: none of them ends the word.
+    """
+    word = str(text)
+    if printable(word, kept="") == word:
+        return shlex.quote(word)
+    data = word.encode("utf-8", "surrogateescape" if _is_from_system(word) else "replace")
+    return "$'" + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in data) + "'"
+
+
+def _is_from_system(word: str) -> bool:
+    try:
+        os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_harmless(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"
+
+
+def _written_out(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+# --- writing
+
+
+def replace_what_no_terminal_has() -> None:
+    """Let a terminal that is not UTF-8 show '?' for a letter that it lacks, instead of our traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def tell(text: str) -> None:
+    """Write to stderr what dure says of a run while it goes on, if anybody still reads."""
+    with suppress(OSError):
+        tell_last(text)
+
+
+def tell_last(text: str) -> None:
+    """Write to stderr what dure says.
+
+    Raises:
+        OSError: Nobody reads.
+    """
+    print(message(text), file=sys.stderr, flush=True)
+
+
+def print_traceback(text: str) -> None:
+    """Write a traceback to stderr, which has messages of a task's exceptions in it."""
+    print(printable(text).rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def print_text(text: str) -> None:
+    """Write lines of a result to stdout."""
+    print(printable(text))
+
+
+def print_json(document: Any) -> None:
+    """Write one JSON document to stdout. Not-a-number and infinity, which JSON lacks, become null."""
+    text = json.dumps(_finite(document), indent=2, default=str)  # ASCII, and of that only DEL is not escaped
+    print(text.replace("\x7f", "\\u007f"))
+
+
+def pass_on(text: str, *, is_error: bool) -> None:
+    """Write what a rank elsewhere has printed; each state of its progress bar is a line."""
+    stream = sys.stderr if is_error else sys.stdout
+    stream.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
+    stream.flush()
+
+
+def print_drawn(drawn: str) -> None:
+    """Write to stdout what `dure.styled.draw` has drawn."""
+    sys.stdout.write(drawn)
+
+
+def end_open_line() -> None:
+    """Leave a terminal on a fresh line."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+# --- the live line
+
+
+def has_live_line(stream: TextIO | None = None) -> bool:
+    """Return whether a stream's (stderr's) last line can be written over: a terminal, no dumb one, or a cell."""
+    stream = stream or sys.stderr
     return (stream.isatty() and os.environ.get("TERM") != "dumb") or is_notebook(stream)
 
 
-def is_notebook(stream: TextIO) -> bool:
-    """Return whether a stream shows in a notebook, which knows a carriage return but erases nothing."""
-    return any(cls.__module__ == "ipykernel.iostream" for cls in type(stream).__mro__)
+def is_notebook(stream: TextIO | None = None) -> bool:
+    """Return whether a stream (stderr) shows in a notebook, which knows a carriage return but erases nothing."""
+    return any(cls.__module__ == "ipykernel.iostream" for cls in type(stream or sys.stderr).__mro__)
 
 
 def own_descriptor(stream: TextIO | None) -> int | None:
@@ -26,20 +171,67 @@ def own_descriptor(stream: TextIO | None) -> int | None:
         return None
 
 
-def tell(text: str) -> None:
-    """Say it, if anybody still reads."""
-    with suppress(OSError):
-        print(printable(f"dure: {text}"), file=sys.stderr, flush=True)
+class LiveLine:
+    """A line of a stream that is written over until it is closed, among lines that stay."""
 
+    def __init__(self, stream: TextIO | None = None, *, is_relayed: bool = False) -> None:
+        """Open no line yet.
 
-def printable(text: str) -> str:
-    """Return a text of several lines with every other control character written out.
+        Args:
+            stream: Where it is; stderr by default.
+            is_relayed: Whether the stream is a pipe to a process that shows it in a terminal, cut to its width.
+        """
+        self._stream = stream or sys.stderr
+        self._is_relayed = is_relayed
+        self.is_live = is_relayed or has_live_line(self._stream)
+        """Whether it can be written over; otherwise each state is a line that stays."""
+        self.is_in_notebook = is_notebook(self._stream)
+        self._has_color = self.is_live and not os.environ.get("NO_COLOR")
+        self._erase = "" if self.is_in_notebook else "\x1b[K"
+        self._drawn_columns = 0
+        """Of the open line; 0: there is none."""
 
-    An exception's message is the user's, or comes from a file or a network: it must not clear the terminal that it is
-    told on, or move the cursor.
-    """
-    return "".join(char if char.isprintable() or char in "\n\t" else _written_out(char) for char in text)
+    def show(self, line: str, num_colored: int = 0) -> None:
+        """Write a state of the line, the first characters coloured.
 
+        Raises:
+            OSError: Nobody reads.
+        """
+        line = one_line(line)
+        if not self.is_live:
+            self._write(f"{line}\n")
+            return
+        if not self._is_relayed:
+            width = shutil.get_terminal_size().columns
+            line = line if len(line) < width else line[: width - 2] + "…"
+        colored = f"\x1b[36m{line[:num_colored]}\x1b[0m{line[num_colored:]}" if self._has_color else line
+        # relayed, a second "\r" lets what the task prints next take the line's place, not go on in it
+        self._write(f"\r{colored}\r" if self._is_relayed else f"{self._over()}{colored}{self._erase}")
+        self._drawn_columns = len(line)
 
-def _written_out(char: str) -> str:
-    return f"\\x{ord(char):02x}" if ord(char) < 0x100 else f"\\u{ord(char):04x}"
+    def say(self, text: str) -> None:
+        """Write lines that stay.
+
+        Raises:
+            OSError: Nobody reads.
+        """
+        self.close()
+        self._write(f"{printable(text)}\n")
+
+    def close(self) -> None:
+        """Leave the terminal on a fresh line.
+
+        Raises:
+            OSError: Nobody reads.
+        """
+        if self._drawn_columns:
+            self._write(f"{self._over()}{self._erase}")
+            self._drawn_columns = 0
+
+    def _over(self) -> str:
+        """Return what goes back to the begin of the open line; in a notebook, which erases nothing, over it."""
+        return "\r" if self._erase else f"\r{' ' * self._drawn_columns}\r"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

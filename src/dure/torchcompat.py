@@ -424,8 +424,13 @@ _rpc_meetings: list[tuple[dist.Store, int, int]] = []
 _registered_schemes: set[str] = set()
 
 
-def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float) -> None:
+def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float, *, by_memory: bool = False) -> None:
     """Start this process's RPC agent over the default group's store (private in torch).
+
+    With `by_memory` agents of one host meet by sockets of the kernel's that have no port, and exchange bytes in memory
+    that has no name. An agent that listens at a port reads a length from whoever connects, and asks for that much
+    memory: a port scanner's `GET / HTTP/1.0` aborts its process (TensorPipe in torch 2.11 to 2.13), and Python is not
+    asked. The names of transports and channels are private in torch.
 
     `init_rpc` finds its store by a URL, and a URL can only name an address: a scheme of our own hands over a store that
     is there. It warns of what torch itself does inside (2.11 and 2.13).
@@ -437,7 +442,8 @@ def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float) -> 
         register_rendezvous_handler(_RPC_SCHEME, _meet_for_rpc)
         _registered_schemes.add(_RPC_SCHEME)
     _rpc_meetings[:] = [(dist.PrefixStore("rpc", default_store()), rank, world_size)]
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_RPC_SCHEME}://", rpc_timeout=timeout_seconds)
+    ways: dict[str, Any] = {"_transports": ["shm"], "_channels": ["cma", "basic"]} if by_memory else {}
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{_RPC_SCHEME}://", rpc_timeout=timeout_seconds, **ways)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)

@@ -3,7 +3,6 @@
 import errno
 import functools
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -61,10 +60,10 @@ def test_evaluation_of_a_run_that_cannot_be_written_is_refused_before_it_begins(
     run = train_case(tmp_path, Regression(), samples=20)
     before = sorted(run.rglob("*"))
 
-    def touch(self, *_):
+    def touch(path):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr("dure.api.touch", touch)
     with pytest.raises(RunInvalid, match=f"{run} cannot be written: Read-only file system"):
         dure.evaluate(run, start="fork")
     assert sorted(run.rglob("*")) == before

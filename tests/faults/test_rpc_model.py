@@ -4,9 +4,11 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.commands import RunFiles
+from tests.strangers import disturb
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 BASE = (
@@ -42,3 +44,16 @@ def test_rank_when_asked_to_stop_then_all_stop_at_one_step_and_go_on_later(rank,
     assert len({len(run.records(rank)) for rank in range(3)}) == 1
     assert prewarmed.run(tmp_path, "train", "--resume", "runs/run", "--quiet").code == 0
     assert run.summary()["samples"] == 8 * 97
+
+
+def test_strangers_when_they_come_to_every_port_then_the_run_goes_on_and_agents_have_none(prewarmed, tmp_path):
+    command = prewarmed.start(tmp_path, *BASE, "--epochs", 20, "--task.pause-seconds", 0.03)
+    run = RunFiles(tmp_path / "runs/run")
+    run.wait_for("checkpoint", command)
+    stay = disturb(psutil.Process(command.pid))
+    code = command.wait()
+    for connection in stay:
+        connection.close()
+    assert code == 0, command.err
+    assert 0 < len(stay) <= 4  # the store, and a group of gloo on each rank
+    assert run.summary()["samples"] == 20 * 97

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.commands import wait_until
+from tests.strangers import listening
 
 CANARY = "c4n4ry-e6b1f0"
 
@@ -113,26 +113,6 @@ def files_with_secret(folder: Path) -> list[str]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     return [str(path) for path in files if CANARY.encode() in path.read_bytes()]
-
-
-def listening(process: psutil.Process) -> list[tuple[str, int]]:
-    """Return the addresses and ports on which a process and its children listen, as the kernel lists them."""
-    inodes = set()
-    for pid in (process.pid, *(child.pid for child in process.children(recursive=True))):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            if (target := os.readlink(descriptor)).startswith("socket:"):
-                inodes.add(target[8:-1])
-    found = []
-    for table, size in (("tcp", 4), ("tcp6", 16)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, port = fields[1].split(":")
-                words = bytes.fromhex(address)
-                raw = b"".join(struct.pack(">I", struct.unpack_from("<I", words, at)[0]) for at in range(0, size, 4))
-                family = socket.AF_INET if size == 4 else socket.AF_INET6
-                found.append((socket.inet_ntop(family, raw), int(port, 16)))
-    return found
 
 
 def test_script_when_it_hangs_then_listens_on_loopback_only_and_its_dump_has_no_secret(tmp_path):

@@ -120,3 +120,32 @@ def test_strategy_branches_when_one_is_written_then_it_is_found(line: str) -> No
 def test_files_when_named_then_each_says_what_is_in_it() -> None:
     named = [path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     assert [str(path.relative_to(ROOT)) for path in named if path.name in ROOMLESS] == []
+
+
+PARSERS = ("json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads")
+OWN_TEXTS = {
+    "documents.py": "the reader itself",
+    "launch/log_pump.py": "its own arguments; it imports nothing of dure",
+    "launch/spawned.py": "its own arguments",
+    "launch/rendezvous.py": "what it has just written",
+    "task_settings.py": "what it has just written",
+    "training/task_options.py": "what it has just written",
+    "comm/groups.py": "what it has just written",
+}
+
+
+def parsing_calls(source: str) -> Iterator[str]:
+    """Yield each call that parses a text without the reader's limits."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    yield from (f"{call.lineno}: {ast.unparse(call.func)}" for call in calls if ast.unparse(call.func) in PARSERS)
+
+
+def test_texts_of_others_when_parsed_then_the_one_reader_does_it() -> None:
+    package = ROOT / "src/dure"
+    parsing = {
+        str(path.relative_to(package)): found
+        for path in package.rglob("*.py")
+        if (found := list(parsing_calls(path.read_text(encoding="utf-8"))))
+    }
+    assert {name: found for name, found in parsing.items() if name not in OWN_TEXTS} == {}
+    assert set(OWN_TEXTS) == set(parsing)

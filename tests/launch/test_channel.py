@@ -21,6 +21,7 @@ from dure.launch.channel import (
     Door,
     Frames,
     HandshakeRefused,
+    _hash,
     knock,
 )
 from tests.commands import wait_until
@@ -61,6 +62,22 @@ def received(channel: Channel) -> list[dict]:
 
 def knocked(door: Door, secret: bytes = SECRET) -> Channel:
     return knock(socket.AF_INET, door.address, secret, timeout_seconds=5)
+
+
+def saying(message: dict) -> bytes:
+    body = json.dumps(message).encode()
+    return framed(body)
+
+
+def challenged(door: Door) -> tuple[socket.socket, str]:
+    """Connect as a stranger; return the connection, and the challenge that came."""
+    connection = socket.create_connection(door.address, timeout=5)
+    (size,) = struct.unpack(">I", connection.recv(4))
+    return connection, json.loads(connection.recv(size))["nonce"]
+
+
+def proof_of(*parts: str) -> str:
+    return _hash(SECRET, *parts).hex()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -116,9 +133,9 @@ def test_server_when_it_does_not_know_the_secret_then_the_client_does_not_talk_t
         def answer() -> None:
             connection, _ = impostor._listener.accept()
             with connection:
-                connection.sendall(struct.pack(">I", 15) + b'{"nonce": "00"}')
+                connection.sendall(saying({"nonce": "0" * 32}))
                 connection.recv(4096)
-                connection.sendall(struct.pack(">I", 15) + b'{"proof": "00"}')
+                connection.sendall(saying({"proof": "00"}))
 
         impostor._listener.setblocking(True)
         answering = pool.submit(answer)
@@ -233,3 +250,80 @@ def test_channel_when_the_peer_leaves_then_what_it_said_before_is_heard(pair):
     assert received(receiver) == [{"number": 0}]
     with pytest.raises(ChannelClosed, match="it closed the connection"):
         received(receiver)
+
+
+def test_handshake_when_it_is_replayed_or_reflected_then_nobody_comes_in(door, serving):
+    first, challenge = challenged(door)
+    nonce = "ab" * 16
+    said = saying({"nonce": nonce, "proof": proof_of("client", challenge, nonce)})
+    first.sendall(said)
+    wait_until(lambda: serving, "the one who knows the secret")
+    server_proof = json.loads(first.recv(4096)[4:])["proof"]
+    later = [challenged(door) for _ in range(3)]
+    for (connection, another), proof in zip(
+        later, (None, server_proof, proof_of("server", later[2][1], nonce)), strict=True
+    ):
+        assert another != challenge
+        connection.sendall(said if proof is None else saying({"nonce": nonce, "proof": proof}))
+        assert is_closed(connection)
+        connection.close()
+    assert len(serving) == 1
+    assert door.num_refused == 3
+    first.close()
+
+
+@pytest.mark.parametrize("nonce", ["", "ab|cd", "AB" * 16, "ab" * 15, "ab" * 100, None, 3, ["ab" * 16]], ids=str)
+def test_handshake_when_the_random_number_is_none_then_both_sides_refuse_it(door, serving, nonce):
+    connection, challenge = challenged(door)
+    connection.sendall(saying({"nonce": nonce, "proof": proof_of("client", challenge, str(nonce))}))
+    assert is_closed(connection)
+    connection.close()
+    assert serving == []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        knocking = pool.submit(knock, socket.AF_INET, listener.getsockname(), SECRET, timeout_seconds=5)
+        with listener.accept()[0] as connection:
+            connection.sendall(saying({"nonce": nonce}))
+            with pytest.raises(ChannelClosed, match="is no launcher of dure"):
+                knocking.result()
+
+
+def test_handshake_when_its_steps_come_in_another_order_or_twice_then_nobody_comes_in(door, serving):
+    hasty = socket.create_connection(door.address, timeout=5)
+    hasty.sendall(saying({"nonce": "ab" * 16}) + saying({"proof": "00"}))
+    twice, challenge = challenged(door)
+    twice.sendall(saying({"proof": proof_of("client", challenge, "ab" * 16)}))
+    twice.sendall(saying({"nonce": "ab" * 16}))
+    assert is_closed(hasty)
+    assert is_closed(twice)
+    hasty.close()
+    twice.close()
+    assert serving == []
+
+
+@pytest.mark.alone
+def test_knock_when_what_answers_sends_a_byte_now_and_then_then_it_gives_up_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        knocking = pool.submit(knock, socket.AF_INET, listener.getsockname(), SECRET, timeout_seconds=0.5)
+        with listener.accept()[0] as connection:
+            for byte in saying({"nonce": "ab" * 16, "more": "x" * 300}):
+                with suppress(OSError):
+                    connection.sendall(bytes([byte]))
+                time.sleep(0.05)
+                if knocking.done():
+                    break
+            with pytest.raises(OSError, match=r"does not answer in time|timed out"):
+                knocking.result()
+        assert time.monotonic() - began < 2
+
+
+def test_channel_when_two_messages_change_places_then_it_closes(pair):
+    sender, receiver = pair
+    frames = []
+    for number in range(2):
+        sender.send({"number": number})
+        time.sleep(0.01)
+        frames.append(receiver._connection.recv(4096))
+    receiver._frames.add(frames[1] + frames[0])
+    with pytest.raises(ChannelClosed, match="a message is not the next one"):
+        receiver._taken()

@@ -74,17 +74,36 @@ def test_slurm_when_wishes_are_given_then_each_is_a_line(capsys):
 
 
 def test_slurm_when_a_value_has_quotes_then_bash_reads_it_as_it_was_written(capsys, tmp_path):
-    nasty = "a b'c\"$(touch x);`touch x`\\"
+    nasty = "a b'c\"$(touch x);`touch x`\\\ntouch x\r\x1b\u202e두레"
     text = words(capsys, "--to", "slurm", "--name", "run", TASK, "--task.word", nasty)
     stub = tmp_path / "srun"
     stub.write_text('#!/bin/bash\nshift 2\nprintf "%s\\0" "$@"\n')
     stub.chmod(0o755)
     done = subprocess.run(
-        ["bash"], input=text, cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True,
-        text=True, check=True,
+        ["bash"], input=text.encode(), cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, check=True,
     )  # fmt: skip
-    assert f"--task.word={nasty}" in done.stdout.split("\0")
+    assert f"--task.word={nasty}" in done.stdout.decode().split("\0")
+    assert text.replace("\n", "").isprintable()
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("to", [["slurm"], ["kubernetes", "--image", "a"], ["ray"]], ids=lambda to: to[0])
+@pytest.mark.parametrize("name", ["a\ntouch x", "a\rb", "a\x1b[2J", "a\u202eb", "a\udc80"], ids=ascii)
+def test_submit_when_the_folders_name_would_be_a_line_of_its_own_then_it_is_refused(
+    to, name, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "train.py").touch()
+    monkeypatch.chdir(tmp_path / name)
+    assert "use a path without control characters" in refusal(capsys, "--to", *to, "--dry-run", "train.py:T")
+
+
+@pytest.mark.parametrize("to", [["slurm"], ["kubernetes", "--image", "a"], ["ray"]], ids=lambda to: to[0])
+def test_submit_when_another_path_would_be_a_line_of_its_own_then_it_is_refused(to, capsys):
+    assert "--python is" in refusal(capsys, "--to", *to, "--python", "py\ntouch x", TASK)
+    assert "the run's folder is" in refusal(capsys, "--to", *to, TASK, "--runs-dir", "a\ntouch x")
+    assert "is no text that a command can be given" in refusal(capsys, "--to", *to, TASK, "--task.word", "a\udc80")
 
 
 RUNS = "JobId=12 JobState=RUNNING Reason=None PreemptTime=None Partition=low"

@@ -1,18 +1,16 @@
 """The end table and the table of runs, as text."""
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from dure.measure.records import EpochRow, Metric, RunSummary
 from dure.report.end_table import MOST_ROWS, render, runs_table
 from dure.runs import RunOverview
+from dure.styled import drawn
 
 
 def text(renderable: RenderableType, width: int = 80) -> str:
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+    return drawn(renderable, width)
 
 
 def summary(num_rows: int = 2, **changes: object) -> RunSummary:

@@ -4,7 +4,6 @@ import atexit
 import errno
 import gc
 import importlib
-import io
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from cyclopts.exceptions import (
 from dure.cli.output import speaks_for_all
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
 from dure.stopping import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
-from dure.telling import printable
+from dure.telling import replace_what_no_terminal_has, tell_last
 
 
 class Verb(NamedTuple):
@@ -71,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, one of the README's table.
     """
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets '?' instead of our traceback
+    replace_what_no_terminal_has()
     # with torch loaded, the interpreter spends 0.8 s at its end on collecting what the system takes back at once
     atexit.register(gc.freeze)
     try:
@@ -82,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except DureError as error:
         if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):
-            print(printable(_sentence(error)), file=sys.stderr)
+            tell_last(_sentence(error))
         else:
             time.sleep(SPEAKER_SECONDS)
         return error.exit_code
     except KeyboardInterrupt as stop:
-        print("dure: stopped", file=sys.stderr)
+        tell_last("stopped")
         return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
@@ -96,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or not _is_stdout_full():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-        print(f"dure: the result cannot be written to stdout ({error.strerror}): send it elsewhere", file=sys.stderr)
+        tell_last(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
         return Misuse.exit_code
     return DONE
 
@@ -216,8 +213,8 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
 def _sentence(error: DureError) -> str:
     """Return an error as it is shown: one sentence, or a line for each of several faults."""
     if isinstance(error, SpecInvalid) and len(error.faults) > 1:
-        return "\n".join([f"dure: {len(error.faults)} settings cannot be:", *(f"  {fault}" for fault in error.faults)])
-    return f"dure: {error}"
+        return "\n".join([f"{len(error.faults)} settings cannot be:", *(f"  {fault}" for fault in error.faults)])
+    return str(error)
 
 
 def _version() -> str:

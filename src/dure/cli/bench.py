@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 from rich.table import Table
-from rich.text import Text
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.machine import resolve_device
 from dure.measure.machine_record import LinkCost, default_path
+from dure.styled import draw, styled, styled_lines
+from dure.telling import print_json, print_text
 
 if TYPE_CHECKING:
     from dure.comm.algorithms import ReduceOp
@@ -72,7 +73,7 @@ def bench(
     if explain is not None:
         library.check(library.BenchSettings(nproc=nproc, algorithms=(explain,), op=op))
         for line in library.explain(explain, world_size=nproc, num_elements=elements, op=cast("ReduceOp", op)):
-            print(line)
+            print_text(line)
         return
     if plot is not None:
         from dure.report.bench_plot import check_plot
@@ -96,19 +97,19 @@ def bench(
         result = library.bench(settings, record=path)
     except library.MeasurementFailed as failure:
         if failure.rows:
-            show(_table(failure.rows))
+            draw(_table(failure.rows))
         raise
     if plot is not None:
-        from dure.report.bench_plot import draw
+        from dure.report.bench_plot import draw_plot
 
-        draw(plot, result.rows, result.costs)
+        draw_plot(plot, result.rows, result.costs)
     if json:
         print_json({**result.to_json(), "record": None if path is None else str(path)})
         return
-    show(_table(result.rows))
-    show(_costs(result.costs))
+    draw(_table(result.rows))
+    draw(_costs(result.costs))
     if path is not None:
-        show(Text(f"kept in {path}", style="dim"))
+        draw(styled(f"kept in {path}", "dim"))
 
 
 def _listed(words: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -142,7 +143,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             row["collective"], row["algorithm"], f"{row['num_bytes']}", f"{row['count']}", row["dtype"], row["op"],
             f"{row['seconds'] * 1e6:.1f}", f"{row['algorithm_bytes_per_second'] / 1e9:.3f}",
-            f"{row['bus_bytes_per_second'] / 1e9:.3f}", wrong if wrong == "0" else f"[red]{wrong}[/red]",
+            f"{row['bus_bytes_per_second'] / 1e9:.3f}", wrong if wrong == "0" else styled(wrong, "red"),
         )  # fmt: skip
     return table
 
@@ -153,7 +154,7 @@ def _costs(costs: Sequence[LinkCost]) -> Table:
         pad_edge=False,
         padding=(0, 1, 0, 0),
         header_style="bold",
-        title="\nwhat a link costs: alpha + beta * bytes",
+        title=styled_lines("\nwhat a link costs: alpha + beta * bytes", "italic"),
     )
     table.title_justify = "left"
     for name, side in (

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json
+from dure.cli.output import JsonFlag
 from dure.errors import Misuse, RunsDiffer
+from dure.telling import one_line, print_json, print_text
 
 if TYPE_CHECKING:
     from dure.difference import Difference, WeightsDifference
@@ -39,7 +40,7 @@ def diff(
     if json:
         print_json(found.to_json())
     else:
-        print("\n".join(_told(found)))
+        print_text("\n".join(map(one_line, _told(found))))
     if found.part_at is not None:
         hint = "" if tolerance else " (what differs by rounding alone is let pass by --tolerance 1e-6)"
         raise RunsDiffer(f"the runs part: {found.part_at}{hint}")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.errors import FoundProblem
-from dure.telling import printable
+from dure.telling import print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,24 +40,26 @@ def doctor(
     if json:
         print_json(found.to_json())
     else:
+        from dure.styled import draw
+
         for line in _told(found):
-            show(line)
+            draw(line)
     if fail_on != "never" and found.worst is not None and SEVERITIES.index(found.worst) >= SEVERITIES.index(fail_on):
         raise FoundProblem(f"{found.run}: the gravest finding is of kind {found.worst} (--fail-on {fail_on})")
 
 
 def _told(found: "Diagnosis") -> Iterator["Text"]:
-    from rich.text import Text
+    from dure.styled import joined, styled, styled_lines
 
-    yield Text.assemble((found.run, "bold"), f"  {found.status}")
+    yield joined((found.run, "bold"), f"  {found.status}")
     if not found.findings:
-        yield Text("nothing is wrong with it, as far as its records tell")
+        yield styled("nothing is wrong with it, as far as its records tell")
     for finding in found.findings:
-        first, _, rest = printable(finding.what).partition("\n")
-        yield Text.assemble("\n", (finding.severity, _STYLES[finding.severity]), f"  {first}", overflow="fold")
-        if rest:
-            yield Text(rest, overflow="fold")
+        first, *rest = finding.what.split("\n")
+        yield joined(styled_lines("\n"), (finding.severity, _STYLES[finding.severity]), f"  {first}")
+        for line in rest:
+            yield styled(line if line[:1].isspace() else f"  {line}", overflow="fold")
         if finding.remedy:
-            yield Text.assemble(("  remedy: ", "bold"), printable(finding.remedy), overflow="fold")
+            yield joined(("  remedy: ", "bold"), finding.remedy)
         if finding.evidence:
-            yield Text(f"  see {', '.join(finding.evidence)}", style="dim", overflow="fold")
+            yield styled(f"  see {', '.join(finding.evidence)}", "dim", overflow="fold")

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.cli.settings import flag_parameters, spell_out_truths, with_flags
 from dure.spec import EVALUATION_FIELDS
+from dure.telling import print_json
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -18,6 +19,7 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 
 def evaluate(
     run: Annotated[Path, Parameter(help="the run's folder")],
+    task: Annotated[str | None, Parameter(help="its task, file.py:Class, if that lies outside this folder")] = None,
     /,
     *,
     which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint")] = "best",
@@ -30,15 +32,14 @@ def evaluate(
     """
     from dure import api
 
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in {"task": task, **settings}.items() if value is not None}
     result = api.evaluate(run, which=which, **given)
     if json:
         print_json(result)
         return
-    from rich.text import Text
-
     from dure.measure.records import Metric
     from dure.report.end_table import metrics_table
+    from dure.styled import draw, styled
 
-    show(Text(f"{which} checkpoint {result['checkpoint']}"))
-    show(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))
+    draw(styled(f"{which} checkpoint {result['checkpoint']}"))
+    draw(metrics_table({name: Metric(**metric) for name, metric in result["metrics"].items()}))

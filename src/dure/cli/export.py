@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json
-from dure.telling import tell
+from dure.cli.output import JsonFlag
+from dure.telling import one_line, print_json, print_text, tell
 from dure.units import format_bytes
 
 
@@ -35,4 +35,4 @@ def export(
             tell(warning)
         size = result.get("num_bytes")
         said = f"{which} checkpoint {result['checkpoint']}"
-        print(f"{file}: {said}" + (f", {format_bytes(size)}" if isinstance(size, int | float) else ""))
+        print_text(one_line(f"{file}: {said}") + (f", {format_bytes(size)}" if isinstance(size, int | float) else ""))

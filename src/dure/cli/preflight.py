@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.host_flags import MostNodes, NodeRank, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.errors import EnvironmentLacks, SpecInvalid
+from dure.telling import one_line, print_json, print_text
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from dure.preflight.findings import Finding, Report
 
@@ -114,11 +116,13 @@ def preflight(
     if json:
         print_json(report.to_json())
     else:
-        show(table(report))
+        from dure.styled import draw
+
+        draw(table(report))
     if report.failures:
         raise EnvironmentLacks(report.verdict)
     if not json:
-        print(report.verdict)
+        print_text(one_line(report.verdict))
 
 
 def _kind_of(device: str) -> str:
@@ -139,12 +143,14 @@ def table(report: "Report") -> "Table":
     """Lay a report out, what is wrong first."""
     from rich.table import Table
 
+    from dure.styled import styled
+
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(style="bold", min_width=11, max_width=14, overflow="fold")
     grid.add_column(overflow="fold", ratio=1)
     for finding, more in _shortened(report):
-        grid.add_row(f"[{_STYLES[finding.status]}]{finding.status}[/]", finding.name, _told(report, finding, more))
+        grid.add_row(styled(finding.status, _STYLES[finding.status]), finding.name, _told(report, finding, more))
     return grid
 
 
@@ -166,15 +172,15 @@ def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
         yield alike[0], sum(len(finding.nodes) for finding in alike[1:])
 
 
-def _told(report: "Report", finding: "Finding", more: int) -> str:
-    from rich.markup import escape
+def _told(report: "Report", finding: "Finding", more: int) -> "Text":
+    from dure.styled import joined, styled_lines
 
     is_bad = finding.status in ("failure", "warning")
     nodes = report.told_nodes(finding)
-    where = f"{escape(nodes)}: " if nodes else ""
+    where = f"{nodes}: " if nodes else ""
     rest = f"; {more} more node{'s' * (more > 1)} well" if more else ""
     if not is_bad:
-        return f"{where}{escape(finding.seen)}{rest}"
-    rule = f", but {escape(finding.rule)}" if finding.rule else ""
-    cure = f"\n[bold]cure:[/] {escape(finding.cure)}" if finding.cure else ""
-    return f"{where}{escape(finding.seen)}{rule}{cure}"
+        return joined(f"{where}{finding.seen}{rest}")
+    rule = f", but {finding.rule}" if finding.rule else ""
+    cure = (styled_lines("\ncure: ", "bold"), finding.cure) if finding.cure else ()
+    return joined(f"{where}{finding.seen}{rule}", *cure)

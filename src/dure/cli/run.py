@@ -10,7 +10,9 @@ from cyclopts import Parameter
 from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.errors import Misuse
 
-_TRUTHS = frozenset({"-m", "--module", "--no-prefix", "--allow-public-address", "--preflight", "--help", "-h"})
+_TRUTHS = frozenset(
+    {"-m", "--module", "--no-prefix", "--allow-public-address", "--preflight", "--share-run", "--help", "-h"}
+)
 """Flags without a value: what comes after another flag is its value and not the script."""
 
 
@@ -91,6 +93,10 @@ def run(
     ] = False,
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
+    share_run: Annotated[
+        bool,
+        Parameter(negative=(), show_default=False, help="let others read the run's folder as far as the umask does"),
+    ] = False,
     arguments: tuple[str, ...] = (),
 ) -> None:
     """Run any PyTorch script on many ranks, unchanged: torchrun's variables are set.
@@ -123,6 +129,7 @@ def run(
             allow_public_address=allow_public_address,
             runs_dir=runs_dir,
             name=name,
+            share_run=share_run,
             preflight=preflight,
         )
     )

@@ -1,7 +1,6 @@
 """`dure runs`: the runs of a folder."""
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.runs import list_runs
 from dure.spec import RunSpec
+from dure.telling import one_line, print_json, tell
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -34,11 +34,12 @@ def runs(
         print_json({"runs": [asdict(run) for run in found]})
         return
     from dure.report.end_table import runs_table
+    from dure.styled import draw
 
     if found:
-        show(runs_table(found))
+        draw(runs_table(found))
     else:
-        print(f"no runs in {folder}: `dure train` starts one", file=sys.stderr)
+        tell(f"no runs in {one_line(folder)}: `dure train` starts one")
 
 
 def _default_folder() -> Path:

@@ -2,11 +2,10 @@
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
-from rich.text import Text
 
-from dure.cli.output import print_json, show
-from dure.report.end_table import add_row
 from dure.spec import GROUPS, ResolvedSpec
+from dure.styled import draw, styled
+from dure.telling import print_json
 
 NARROW_COLUMNS = 60
 
@@ -16,7 +15,7 @@ def print_spec(resolved: ResolvedSpec, *, as_json: bool) -> None:
     if as_json:
         print_json({"spec": resolved.spec.model_dump(mode="json"), "origin": resolved.origin})
     else:
-        show(_SpecTable(resolved))
+        draw(_SpecTable(resolved))
 
 
 class _SpecTable:
@@ -32,12 +31,13 @@ class _SpecTable:
         table.add_column("value", overflow="fold")
         table.add_column("from", overflow="fold")
         for title, names in GROUPS.items():
-            add_row(table, Text(title, style="bold"))
-            lines = [Text(title, style="bold")]
+            table.add_row(styled(title, "bold"))
+            lines = [styled(title, "bold")]
             for label, value, origin in (row for name in names for row in self._rows(name)):
                 is_default = origin.startswith("default")
-                add_row(table, f"  {label}", value, origin, style="dim" if is_default else None)
-                lines.append(Text(f"  {label}: {value}" + ("" if is_default else f" ({origin})"), overflow="fold"))
+                table.add_row(f"  {label}", value, origin, style="dim" if is_default else None)
+                source = "" if is_default else f" ({origin})"
+                lines.append(styled(f"  {label}: {value}{source}", overflow="fold"))
             if is_narrow:
                 yield from lines
         if not is_narrow:

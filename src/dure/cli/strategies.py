@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
-from rich.text import Text
 
-from dure.cli.output import JsonFlag, print_json, show
+from dure.cli.output import JsonFlag
 from dure.errors import Misuse
-from dure.report.end_table import add_row
 from dure.spec import flag_name, unknown_name
+from dure.styled import draw, joined, styled, styled_lines
+from dure.telling import print_json, print_text
 
 if TYPE_CHECKING:
     from dure.strategies.info import StrategyInfo
@@ -60,12 +60,12 @@ def strategies(
     if json and markdown:
         raise Misuse("--json and --markdown are two forms of one answer: choose one")
     if markdown:
-        print(markdown_page(chosen), end="")
+        print_text(markdown_page(chosen).removesuffix("\n"))
     elif json:
         print_json({"strategies": [info.to_json() for info in chosen]})
     else:
-        show(_StrategyTable(chosen))
-        show(Text(_LEGEND, style="dim"))
+        draw(_StrategyTable(chosen))
+        draw(styled(_LEGEND, "dim"))
 
 
 def markdown_page(infos: Sequence["StrategyInfo"]) -> str:
@@ -110,8 +110,8 @@ class _StrategyTable:
         is_narrow = options.max_width < NARROW_COLUMNS
         for position, info in enumerate(self.infos):
             if position:
-                yield Text()
-            yield Text.assemble((info.name, "bold cyan"), f"  {info.summary}")
+                yield ""
+            yield joined((info.name, "bold cyan"), f"  {info.summary}")
             block = Table.grid(padding=(0, 2, 0, 0))
             block.add_column(width=1 if is_narrow else 2)
             block.add_column(no_wrap=True, style="bold")
@@ -119,5 +119,5 @@ class _StrategyTable:
             for field, label in ROWS.items():
                 value = getattr(info, field)
                 text = "\n".join(value) if isinstance(value, tuple) else str(value)
-                add_row(block, "", label, text or "-")
+                block.add_row("", label, styled_lines(text or "-"))
             yield block

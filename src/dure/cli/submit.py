@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from dure.cli.output import JsonFlag, print_json
+from dure.cli.output import JsonFlag
 from dure.cli.settings import flag_parameters, setting_names, spell_out_truths, with_flags
 from dure.cli.task_options import take_task_options
 from dure.errors import Misuse
+from dure.telling import print_json, print_text
 
 if TYPE_CHECKING:
     from dure.submission import Submission, Training
@@ -140,7 +141,7 @@ def submit(
     if json:
         print_json({"to": to, "name": prepared.job.name, "run": str(prepared.job.run), "said": said})
     else:
-        print(_told(prepared, said))
+        print_text(_told(prepared, said))
 
 
 def _read_training(rest: list[str]) -> "Training":
@@ -174,7 +175,7 @@ def _show(prepared: "Submission", *, as_json: bool) -> None:
     elif plan is not None:
         print_json(plan)
     else:
-        print(prepared.text, end="")
+        print_text(prepared.text.removesuffix("\n"))
 
 
 def _told(prepared: "Submission", said: str) -> str:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from dure.cli.output import JsonFlag, print_json, show, speaks_for_all
+from dure.cli.output import JsonFlag, speaks_for_all
 from dure.cli.settings import flag_parameters, setting_names, spell_out_truths, with_flags
 from dure.cli.task_options import is_reference, option_parameters, take_task_options
 from dure.errors import RunInvalid
 from dure.rundir import RunDir
 from dure.spec import flag_name
+from dure.telling import print_json
 
 if TYPE_CHECKING:
     from dure.training.task import Task
@@ -100,8 +101,9 @@ def train(
         print_json(summary.to_json())
     elif not _is_quiet(settings, Path(summary.run)):
         from dure.report.end_table import render
+        from dure.styled import draw
 
-        show(render(summary))
+        draw(render(summary))
 
 
 def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dure import torchcompat
 from dure.comm.startup import Startup
+from dure.documents import parse_json
 from dure.place import StoreAddress
 from dure.rank import RankInfo
 
@@ -186,7 +187,8 @@ class ProcessGroup(Group):
         gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.world_size)]
         dist.all_gather(gathered, padded, group=self.process_group)
         return [
-            json.loads(bytes(tensor[: int(size)].cpu().numpy())) for tensor, size in zip(gathered, sizes, strict=True)
+            parse_json(bytes(tensor[: int(size)].cpu().numpy()), may_repeat_keys=True, most_depth=None)
+            for tensor, size in zip(gathered, sizes, strict=True)
         ]
 
     def startup(self, report: Callable[[str], None] | None = None) -> Startup:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, PeerLost
 from dure.machine import interface_of
 from dure.place import StoreAddress
@@ -88,12 +89,12 @@ class Meeting:
             message = json.dumps(say())
             self._store.set(key, message)
             self._wait_for(self._store, f"{heard} by all" if self.rank.world_size > 1 else key, "the other ranks")
-            return json.loads(message)
+            return parse_json(message)
         self._wait_for(self._store, key, "rank 0")
         message = self._store.get(key).decode()
         if self._store.add(heard, 1) == self.rank.world_size - 1:
             self._store.set(f"{heard} by all", "")
-        return json.loads(message)
+        return parse_json(message)
 
     def gather(self, key: str, message: Any) -> list[Any]:
         """Return what each rank says, as JSON.
@@ -111,7 +112,7 @@ class Meeting:
         def collect() -> list[Any]:
             for rank, one in enumerate(keys):
                 self._wait_for(self._store, one, f"rank {rank}")
-            return [json.loads(self._store.get(one)) for one in keys]
+            return [parse_json(self._store.get(one)) for one in keys]
 
         found: list[Any] = self.tell_all(key, collect if self.rank.rank == 0 else None)
         return found

@@ -1,7 +1,7 @@
 """torch RPC over the run's own store: the one place where an agent is started and ended.
 
-RPC unpickles what peers send, so whoever reaches an agent's port can run code in its process; the table of strategies
-says so to users. Agents therefore listen on the loopback interface, unless `TP_SOCKET_IFNAME` names another one.
+RPC unpickles what peers send, so whoever reaches an agent can run code in its process; the table of strategies says so
+to users. Agents of one host therefore have no port (on Linux), unless `TP_SOCKET_IFNAME` names an interface.
 """
 
 import os
@@ -44,8 +44,11 @@ def open_agent(group: Group, *, timeout_seconds: float) -> None:
                 f"hosts: set {INTERFACE_VARIABLE} to the interface of a network that you trust, or do without RPC"
             ]
         )
+    by_memory = INTERFACE_VARIABLE not in os.environ and sys.platform == "linux"
     with _on_loopback():
-        torchcompat.start_rpc(agent_name(group.rank), group.rank, group.world_size, timeout_seconds)
+        torchcompat.start_rpc(
+            agent_name(group.rank), group.rank, group.world_size, timeout_seconds, by_memory=by_memory
+        )
 
 
 def close_agent() -> None:

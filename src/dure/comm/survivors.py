@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group
+from dure.documents import parse_json
 from dure.errors import GroupShrank
 from dure.failure import is_peer_lost
 
@@ -133,7 +134,7 @@ class SurvivorsGroup(Group):
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_LIMIT_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
-        return [json.loads(said) for said in self.exchange(data)]
+        return [parse_json(said, may_repeat_keys=True, most_depth=None) for said in self.exchange(data)]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Add up over the members, in their order. Communication: as `exchange`, the tensor from each to each."""

@@ -13,7 +13,7 @@ from dure.errors import DureError
 from dure.launch.hang import verdict_from_json
 from dure.launch.verdict import WorkerEnd, judge, read_failure
 from dure.record_lines import last_record
-from dure.rundir import SUMMARY, RunDir
+from dure.rundir import SUMMARY, RunDir, saying
 from dure.runs import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
@@ -63,10 +63,11 @@ def diagnose(run: RunDir) -> Diagnosis:
         RunInvalid: Its records cannot be read.
     """
     seen = overview(run)
-    events = list(run.events())
-    end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
-    found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
-    found += _damaged_records(run) if seen.status != "running" else ()
+    with saying(run.path, "read"), run.understood():
+        events = list(run.events())
+        end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
+        found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
+        found += _damaged_records(run) if seen.status != "running" else ()
     found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
 
@@ -106,7 +107,7 @@ def _damaged_records(run: RunDir) -> Iterator[Finding]:
 
 
 def _again(run: RunDir) -> str | None:
-    return None if run.is_script else f"dure train --resume {run.path}"
+    return None if run.is_script else run.resume_command
 
 
 def _name(run: RunDir, path: Path) -> str:

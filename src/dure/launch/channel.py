@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import select
 import socket
@@ -18,7 +19,9 @@ import time
 import weakref
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeGuard
+
+from dure.documents import DocumentInvalid, parse_json
 
 MESSAGE_LIMIT_BYTES = 64 * 2**10
 HANDSHAKE_LIMIT_BYTES = 512
@@ -33,6 +36,8 @@ _LENGTH = struct.Struct(">I")
 _COUNTER = struct.Struct(">Q")
 _DIGEST_BYTES = 32
 _PROTOCOL = "dure-1"
+_NONCE_BYTES = 16
+_NONCE = re.compile(rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
 
 Address = tuple[Any, ...]
 """As `socket` has it: host, port, and two more for IPv6."""
@@ -94,9 +99,9 @@ def _framed(body: bytes) -> bytes:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ChannelClosed("a message is no JSON") from None
+        message = parse_json(body)
+    except DocumentInvalid as error:
+        raise ChannelClosed(f"a message {error}") from None
     if not isinstance(message, dict):
         raise ChannelClosed("a message is no JSON object")
     return message
@@ -213,7 +218,7 @@ class _Guest:
         connection.setblocking(False)
         self.connection = connection
         self.deadline = time.monotonic() + HANDSHAKE_SECONDS
-        self.nonce = secrets.token_hex(16)
+        self.nonce = secrets.token_hex(_NONCE_BYTES)
         self.frames = Frames(HANDSHAKE_LIMIT_BYTES)
         connection.send(_framed(json.dumps({"nonce": self.nonce}).encode()))
 
@@ -233,7 +238,7 @@ class _Guest:
             return None
         said = _parsed(body)
         nonce, proof = said.get("nonce"), said.get("proof")
-        if not isinstance(nonce, str) or not isinstance(proof, str) or not nonce.isascii() or not proof.isascii():
+        if not _is_nonce(nonce) or not isinstance(proof, str) or not proof.isascii():
             raise ChannelClosed("it did not answer the challenge")
         if not hmac.compare_digest(proof, _hash(secret, "client", self.nonce, nonce).hex()):
             raise ChannelClosed("it does not know the secret")
@@ -344,18 +349,21 @@ def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: floa
 
     Raises:
         HandshakeRefused: One of the two does not.
-        OSError: Nobody answers there.
+        OSError: Nobody answers there within the time, for all of it together.
     """
     connection = socket.socket(family, socket.SOCK_STREAM)
+    deadline = time.monotonic() + timeout_seconds
     try:
         connection.settimeout(timeout_seconds)
         connection.connect(address)
-        theirs = str(_asked(connection).get("nonce"))
-        nonce = secrets.token_hex(16)
+        theirs = _asked(connection, deadline).get("nonce")
+        if not _is_nonce(theirs):
+            raise ChannelClosed("what answers there is no launcher of dure")
+        nonce = secrets.token_hex(_NONCE_BYTES)
         proof = _hash(secret, "client", theirs, nonce).hex()
         connection.sendall(_framed(json.dumps({"nonce": nonce, "proof": proof}).encode()))
         try:
-            answer = _asked(connection)
+            answer = _asked(connection, deadline)
         except OSError as error:
             raise HandshakeRefused("it closed the connection when this node had proved itself") from error
         if not hmac.compare_digest(
@@ -369,17 +377,26 @@ def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: floa
         raise
 
 
-def _asked(connection: socket.socket) -> dict[str, Any]:
+def _is_nonce(value: object) -> TypeGuard[str]:
+    """Return whether it is one of this protocol's random numbers: nothing else goes into what is signed."""
+    return isinstance(value, str) and _NONCE.fullmatch(value) is not None
+
+
+def _asked(connection: socket.socket, deadline: float) -> dict[str, Any]:
     """Read one short message and not a byte more."""
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
     if size > HANDSHAKE_LIMIT_BYTES:
         raise ChannelClosed("what answers there is no launcher of dure")
-    return _parsed(_exactly(connection, size))
+    return _parsed(_exactly(connection, size, deadline))
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:  # a byte now and then is no answer
+            raise TimeoutError("it does not answer in time")
+        connection.settimeout(left)
         part = connection.recv(count - len(data))
         if not part:
             raise ChannelClosed("it closed the connection")

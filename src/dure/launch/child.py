@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
+from dure.own_files import open_own
 from dure.place import Place
 from dure.stopping import STOP_SIGNALS, heeded_signals
 
@@ -60,7 +61,9 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback
 
-        traceback.print_exc()
+        from dure.telling import print_traceback
+
+        print_traceback(traceback.format_exc())
     finally:
         leave(code)
 
@@ -107,7 +110,7 @@ def redirect_output(output: Output) -> None:
     elif output.log is None:
         os.dup2(2, 1)
     else:
-        descriptor = os.open(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = open_own(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)

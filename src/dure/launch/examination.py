@@ -1,7 +1,6 @@
 """Asks every rank what it is at, while it hangs: its Python stacks, its collectives, and what the system sees of it."""
 
 import itertools
-import json
 import os
 import re
 import select
@@ -12,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from dure.documents import parse_json
 from dure.frames import OWN_ROOT, Frame
 from dure.heartbeat import Heartbeats
 from dure.launch.observer import LENGTH, STACKS_SIGNAL
@@ -182,7 +182,7 @@ def _whole(data: bytearray) -> tuple[Collective, ...] | None:
         body = bytes(data[LENGTH.size : LENGTH.size + size])
         del data[: LENGTH.size + size]
         if not data:
-            return tuple(collective_from(told) for told in json.loads(body)["collectives"])
+            return tuple(collective_from(told) for told in parse_json(body)["collectives"])
     return None
 
 

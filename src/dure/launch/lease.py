@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import read_json
 from dure.epochs import FOLDER, begin_epoch, newest_epoch
+from dure.own_files import open_own
 
 _LEASE = "lease.json"
 _LEASE_BYTES = 1024
@@ -86,7 +88,7 @@ class Lease:
         told = json.dumps({**self._mine, "counter": self._counter, "round": round_number})
         with suppress(OSError):  # a disk that is full or away for a while is no reason to end
             # over the old one: that needs no room, and a reader takes what it cannot parse for no news
-            descriptor = os.open(self.folder / _LEASE, os.O_WRONLY | os.O_CREAT, 0o644)
+            descriptor = open_own(self.folder / _LEASE, os.O_WRONLY | os.O_CREAT)
             try:
                 os.pwrite(descriptor, told.ljust(_LEASE_BYTES).encode(), 0)
             finally:
@@ -108,7 +110,7 @@ class Lease:
     def read(self) -> Leader | None:
         """Return who leads, or led last."""
         try:
-            told = json.loads((self.folder / _LEASE).read_bytes())
+            told = read_json(self.folder / _LEASE)
             numbers = {name: int(told[name]) for name in ("epoch", "node_rank", "port", "counter", "round")}
             return Leader(**numbers, host=str(told["host"]), address=str(told["address"]))
         except (OSError, ValueError, KeyError, TypeError):

@@ -41,7 +41,7 @@ _REDRAW_SECONDS = 0.5
 _COLOUR = re.compile(r"\x1b\[[0-9;]{0,32}m")
 _ERASE = re.compile(r"\x1b\[[0-2]?K")
 _CONTROL = re.compile(
-    rf"{_COLOUR.pattern}|{_ERASE.pattern}|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    rf"{_COLOUR.pattern}|{_ERASE.pattern}|[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
 )
 _COLOUR_OR_CHARACTER = re.compile(rf"{_COLOUR.pattern}|.", re.DOTALL)
 _PLAIN = re.compile(rb"[\t\n\x20-\x7e]*\Z")
@@ -203,7 +203,9 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # as `dure.own_files.open_own`: as readable as its folder, and no link
+        mode = os.stat(self.path.parent).st_mode & 0o666
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
         self.size = os.fstat(self.descriptor).st_size
 
     def write(self, text: str) -> None:

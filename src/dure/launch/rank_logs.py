@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from dure.launch import log_pump
+from dure.own_files import touch
+from dure.telling import own_descriptor
 
 _PIPE_BYTES = 2**20
 """That a rank may say before anybody reads it, where the system allows so much."""
@@ -52,6 +54,11 @@ class Relay:
         self.reading, self.writing = os.pipe()
         os.set_blocking(self.reading, False)
         self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    @classmethod
+    def of_stderr(cls) -> "Relay | None":
+        """Return a relay to Python's stderr, None if that is the process's own."""
+        return cls(sys.stderr) if own_descriptor(sys.stderr) is None else None
 
     def pass_on(self) -> None:
         """Write what has come to the stream."""
@@ -168,7 +175,7 @@ class _Pump:
         self._questions: socket.socket | None = None
         self._is_asked = False
         for voice in voices:
-            voice.log.touch()
+            touch(voice.log)
 
     def start_if_needed(self) -> None:
         poll = select.poll()

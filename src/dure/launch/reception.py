@@ -127,7 +127,7 @@ def checked(theirs: Mapping[str, Any], mine: Mapping[str, Any], channel: Channel
             clock_behind_seconds=time.time() - float(theirs["time"]),
         )
         num_nodes, facts = theirs["num_nodes"], dict(theirs["facts"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise Misuse("a node speaks another protocol: install the same version of dure on all nodes") from None
     who = f"node {member.node_rank} ({member.host})"
     wanted = {"nnodes": mine["num_nodes"], **mine["facts"]}

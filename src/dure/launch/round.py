@@ -3,7 +3,6 @@
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -21,6 +20,7 @@ from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.watchdog import Watchdog
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
+from dure.telling import end_open_line
 
 _FAILURE_GRACE_SECONDS = 1.0
 """What the other ranks get after one failed, to end by themselves and leave word why."""
@@ -77,8 +77,8 @@ def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
     """See to it that what people are told next comes below what the ranks have said, on a line of its own."""
     if launch.logs is not None:
         launch.logs.catch_up()
-    elif sys.stderr.isatty() and any(_leaves_line_open(worker) for worker in workers):
-        print(file=sys.stderr)
+    elif any(_leaves_line_open(worker) for worker in workers):
+        end_open_line()
 
 
 def _leaves_line_open(worker: Worker) -> bool:

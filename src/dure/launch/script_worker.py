@@ -18,6 +18,7 @@ from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
 from dure.place import Place
 from dure.stopping import STOP_SIGNALS
+from dure.telling import print_traceback
 
 if TYPE_CHECKING:
     from dure.device_errors import AskDriver
@@ -153,7 +154,7 @@ def _run(job: Mapping[str, Any], place: Place) -> int:
         leave_departure(leave, place.report_fd)
         if leave.code is None or isinstance(leave.code, int):
             return leave.code or 0
-        print(leave.code, file=sys.stderr)
+        print_traceback(str(leave.code))
         return 1
     return 0
 
@@ -191,7 +192,7 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not _is_ours(frame.filename))
     said = "".join(shown.format())
-    print(said, end="", file=sys.stderr, flush=True)
+    print_traceback(said)
     more = {"user_traceback": None, "collective": _collective()}
 
     def describe(ask_driver: "AskDriver | None") -> dict[str, Any]:
@@ -224,6 +225,6 @@ def _leave_in_order(code: int) -> int:
                 thread.join()
         atexit._run_exitfuncs()
     except BaseException:
-        traceback.print_exc()
+        print_traceback(traceback.format_exc())
         code = code or 1
     return code

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from dure.errors import Misuse
+from dure.telling import shell_word
 
 _FEWEST_BYTES = 16
 _MOST_BYTES = 4096
@@ -38,8 +39,9 @@ def read_secret(file: Path | None, *, host: str, may_make: bool, patience_second
     while not path.exists():
         if time.monotonic() > deadline:
             raise Misuse(
-                f"there is no secret at {path}: node 0 makes it, copy it from there (`scp {host}:{path} {path}`, then "
-                f"`chmod 600 {path}`), or name another file with --secret-file"
+                f"there is no secret at {path}: node 0 makes it, copy it from there "
+                f"(`scp {shell_word(f'{host}:{path}')} {shell_word(path)}`, then `chmod 600 {shell_word(path)}`), or "
+                "name another file with --secret-file"
             )
         time.sleep(0.1)
     return _read(path)
@@ -78,7 +80,7 @@ def _read(path: Path) -> bytes:
             raise Misuse(f"the secret {path} belongs to another user ({found.st_uid}): make a copy of your own")
         if found.st_mode & 0o077:
             mode = f"{stat.S_IMODE(found.st_mode):04o}"
-            raise Misuse(f"the secret {path} can be read by others (mode {mode}): `chmod 600 {path}`")
+            raise Misuse(f"the secret {path} can be read by others (mode {mode}): `chmod 600 {shell_word(path)}`")
         said = os.read(descriptor, _MOST_BYTES).strip()
     finally:
         os.close(descriptor)

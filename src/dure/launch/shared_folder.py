@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.launch.nodes import Nodes
+from dure.own_files import touch
 from dure.rundir import RunDir
 
 
@@ -33,7 +34,7 @@ def meet_in_folder(
     if nodes.me.node_rank == 0:
         run = make()
         mark = run.path / f".seen-{secrets.token_hex(8)}"
-        mark.touch()
+        touch(mark)
         try:
             nodes.gather([str(mark.resolve()), run.name])
             nodes.gather(True)

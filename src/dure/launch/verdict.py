@@ -1,12 +1,12 @@
 """From what the ranks left behind to one answer: who failed first, where, and who only followed."""
 
-import json
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import DocumentInvalid, read_json
 from dure.frames import Frame, users_frame
 from dure.stopping import STOP_SIGNALS, stop_exit_code
 from dure.units import format_bytes
@@ -107,7 +107,7 @@ def judge(
     followed = [e for e in others if e not in same]
     if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
-        lines.append(f"rank {ranks} ended as a consequence; see logs/ in {run}")
+        lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
     code = 1 if failure is None else int(failure["exit_code"])
     if is_script and failure is None and first.exit_code > 0:
         code = first.exit_code  # what it chose to say with it is between it and its user
@@ -154,8 +154,8 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
 def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
     """Return what a rank wrote down when it failed, or None."""
     try:
-        record = json.loads((run / "logs" / f"failure-rank{rank}.json").read_text())
-    except (OSError, ValueError):
+        record = read_json(run / "logs" / f"failure-rank{rank}.json")
+    except (OSError, DocumentInvalid):
         return None
     return record if isinstance(record, dict) else None
 
@@ -272,4 +272,7 @@ def _waits(
             where = f" at {line['file']}:{line['line']} in {line['function']}" if line else ""
             yield f"  rank {end.rank} was in {call}{where}"
     if first.exit_code == -signal.SIGABRT and first.crash:
-        yield "  gloo aborts so where ranks do not agree on the shape or the type of what they send"
+        yield (
+            "  gloo aborts so where ranks do not agree on the shape or the type of what they send, and torch RPC at a "
+            "port (TP_SOCKET_IFNAME) where anything but a rank connects"
+        )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from dure.documents import DocumentInvalid, parse_json
 from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
@@ -370,7 +371,7 @@ def unnamed_file(name: str) -> int:
 def _read_report(descriptor: int) -> dict[str, Any] | None:
     data = os.pread(descriptor, _REPORT_LIMIT_BYTES, 0)
     try:
-        report = json.loads(data) if data else None
-    except ValueError:  # it was killed while it wrote
+        report = parse_json(data) if data else None
+    except DocumentInvalid:  # it was killed while it wrote
         return None
     return report if isinstance(report, dict) else None

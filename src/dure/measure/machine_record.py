@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dure.documents import read_json
 from dure.errors import Misuse
+from dure.own_files import PRIVATE, open_own
 
 VERSION = 1
 
@@ -50,7 +52,7 @@ def read_costs(path: Path) -> list[LinkCost]:
         Misuse: The file is no such record.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         if data["version"] != VERSION:
             raise Misuse(f"{path} is a machine record of version {data['version']}, and this dure reads {VERSION}")
         return [LinkCost(**entry) for entry in data["links"]]
@@ -72,8 +74,9 @@ def write_costs(path: Path, costs: Sequence[LinkCost]) -> None:
     text = json.dumps({"version": VERSION, "links": [asdict(cost) for cost in merged.values()]}, indent=2)
     new = path.with_name(f".{path.name}.writing")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(text + "\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+        with open(new, "w", encoding="utf-8", opener=open_own) as file:
+            file.write(text + "\n")
         new.replace(path)
     except OSError as error:
         raise Misuse(f"{path} cannot be written ({error.strerror}): name another --record") from None

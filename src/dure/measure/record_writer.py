@@ -1,12 +1,14 @@
 """Writes step records as they happen, at a cost of microseconds."""
 
 import json
+import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from dure.measure.records import StepRecord
+from dure.own_files import open_own
 
 _FLUSH_SECONDS = 1.0
 
@@ -20,7 +22,7 @@ class RecordWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
         self._held: list[StepRecord] = []
         self._next_flush = time.time() + _FLUSH_SECONDS
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
 from dure.launch.nodes import Nodes, StoppedByPeer
 from dure.launch.rendezvous import NodeSettings, join, split_address
@@ -156,7 +157,7 @@ def gather_long(nodes: Nodes, mine: Any) -> list[Any]:
         parts = [
             nodes.gather(pieces[number] if rank == nodes.me.node_rank else None)[rank] for number in range(int(count))
         ]
-        heard.append(json.loads("".join(parts)))
+        heard.append(parse_json("".join(parts)))
     return heard
 
 

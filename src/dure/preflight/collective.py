@@ -1,6 +1,5 @@
 """A real collective: the ranks of the run to come, started as runs start theirs, within a time limit."""
 
-import json
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dure.documents import parse_json
 from dure.errors import Interrupted
 from dure.launch.child import Output
 from dure.launch.nodes import Nodes
@@ -128,7 +128,7 @@ def read_progress(file: int, rank: int) -> RankProgress:
     """Return what a rank has written down; a line that it could not end does not count."""
     lines = os.pread(file, os.fstat(file).st_size, 0).decode().splitlines(keepends=True)
     at, seconds, wrong = None, {}, []
-    for line in (json.loads(line) for line in lines if line.endswith("\n")):
+    for line in (parse_json(line) for line in lines if line.endswith("\n")):
         if "began" in line:
             at = line["began"]
         elif "done" in line:

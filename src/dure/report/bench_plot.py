@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
         ) from None
 
 
-def draw(path: Path, rows: Sequence[Mapping[str, Any]], costs: Sequence[LinkCost]) -> None:
+def draw_plot(path: Path, rows: Sequence[Mapping[str, Any]], costs: Sequence[LinkCost]) -> None:
     """Draw measured times with the fitted lines, and bus bandwidth, over message size.
 
     Args:

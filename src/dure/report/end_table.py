@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
-from rich.text import Text
 
 from dure.measure.records import EpochRow, Metric, RunSummary
 from dure.runs import RunOverview
+from dure.styled import joined, styled, styled_lines
+from dure.telling import indented
 from dure.units import format_seconds
 
 MOST_ROWS = 24
@@ -32,14 +33,14 @@ def render(summary: RunSummary) -> RenderableType:
     """Show what a run came to: loss and metrics per evaluation, throughput, where the time and the records are."""
     parts: list[RenderableType] = [_headline(summary)]
     if summary.message:
-        parts.append(Text(summary.message, style="yellow"))
+        parts.append(styled_lines(indented(summary.message), "yellow"))
     if summary.rows:
         parts.append(_epoch_table(summary))
     parts.append(_facts(summary))
     if sum(summary.seconds.values()) > 0:
-        parts += [Text("\nwhere the time went", style="bold"), _time_table(summary.seconds)]
+        parts += [styled_lines("\nwhere the time went", "bold"), _time_table(summary.seconds)]
     if summary.not_preserved:
-        parts.append(Text("\nwhat this run does not preserve of the one-device run", style="bold"))
+        parts.append(styled_lines("\nwhat this run does not preserve of the one-device run", "bold"))
         parts.append(_list(summary.not_preserved))
     return Group(*parts)
 
@@ -51,7 +52,7 @@ def metrics_table(metrics: Mapping[str, Metric]) -> Table:
     table.add_column("value", justify="right")
     table.add_column("counted over", justify="right")
     for name, metric in metrics.items():
-        add_row(table, name, _number(metric.value), f"{metric.count:,.0f}")
+        table.add_row(name, _number(metric.value), f"{metric.count:,.0f}")
     return table
 
 
@@ -71,33 +72,36 @@ class _RunsTable:
         for name in ("run", "status", "strategy", "samples", "best"):
             table.add_column(name, justify="right" if name == "samples" else "left", no_wrap=True)
         for run in self.runs:
-            status = Text(run.status, style=_status_style(run.status))
-            add_row(table, run.name, status, _spread(run), _samples(run), _best(run.best, with_samples=False))
+            status = styled(run.status, _status_style(run.status))
+            table.add_row(run.name, status, _spread(run), _samples(run), _best(run.best, with_samples=False))
         if console.measure(table, options=options.update(max_width=FAR)).maximum <= options.max_width:
             yield table
         else:
             yield from self._lines()
+        for run in self.runs:
+            if run.fault is not None:
+                yield styled(f"{run.name}: {run.fault}", "yellow", overflow="fold")
 
     def _lines(self) -> RenderResult:
         for run in self.runs:
-            yield Text(run.name, style="bold", overflow="fold")
-            yield Text(f"  {run.status}, {_spread(run)}, {_samples(run) or '?'} samples", overflow="fold")
+            yield styled(run.name, "bold", overflow="fold")
+            yield styled(f"  {run.status}, {_spread(run)}, {_samples(run) or '?'} samples", overflow="fold")
             if run.best:
-                yield Text(f"  best {_best(run.best)}", overflow="fold")
+                yield styled(f"  best {_best(run.best)}", overflow="fold")
 
 
 def _status_style(status: str) -> str:
     return STATUS_STYLES.get(status, "red")
 
 
-def _headline(summary: RunSummary) -> Text:
+def _headline(summary: RunSummary) -> RenderableType:
     devices = "1 device" if summary.num_devices == 1 else f"{summary.num_devices} devices"
     epochs = f"{summary.epochs:.4g} epoch{'' if summary.epochs == 1 else 's'}"
-    status = Text(summary.status, style=f"bold {_status_style(summary.status)}")
-    return status.append(
+    status = (summary.status, f"bold {_status_style(summary.status)}")
+    return joined(
+        status,
         f": {summary.strategy} on {devices} ({summary.device}, {summary.precision}), {epochs},"
         f" {summary.steps:,} steps, {summary.samples:,} samples in {format_seconds(summary.wall_seconds)}",
-        style="not bold default",
     )
 
 
@@ -112,7 +116,7 @@ def _epoch_table(summary: RunSummary) -> Table:
         values = (_number(row.metrics[name].value) if name in row.metrics else "" for name in names)
         loss = "" if row.train_loss is None else _number(row.train_loss)
         style = "bold" if row.samples_seen == best_samples else None
-        add_row(table, f"{row.epoch:.4g}", loss, *values, format_seconds(row.seconds), style=style)
+        table.add_row(f"{row.epoch:.4g}", loss, *values, format_seconds(row.seconds), style=style)
     return table
 
 
@@ -130,14 +134,14 @@ def _facts(summary: RunSummary) -> Table:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     if summary.best:
-        add_row(facts, "best", _best(summary.best))
-    add_row(facts, "speed", f"{summary.samples_per_second:,.0f} samples/s")
+        facts.add_row("best", _best(summary.best))
+    facts.add_row("speed", f"{summary.samples_per_second:,.0f} samples/s")
     if summary.restarts:
-        add_row(facts, "restarts", f"{summary.restarts}, after a rank had failed: see events.jsonl")
+        facts.add_row("restarts", f"{summary.restarts}, after a rank had failed: see events.jsonl")
     if summary.microbatch_size:
         said = f"{summary.microbatch_size} samples at once on each device: memory ran out with more"
-        add_row(facts, "microbatch", f"{said} (--microbatch-size {summary.microbatch_size})")
-    add_row(facts, "records", summary.run)
+        facts.add_row("microbatch", f"{said} (--microbatch-size {summary.microbatch_size})")
+    facts.add_row("records", summary.run)
     return facts
 
 
@@ -149,7 +153,7 @@ def _time_table(seconds: Mapping[str, float]) -> Table:
     table.add_column(no_wrap=True, overflow="crop")
     for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         bar = "━" * round(BAR_COLUMNS * spent / total)
-        add_row(table, SECONDS_LABELS.get(name, name), f"{spent / total:.1%}", Text(bar, style="cyan"))
+        table.add_row(SECONDS_LABELS.get(name, name), f"{spent / total:.1%}", styled(bar, "cyan"))
     return table
 
 
@@ -158,13 +162,8 @@ def _list(lines: Sequence[str]) -> Table:
     table.add_column(width=1)
     table.add_column(overflow="fold")
     for line in lines:
-        add_row(table, "-", line)
+        table.add_row("-", line)
     return table
-
-
-def add_row(table: Table, *cells: str | Text, style: str | None = None) -> None:
-    """Add a row whose text is shown as it is: names and paths may hold what rich takes for markup, `[x]`."""
-    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), style=style)
 
 
 def _table(show_header: bool = True) -> Table:
@@ -184,8 +183,11 @@ def _best(best: Mapping[str, object] | None, *, with_samples: bool = True) -> st
         return ""
     value, samples = best.get("value"), best.get("samples_seen")
     said = _number(value) if isinstance(value, int | float) else str(value)
-    return f"{best.get('metric')} {said}" + (f" at {samples:,} samples" if with_samples and samples else "")
+    where = f" at {samples:,} samples" if with_samples and isinstance(samples, int) and samples else ""
+    return f"{best.get('metric')} {said}{where}"
 
 
 def _number(value: float) -> str:
+    if abs(value) >= 2**1023:  # a whole number may be more than any other can
+        return "inf"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"

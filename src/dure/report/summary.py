@@ -12,7 +12,16 @@ _SPANS = ("data", "forward_backward", "sync", "optimizer")
 
 
 def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = None) -> RunSummary:
-    """Read a run's step records and events into its summary."""
+    """Read a run's step records and events into its summary.
+
+    Raises:
+        RunInvalid: Its records are not what dure writes.
+    """
+    with run.understood():
+        return _summarise(run, spec, status, message)
+
+
+def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> RunSummary:
     seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
     for record in run.records(_speaker(run)):

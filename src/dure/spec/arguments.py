@@ -1,6 +1,7 @@
 """Sentences about flags, in the words of who called: `--nproc 2` on the command line is `nproc=2` in Python."""
 
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,10 +46,18 @@ def errors_in_arguments() -> Iterator[None]:
 
 def as_arguments(text: str) -> str:
     """Write a sentence's flags of known settings as the keyword arguments of `dure.train`; other commands stay."""
-    text = _COMMAND.sub(lambda match: f"`dure.train(resume={match['run']!r})`", text)
+    text = _COMMAND.sub(lambda match: f"`dure.train(resume={_unquoted(match['run'])!r})`", text)
     parts = _OTHER_COMMAND.split(text)
     parts[::2] = map(_without_flags, parts[::2])
     return "".join(parts)
+
+
+def _unquoted(word: str) -> str:
+    try:
+        (path,) = shlex.split(word)
+    except ValueError:
+        return word
+    return path
 
 
 def _without_flags(text: str) -> str:

@@ -57,6 +57,9 @@ class RunSpec(BaseModel):
     threads: int | None = Field(None, gt=0, description="CPU threads per process (default: cores / processes)")
     timeout_seconds: float = Field(600.0, gt=0, description="a collective that takes longer is an error")
     accept_changes: bool = Field(False, description="resume although the task's code or data are not as they were")
+    trust_task: bool = Field(
+        False, description="resume although the run names a task's file outside the current folder, which is run"
+    )
     preflight: bool = Field(False, description="check machines and network first, and start only if all is well")
     deterministic: bool = Field(False, description="a repeated run at the same world size is bit-identical")
     compile: bool = Field(False, description="torch.compile the model")
@@ -187,6 +190,7 @@ class RunSpec(BaseModel):
     name: str | None = Field(
         None, pattern=RUN_NAME_PATTERN, description="name of the run (default: date, task and strategy)"
     )
+    share_run: bool = Field(False, description="let others read the run's folder as far as the umask does")
     record_samples: bool = Field(False, description="write the data indices of every step into the records")
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
     quiet: bool = Field(False, description="no progress and no table; errors only")
@@ -225,6 +229,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "timeout_seconds",
             "preflight",
             "accept_changes",
+            "trust_task",
             "deterministic",
             "compile",
             "sync_batchnorm",
@@ -257,7 +262,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Several hosts": (
         *("nnodes", "node_rank", "rendezvous", "secret_file", "rendezvous_timeout", "allow_public_address"),
     ),
-    "Where, and what is shown": ("runs_dir", "name", "record_samples", "tensorboard", "quiet"),
+    "Where, and what is shown": ("runs_dir", "name", "share_run", "record_samples", "tensorboard", "quiet"),
 }
 """Every field once, as `--help` and `--show-spec` group them."""
 
@@ -270,7 +275,7 @@ IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle
 NODE_FIELDS = GROUPS["Several hosts"]
 """Where its processes are: said at each start on each host, never taken from the resumed run."""
 
-PLACE_FIELDS = ("runs_dir", "name")
+PLACE_FIELDS = ("runs_dir", "name", "share_run")
 """Where a run is: decided once, when its folder is made."""
 
 EXECUTION_FIELDS = tuple(
@@ -281,7 +286,7 @@ EXECUTION_FIELDS = tuple(
 
 EVALUATION_FIELDS = (
     *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
-    *("num_workers", "eval_batch_size", "quiet"),
+    *("num_workers", "eval_batch_size", "quiet", "trust_task"),
 )
 """What an evaluation may choose anew; everything else is the run's own."""
 

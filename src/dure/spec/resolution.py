@@ -1,7 +1,5 @@
 """How a spec comes together: flags over environment over TOML over the task's defaults, all faults at once."""
 
-import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dure import documents
+from dure.documents import DocumentInvalid, parse_json
 from dure.errors import SpecInvalid
 from dure.spec.fields import (
     IDENTITY_FIELDS,
@@ -107,7 +107,7 @@ def resolve(
         ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
     else:
         # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
-        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", *NODE_FIELDS})
+        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", "trust_task", *NODE_FIELDS})
         ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
     for source in (ground, config_source, environment_source, _flag_source(settings)):
@@ -168,7 +168,7 @@ def _environment_source(environ: Mapping[str, str], faults: list[str]) -> _Sourc
 
 def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str, Any]:
     try:
-        options = json.loads(text)
+        options = parse_json(text)
     except ValueError:
         options = None
     if isinstance(options, dict):
@@ -195,11 +195,9 @@ def read_toml(config: Path) -> dict[str, Any]:
         SpecInvalid: It cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(Path(config).read_bytes().decode())
-    except tomllib.TOMLDecodeError as error:
-        raise SpecInvalid([f"{config} is not valid TOML: {error}"]) from None
-    except UnicodeDecodeError as error:
-        raise SpecInvalid([f"{config} is not UTF-8 text (byte {error.start}): TOML files are"]) from None
+        return documents.read_toml(Path(config))
+    except DocumentInvalid as error:
+        raise SpecInvalid([f"{config} {error}"]) from None
     except OSError as error:
         raise SpecInvalid([f"--config {config} cannot be read: {error.strerror}"]) from None
 
@@ -375,7 +373,7 @@ def _means(value: Any, then: Any) -> bool:
     """Compare an option with the recorded one; a flag's text may stand for a number or a truth value."""
     if isinstance(value, str) and not isinstance(then, str):
         try:
-            value = json.loads(value.lower())
+            value = parse_json(value.lower())
         except ValueError:
             return False
     return bool(value == then)

@@ -308,7 +308,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
             does_not_preserve=(_RANDOM,),
             needs=(
                 "a model that is a chain of blocks, no weight shared over a cut; a network that is trusted: RPC runs "
-                "what peers send (loopback, unless TP_SOCKET_IFNAME names another)"
+                "what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME names an interface)"
             ),
             sent_bytes=(
                 "per microstep, B the arguments of the model, A_k the activations at cut k and Y the output: rank 0 "
@@ -345,7 +345,8 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs=(
                 "K processes beside the P workers (--servers), and an optimiser that steps each parameter by itself; "
                 "every server for as long as the run lasts, and in step every worker; with --transport rpc a network "
-                "that is trusted: RPC runs what peers send (loopback, unless TP_SOCKET_IFNAME names another)"
+                "that is trusted: RPC runs what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME "
+                "names an interface)"
             ),
             sent_bytes=(
                 "a worker: G per step; each of K servers: P W/K; all together: P (G + W) (of W and G what is trained)"

@@ -10,6 +10,7 @@ from torch import Tensor
 from dure.errors import FAILED, DureError
 from dure.strategies.batches import map_tensors
 from dure.strategies.pipeline_values import Description
+from dure.telling import print_traceback
 
 HOST = torch.device("cpu")
 """Where tensors are while they travel."""
@@ -42,7 +43,7 @@ class Failed(NamedTuple):
     @classmethod
     def of(cls, rank: int, error: Exception) -> "Failed":
         """Say who failed and where; the traceback goes to this rank's log."""
-        traceback.print_exception(error)
+        print_traceback("".join(traceback.format_exception(error)))
         if isinstance(error, DureError):
             return cls(str(error), error.exit_code)
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from dure.comm.bench import BenchPlan, measure
 from dure.comm.groups import open_group
 from dure.failure import describe_failure
 from dure.place import Place
+from dure.telling import LiveLine
 from dure.torchcompat import import_late_parts
 from dure.units import format_bytes
 
@@ -30,14 +30,16 @@ def main(job: Mapping[str, Any], place: Place) -> int:
         group = open_group(
             place.rank, place.store, device=device, backend=job["backend"], timeout_seconds=job["timeout_seconds"]
         )
+        line = LiveLine()
         with Path(job["rows"]).open("a", encoding="utf-8") as file:
             for row in measure(group, device, BenchPlan(**job["plan"])):
                 if place.rank.rank == 0:
-                    _show(f"{row.collective} {row.algorithm} {format_bytes(row.num_bytes)}")
+                    if line.is_live:
+                        line.show(f"{row.collective} {row.algorithm} {format_bytes(row.num_bytes)}")
                     file.write(json.dumps({**asdict(row), "time": time.time()}) + "\n")
                     file.flush()
         if place.rank.rank == 0:
-            _show("")
+            line.close()
         group.close()
     except BaseException as error:
         failure = describe_failure(error, place.rank.rank, None)
@@ -45,12 +47,6 @@ def main(job: Mapping[str, Any], place: Place) -> int:
             os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
         return int(failure["exit_code"])
     return 0
-
-
-def _show(what: str) -> None:
-    """Say in a terminal what has just been measured, on a line that is written over."""
-    if sys.stderr.isatty():
-        print(f"\r{what}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def before_fork(job: Mapping[str, Any]) -> None:

@@ -158,10 +158,9 @@ class CheckpointStore:
     def _remove(self, path: Path) -> None:
         # renamed first: a crash in the middle must not leave something that bears a checkpoint's name
         trash = path.with_name(f"{TRASH}{path.name}")
-        if trash.exists():
-            shutil.rmtree(trash)
+        _discard(trash)
         path.rename(trash)
-        shutil.rmtree(trash)
+        _discard(trash)
 
     def remove_leftovers(self) -> None:
         """Remove what saves that never ended, and removals that never ended, left behind. For rank 0, at the start."""
@@ -235,6 +234,14 @@ class CheckpointStore:
         except CheckpointMismatch:
             return True  # of a newer dure: not for this one to judge, nor to remove
         return path.name not in self._damaged
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder if it is there; of a link only the link, for what it leads to is not this run's."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _key(path: Path) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
 
 import functools
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.documents import DocumentInvalid, parse_json
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.optimizer_state import optimizer_from_names
 from dure.strategies.pieces import Needs, Piece, SavedTensor, piece_of, whole_buffers
@@ -318,7 +318,7 @@ def checkpoint_of(shares: Sequence[Share], position: Position, rank: int) -> Che
     return Checkpoint(
         name,
         manifest,
-        json.loads(merged_state(states)),
+        parse_json(merged_state(states), may_repeat_keys=True, most_depth=None),
         held,
         next((share.per_rank for share in shares if share.rank == rank), {}),
         shares[0].per_rank,
@@ -358,9 +358,9 @@ def _check_state(state: Mapping[str, Any], manifest: Manifest, *, weights_only: 
 
 def _parse_state(data: bytes) -> dict[str, Any]:
     try:
-        state = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(f"{STATE_NAME} is no JSON: {error}") from error
+        state = parse_json(data, may_repeat_keys=True, most_depth=None)
+    except DocumentInvalid as error:
+        raise CheckpointDamaged(f"{STATE_NAME} {error}") from error
     if not isinstance(state, dict) or not {"optimizer", "model_extra", "extra"} <= state.keys():
         raise CheckpointDamaged(f"{STATE_NAME} lacks its fields")
     return state

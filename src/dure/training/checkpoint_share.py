@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dure.documents import parse_json
 from dure.errors import TaskInvalid
 from dure.strategies.pieces import Piece, as_piece, memory_of, whole
 from dure.training.durable_files import Buffer, write_new_file
@@ -255,7 +256,7 @@ def merged_state(states: Sequence[bytes]) -> bytes:
     Args:
         states: The `Share.state` of every rank.
     """
-    merged, *others = [json.loads(state) for state in states]
+    merged, *others = [parse_json(state, may_repeat_keys=True, most_depth=None) for state in states]
     for other in others:
         merged["model_extra"] = {**other["model_extra"], **merged["model_extra"]}
         ours, theirs = merged["optimizer"], other["optimizer"]

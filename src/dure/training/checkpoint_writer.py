@@ -18,7 +18,9 @@ import psutil
 import torch
 
 from dure.comm.groups import Group
+from dure.documents import parse_json
 from dure.errors import CheckpointNotWritten, DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
+from dure.own_files import make_folder, open_own
 from dure.training.checkpoint_share import PARTS, PieceTable, Share, merged_state, share_of, without_copies
 from dure.training.durable_files import (
     FULL_WORDS,
@@ -184,7 +186,7 @@ class CheckpointWriter:
         """
         if self.rank:
             return None
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if free < self._needed:
             raise DiskFull(
@@ -197,7 +199,7 @@ class CheckpointWriter:
     def _make_directory(self) -> None:
         """Make the directory, on whatever rank comes first, and lock it on rank 0."""
         assert self._directory is not None
-        self._directory.mkdir(exist_ok=True)
+        make_folder(self._directory, exist_ok=True)
         if self.rank == 0:
             self._lock = lock_writing_directory(self._directory)
 
@@ -235,7 +237,8 @@ class CheckpointWriter:
         assert self._directory is not None
         new = self._directory / f"{_word_name(self.rank)}.writing"
         with suppress(OSError):  # rank 0 hears of it when all meet
-            new.write_text(json.dumps(word))
+            with open(new, "w", encoding="utf-8", opener=open_own) as file:
+                file.write(json.dumps(word))
             new.rename(self._directory / _word_name(self.rank))
 
     def words(self) -> list[Any] | None:
@@ -249,7 +252,7 @@ class CheckpointWriter:
             path = self._directory / _word_name(rank)
             if path.exists():
                 with open(open_regular(path, at_most=MANIFEST_MAX_BYTES), "rb") as file:
-                    found.append(json.loads(file.read()))
+                    found.append(parse_json(file.read(), may_repeat_keys=True, most_depth=None))
         is_settled = len(found) == self.world_size - 1 or any("error" in word for word in found)
         return found if is_settled else None
 

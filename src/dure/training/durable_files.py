@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from dure.errors import CheckpointDamaged, DiskFull
+from dure.own_files import open_own
 from dure.units import format_bytes
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -30,7 +31,7 @@ def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
     """
     digest, num_bytes = sha256(), 0
     try:
-        with path.open("xb") as file:
+        with open(path, "xb", opener=open_own) as file:
             for buffer in buffers:
                 digest.update(buffer)
                 num_bytes += file.write(buffer)

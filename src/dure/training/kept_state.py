@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.documents import parse_json
 from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.namespaces import UnsavedBuffers
 from dure.strategies.object_state import Holder, ObjectState, is_inside
@@ -169,7 +170,9 @@ class KeptState:
         if _TREE not in tensors:
             return
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        state = decode(json.loads(bytes(own.pop("tree").tolist())), own.__getitem__)
+        state = decode(
+            parse_json(bytes(own.pop("tree").tolist()), may_repeat_keys=True, most_depth=None), own.__getitem__
+        )
         self._known = self._known_objects()  # buffers may be others now
         device = next((parameter.device for parameter in self._model.parameters()), None)
         restorer = Restorer(state["objects"], self._known.objects, device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.documents import parse_json
 from dure.training.checkpoint_share import Share, share_of
 from dure.training.session import Session
 from dure.training.session_state import Progression, plain_state, rank_state, snapshot_of
@@ -88,7 +89,7 @@ class LiveShare:
         self._extra, self._far = _PlainText(), _PlainText()
         if not self._watch.is_plain or not share.state:
             return
-        tree = json.loads(share.state)
+        tree = parse_json(share.state, may_repeat_keys=True, most_depth=None)
         optimizer = tree["optimizer"]
         groups, state = optimizer.pop("groups"), _StateText.of(optimizer.pop("state"), self._live_state())
         if state is not None and all("params" in group for group in groups):

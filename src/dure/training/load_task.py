@@ -12,6 +12,7 @@ from types import ModuleType
 
 from dure.errors import TaskInvalid
 from dure.frames import traceback_in_user_code
+from dure.telling import shell_word
 from dure.training.task import Task
 from dure.training.task_hooks import check_task_class
 
@@ -57,7 +58,7 @@ def _cure(error: BaseException, where: str) -> str:
     if isinstance(error, SystemExit):
         return (
             " (it ends while it is imported, as a script does: put that under `if __name__ == '__main__':`, or start "
-            f"the script itself with `dure run {where}`)"
+            f"the script itself with `dure run {shell_word(where)}`)"
         )
     if isinstance(error, ValueError) and "mutable default" in str(error):
         return " (write `name: kind = dataclasses.field(default_factory=...)` for such an option)"

@@ -14,7 +14,6 @@ import ctypes
 import os
 import signal
 import time
-import tomllib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from dure.documents import DocumentInvalid, read_toml
 from dure.errors import SpecInvalid
 from dure.measure.sums import Sum
 from dure.rundir import RunDir
@@ -85,10 +85,11 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
         SpecInvalid: It cannot be read or says what cannot be; everything at once.
     """
     try:
-        with path.open("rb") as file:
-            found = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise SpecInvalid([f"faults is {path}, which cannot be read: {error}"]) from None
+        found = read_toml(path)
+    except OSError as error:
+        raise SpecInvalid([f"faults is {path}, which cannot be read: {error.strerror}"]) from None
+    except DocumentInvalid as error:
+        raise SpecInvalid([f"faults is {path}, which {error}"]) from None
     entries = found.get("fault")
     if found.keys() != {"fault"} or not isinstance(entries, list) or len(entries) > MOST_FAULTS:
         raise SpecInvalid([f"{path} must have nothing but tables [[fault]], at most {MOST_FAULTS} of them"])

@@ -7,12 +7,14 @@ any check. The layout is its own (https://huggingface.co/docs/safetensors, "Form
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dure.documents import parse_json
 from dure.errors import CheckpointDamaged
 from dure.training.durable_files import Buffer
 
@@ -131,9 +133,9 @@ def read_header(text: bytes, num_bytes: int) -> dict[str, TensorPlace]:
         num_bytes: Of the whole file.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError, RecursionError: It is no header of such a file.
+        ValueError, LookupError, TypeError, AttributeError: It is no header of such a file.
     """
-    header = json.loads(text)
+    header = parse_json(text)
     header.pop("__metadata__", None)
     places = {}
     for name, entry in header.items():
@@ -145,6 +147,9 @@ def read_header(text: bytes, num_bytes: int) -> dict[str, TensorPlace]:
         if min(shape, default=0) < 0 or not is_within or end - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"an entry of shape {list(shape)} cannot stand at bytes {entry['data_offsets']}")
         places[name] = TensorPlace(name=name, dtype=dtype, shape=shape, begin=first, end=end)
+    in_order = sorted(places.values(), key=lambda place: (place.begin, place.end))
+    if any(place.end > following.begin for place, following in pairwise(in_order)):
+        raise ValueError("two of its tensors share bytes")
     return places
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dure.documents import parse_json
 from dure.strategies.pieces import Piece
 from dure.training.checkpoint_share import PARTS, Share
 from dure.training.safetensors_file import DTYPE_NAMES, DTYPES
@@ -214,7 +215,9 @@ def _found(descriptor: int, position: Position, round_number: int | None) -> tup
 
 
 def _parsed(memory: "mmap.mmap | bytes", entry: Entry, data: "mmap.mmap | bytearray | None") -> SavedShare:
-    layout = json.loads(bytes(memory[entry.begin : entry.begin + entry.layout_bytes]))
+    layout = parse_json(
+        bytes(memory[entry.begin : entry.begin + entry.layout_bytes]), may_repeat_keys=True, most_depth=None
+    )
 
     def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
         dtype, sizes = DTYPES[placed["dtype"]], placed["sizes"]

@@ -122,7 +122,7 @@ def _places(
         raise _NotAsSaid(f"{name} is no safetensors file: its header does not fit into its {num_bytes} bytes")
     try:
         places = read_header(bytes(stream.block(length)), num_bytes)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _NotAsSaid(f"{name} is no safetensors file: {error}") from error
     for tensor, (dtype, sizes) in held.items():
         place = places.get(tensor)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dure.errors import EnvironmentLacks
 from dure.measure.records import Metric, StepRecord
+from dure.own_files import make_folder
 
 _LEAST_SECONDS = 0.01
 
@@ -20,6 +21,7 @@ class Scalars:
             raise EnvironmentLacks(
                 "--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'"
             ) from None
+        make_folder(folder, exist_ok=True)  # the package makes its files with the umask alone
         self._writer = SummaryWriter(str(folder))
         self._next_time = 0.0
 

@@ -5,7 +5,6 @@ import importlib
 import json
 import multiprocessing.util
 import os
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ from dure.strategies import load_strategy
 from dure.strategies.base import Strategy
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.pieces import Needs, rectangles
-from dure.telling import tell
+from dure.telling import print_traceback, tell
 from dure.torchcompat import SequenceNumber, import_late_parts
 from dure.training.checkpoint import Checkpoint, CheckpointStore
 from dure.training.digests import class_digest
@@ -177,7 +176,7 @@ class Worker:
             path = store.best() if self.job["which"] == "best" else store.newest_valid()
         name = session.group.all_gather_json(None if path is None else path.name)[0]
         if name is None:
-            further = f"train it further with `dure train --resume {self.run.path}`"
+            further = f"train it further with `{self.run.resume_command}`"
             raise Misuse(f"{self.run.path} has no usable checkpoint: {further}")
         model = session.strategy.model
         needs = Needs(model=rectangles(model.state_dict().items()), optimizer={})
@@ -230,7 +229,7 @@ class Worker:
             if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
                 self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
         if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
-            print(failure["traceback"], file=sys.stderr, flush=True)
+            print_traceback(failure["traceback"])
         return int(failure["exit_code"])
 
     def _leave_disorderly(self) -> None:

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from dure.launch.submit.ray_rank import Look, RayRank
 from dure.launch.verdict import STOP_ENDS
 from dure.rank import RankInfo
 from dure.stopping import heeded_signals, stop_exit_code
-from dure.telling import tell
+from dure.telling import pass_on, shell_word, tell
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
@@ -235,17 +234,16 @@ def _look(ray: Any, actor: Any, rank: int) -> Look:
 
 
 def _pass_on(look: Look) -> None:
-    for stream, data in ((sys.stdout, look.out), (sys.stderr, look.err)):
+    for is_error, data in ((False, look.out), (True, look.err)):
         if data:
-            stream.write(data.decode(errors="replace"))
-            stream.flush()
+            pass_on(data.decode(errors="replace"), is_error=is_error)
 
 
 def _judge(code: int, plan: Plan) -> None:
     """Say what the ranks ended with as this process's own end; they have said why themselves."""
     if code in STOP_ENDS:
         raise Interrupted(
-            f"stopped; continue with `dure train --resume {plan.job.run}`, or submit that",
+            f"stopped; continue with `dure train --resume {shell_word(plan.job.run)}`, or submit that",
             stop_exit_code(STOP_ENDS[code]),
         )
     if code:

@@ -1,6 +1,5 @@
 """A batch script for Slurm: `srun` starts the ranks, and the job puts itself back into the queue when it has to go."""
 
-import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from dure.errors import Misuse
 from dure.launch.submit.job import Job, run_command, slurm_time
 from dure.stopping import RESUMABLE
+from dure.telling import shell_word
 
 STRAGGLER_SECONDS = 60
 """What the other ranks get after one has ended, before srun ends them: one that lost its peers may hang."""
@@ -72,9 +72,9 @@ def script(job: Job, options: SlurmOptions) -> str:
             "# written by `dure submit --to slurm`",
             *(f"#SBATCH {line}" for line in _options(job, options)),
             "",
-            f"train=({shlex.join(job.train_command(job.words))})",
+            f"train=({_words(job.train_command(job.words))})",
             "if (( ${SLURM_RESTART_COUNT:-0} > 0 )); then",
-            f"    train=({shlex.join(job.train_command(job.resume_words))})",
+            f"    train=({_words(job.train_command(job.resume_words))})",
             "fi",
             "",
             _GOES_BACK,
@@ -93,6 +93,10 @@ def script(job: Job, options: SlurmOptions) -> str:
     )
 
 
+def _words(command: Sequence[str]) -> str:
+    return " ".join(map(shell_word, command))
+
+
 def _options(job: Job, options: SlurmOptions) -> Sequence[str]:
     lines = [
         f"--job-name={job.name}",
@@ -107,13 +111,13 @@ def _options(job: Job, options: SlurmOptions) -> Sequence[str]:
     if job.time_seconds is not None:
         lines.append(f"--time={slurm_time(job.time_seconds)}")
     if options.partition is not None:
-        lines.append(f"--partition={shlex.quote(options.partition)}")
+        lines.append(f"--partition={shell_word(options.partition)}")
     lines += [
         "--requeue",
         f"--signal=USR1@{options.grace_seconds}",
         "--open-mode=append",
         f"--output={job.name}-%j.out",
-        f"--chdir={shlex.quote(str(job.folder))}",
+        f"--chdir={shell_word(job.folder)}",
     ]
     return [*lines, *options.lines]
 

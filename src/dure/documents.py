@@ -1,0 +1,124 @@
+"""JSON and TOML that others wrote: files of a run, settings, messages of peers. The one reader, with limits.
+
+Nothing that it is given makes it raise anything but `DocumentInvalid`, fills the memory, or waits for a writer that
+never comes. What fields hold is the caller's to check.
+"""
+
+import json
+import os
+import stat
+import tomllib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from dure.units import format_bytes
+
+MOST_BYTES = 64 * 2**20
+"""Of a JSON document."""
+MOST_TOML_BYTES = 2**20
+MOST_DEPTH = 100
+"""Lists and objects in one another. Python's own code for what is read goes as deep again, several frames each."""
+
+
+class DocumentInvalid(ValueError):
+    """What is wrong with a document, as the rest of a sentence that began with its name."""
+
+
+def read_json(path: Path, *, at_most: int = MOST_BYTES) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        DocumentInvalid: It is no regular file, too large, too deep or no JSON.
+        OSError: The system cannot read it.
+    """
+    return parse_json(read_bytes(path, at_most=at_most))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file of TOML.
+
+    Raises:
+        DocumentInvalid: It is no regular file, too large, too deep or no TOML.
+        OSError: The system cannot read it.
+    """
+    try:
+        found = tomllib.loads(read_bytes(path, at_most=MOST_TOML_BYTES).decode())
+    except tomllib.TOMLDecodeError as error:
+        raise DocumentInvalid(f"is not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DocumentInvalid(f"is not UTF-8 text (byte {error.start}): TOML files are") from None
+    except RecursionError:
+        raise DocumentInvalid(_too_deep(MOST_DEPTH)) from None
+    except ValueError as error:  # a whole number of more digits than Python reads
+        raise DocumentInvalid(f"cannot be read: {error}") from None
+    _check_depth(found, MOST_DEPTH)
+    return found
+
+
+def read_bytes(path: Path, *, at_most: int) -> bytes:
+    """Read a regular file of limited size.
+
+    Raises:
+        DocumentInvalid: It is something else, or larger.
+        OSError: The system cannot read it.
+    """
+    # a pipe in its place would let the reader wait for ever
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise DocumentInvalid("is not a regular file")
+        data = file.read(at_most + 1) if found.st_size <= at_most else None
+    if data is None or len(data) > at_most:
+        raise DocumentInvalid(f"has more than {format_bytes(at_most)}, which is the most that is read")
+    return data
+
+
+def parse_json(text: bytes | str, *, may_repeat_keys: bool = False, most_depth: int | None = MOST_DEPTH) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: In UTF-8.
+        may_repeat_keys: Whether an object may have a key twice, of which the last counts: not to look is faster.
+        most_depth: The depth from which on it is refused; None: as deep as Python's parser goes.
+
+    Raises:
+        DocumentInvalid: It is too deep or no JSON.
+    """
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        found = json.loads(text, object_pairs_hook=None if may_repeat_keys else _without_repeats)
+    except DocumentInvalid:
+        raise
+    except UnicodeDecodeError as error:
+        raise DocumentInvalid(f"is not UTF-8 text (byte {error.start})") from None
+    except RecursionError:
+        raise DocumentInvalid(_too_deep(most_depth)) from None
+    except ValueError as error:
+        raise DocumentInvalid(f"is no JSON: {error}") from None
+    if most_depth is not None and text.count("[") + text.count("{") > most_depth:
+        _check_depth(found, most_depth)
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise DocumentInvalid(f"has the key {repeated[:60]!r} twice in one object")
+    return found
+
+
+def _check_depth(value: Any, most: int) -> None:
+    waiting = deque([(value, 1)])
+    while waiting:
+        found, depth = waiting.popleft()
+        items = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+        if depth > most and isinstance(found, dict | list):
+            raise DocumentInvalid(_too_deep(most))
+        waiting.extend((item, depth + 1) for item in items if isinstance(item, dict | list))
+
+
+def _too_deep(most: int | None) -> str:
+    return "is nested too deep" if most is None else f"is nested more than {most} deep"

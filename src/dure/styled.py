@@ -1,0 +1,65 @@
+"""Tables and coloured text for people, escaped: the only place that has a console of rich, or makes its texts.
+
+rich takes `[red]` for markup and passes escape sequences on. Here strings are literal, and what a terminal would obey
+is written out before a table is laid out, so that its columns stay straight.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from dure.telling import one_line, print_drawn, printable
+
+PIPE_COLUMNS = 160
+"""Width where stdout is no terminal: wide enough that no run name is broken, so that `grep` finds it."""
+
+
+def styled(text: object, style: str = "", *, overflow: Literal["fold", "crop"] | None = None) -> Text:
+    """Return a name or a sentence in one style; a line break in it is written out."""
+    return Text(one_line(text), style=style, overflow=overflow)
+
+
+def styled_lines(text: str, style: str = "") -> Text:
+    """Return a text of several lines."""
+    return Text(printable(text), style=style, overflow="fold")
+
+
+def joined(*parts: str | Text | tuple[str, str]) -> Text:
+    """Return parts side by side, each a string, a string with its style, or a text."""
+    pairs = ((part, "") if isinstance(part, str | Text) else part for part in parts)
+    texts = (text if isinstance(text, Text) else styled(text, style) for text, style in pairs)
+    return Text(overflow="fold").join(texts)
+
+
+def draw(result: RenderableType) -> None:
+    """Print a result for people, as wide as the terminal; plain where there is none or `NO_COLOR` is set."""
+    print_drawn(drawn(result, None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS))
+
+
+def drawn(result: RenderableType, width: int | None) -> str:
+    """Return what `draw` prints in so many columns."""
+    console = _Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as capture:
+        console.print(result)
+    # tables pad their last column to its width; trailing spaces only make narrow terminals wrap
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
+
+
+class _Console(Console):
+    """A console whose strings are literal and escaped, and which lets no other control character through."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(one_line(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        return _escaped(super().render(renderable, options))
+
+
+def _escaped(segments: Iterable[Segment]) -> Iterator[Segment]:
+    for segment in segments:
+        yield segment if segment.control else Segment(printable(segment.text, kept="\n"), segment.style)

@@ -14,11 +14,13 @@ from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.joint_look import JointLook
+from dure.launch.leftovers import end_leftovers
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import pass_on_signal, signals_held_back
+from dure.launch.questions import CallCounts
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
-from dure.launch.watchdog import Watchdog
+from dure.launch.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, Watchdog
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
 
 _FAILURE_GRACE_SECONDS = 1.0
@@ -26,6 +28,8 @@ _FAILURE_GRACE_SECONDS = 1.0
 _RESTART_GRACE_SECONDS = 0.1
 """What they get where all are started again anyway and the first to fail has said why."""
 _POLL_SECONDS = 0.02
+_COUNTS_OF_A_LIMIT = 0.25
+"""How often ranks are asked for their calls, as a part of the limit."""
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
 
@@ -67,6 +71,9 @@ def run_round(
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
         kill_all(workers)
+    if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
+        # what a script that ended well leaves running is its own affair
+        end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
 
 
@@ -96,6 +103,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         Why they will not end by themselves, if they hang and are not to be waited for.
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
+    counts = call_counts(launch, watchdog)
     look = joint_look(launch, workers, memory, watchdog)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
     have_been_asked = False
@@ -122,6 +130,8 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         _sleep_until_one_ends(alive, _LOOK_SECONDS if left is None else min(_LOOK_SECONDS, left), others)
         if launch.logs is not None:
             launch.logs.go_on()
+        if counts is not None:
+            counts.go_on([worker for worker in workers if worker.end is None])
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
@@ -137,6 +147,13 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
         launch.nodes.tell_signal(number)
 
 
+def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
+    """Return what asks ranks for the calls they have made, where calls are news."""
+    if watchdog is None or launch.hangs is None or not launch.hangs.counts_calls:
+        return None
+    return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))
+
+
 def joint_look(
     launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog | None = None
 ) -> JointLook | None:
@@ -148,7 +165,10 @@ def joint_look(
     def acts(seconds: float, is_certain: bool) -> bool:
         return watchdog is not None and hangs.acts(seconds, watchdog.last_threshold, is_certain=is_certain)
 
-    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts)
+    def announcement(seconds: float, is_certain: bool) -> str | None:
+        return None if watchdog is None else hangs.announcement(seconds, watchdog.last_threshold, is_certain=is_certain)
+
+    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts, announcement)
 
 
 def _hang(
@@ -159,7 +179,7 @@ def _hang(
     if look is not None:
         assert launch.nodes is not None
         if seconds is not None and not launch.nodes.is_one_quiet:
-            look.ask(seconds)
+            look.ask(seconds, only_if_waited=_is_only_told_if_waited(watchdog, seconds))
         found = look.advance()
         if found is not None:
             report_hang(launch, workers, found[0])
@@ -167,9 +187,20 @@ def _hang(
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
+    if not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds):
+        watchdog.told_nothing(seconds)
+        return None
+    verdict = verdict.announcing(
+        launch.hangs.announcement(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
+    )
     report_hang(launch, workers, verdict)
     acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
     return verdict if acts else None
+
+
+def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
+    """Whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
+    return watchdog.is_by_calls and seconds < UNKNOWN_SECONDS
 
 
 def _still_alive(workers: list[Worker]) -> list[Worker]:

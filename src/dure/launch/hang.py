@@ -129,7 +129,7 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
     if state.is_stopped:
         said = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"
         return Where(state=state, waits_in=None, what=said, line=line)
-    wait = wait_of(state, line)
+    wait = wait_of(state, users_frame(state.main))
     if wait is None:
         return Where(state=state, waits_in=None, what=_doing(state), line=line)
     what = f"waits in {wait.describe(world)}"
@@ -154,7 +154,7 @@ def _doing(state: RankState) -> str:
     if busy:
         return "computes"
     if state.collectives is None:
-        return "waits in native code and holds Python's lock meanwhile"
+        return "waits in native code with Python's lock held"
     return "is idle"
 
 
@@ -275,7 +275,7 @@ def _minority(places: Sequence[Where]) -> list[int]:
     """Return the ranks that are not where most are; all of them where there is no majority."""
     where = Counter((place.line, place.what) for place in places)
     (most, count), *rest = where.most_common()
-    if rest and rest[0][1] == count:
+    if not rest or rest[0][1] == count:
         return _ranks_of(places)
     return _ranks_of([place for place in places if (place.line, place.what) != most])
 

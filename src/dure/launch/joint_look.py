@@ -1,5 +1,6 @@
 """One look at the ranks of all nodes when those of one are not getting on: whom they wait for may be elsewhere."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -129,7 +130,9 @@ def _shortened(state: RankState) -> dict[str, Any]:
             replace(call, frames=call.frames[:_MOST_FRAMES]) for call in (*calls[-1:], *pending[:_MOST_CALLS])
         )
         calls = tuple({(call.group, call.sequence, call.op): call for call in calls}.values())
-    used = {call.group for call in calls or ()} | {state.call.group if state.call is not None else ""}
+    used = {*itertools.islice(state.groups, 1), *(call.group for call in calls or ())}
+    if state.call is not None:
+        used.add(state.call.group)
     return replace(
         state,
         groups={name: ranks for name, ranks in state.groups.items() if name in used},

@@ -97,5 +97,10 @@ class CallCounts:
             answer = worker.questions.take(number)
             if answer is not None:
                 self._watchdog.note_calls(worker.rank, answer["calls"])
-            if now - asked_at > self._every_seconds and (answer is not None or worker.questions.is_free):
+                self._watchdog.mute.discard(worker.rank)
+            if now - asked_at <= self._every_seconds:
+                continue
+            if worker.questions.is_free:
                 self._asked[worker.rank] = worker.questions.ask(COUNT), now
+            else:
+                self._watchdog.mute.add(worker.rank)

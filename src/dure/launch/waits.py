@@ -39,6 +39,8 @@ class Wait:
     tag: int = 0
     sizes: tuple[tuple[int, ...], ...] = ()
     members: frozenset[int] | None = None
+    is_of_default: bool = True
+    """Whether its group is the one of all ranks that torch begins with."""
     is_main: bool = True
     """Whether the rank does nothing else meanwhile."""
     line: Frame | None = None
@@ -65,7 +67,14 @@ class Wait:
             sizes = " of " + ", ".join(str(list(size)) for size in self.sizes) if self.sizes else ""
             return f"{named}{sizes}{other}{tag}"
         root = f" with {self.role}={self.peer}" if self.peer is not None else ""
-        return f"{named}{root}{_among(self.members, world)}"
+        return f"{named}{root}{self._where(world)}"
+
+    def _where(self, world: Iterable[int]) -> str:
+        if self.is_of_default or self.members is None:
+            return ""
+        ranks = sorted(self.members)
+        shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return f" in group {self.group} ({'all ranks' if self.members >= set(world) else f'ranks {shown}'})"
 
     def is_same_as(self, other: "Wait") -> bool:
         """Whether two ranks are in one call, so far as is known."""
@@ -109,6 +118,7 @@ def _wait(
         tag=0 if call is None else call.tag,
         sizes=() if call is None else tuple(tuple(size) for size in call.sizes),
         members=None if members is None else frozenset(members),
+        is_of_default=group in ("", next(iter(state.groups), group)),
         is_main=is_main,
         line=line,
     )
@@ -214,11 +224,3 @@ def circles(ranks: Sequence[int], edges: Mapping[int, set[int]]) -> list[list[in
         if circle and circle not in found:
             found.append(circle)
     return sorted(found, key=len)
-
-
-def _among(members: frozenset[int] | None, world: Iterable[int]) -> str:
-    if members is None or members >= set(world):
-        return ""
-    shown = sorted(members)
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return f" in the group of ranks {', '.join(map(str, shown[:8]))}{more}"

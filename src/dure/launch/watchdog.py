@@ -92,6 +92,8 @@ class Watchdog:
         self.last_threshold = UNKNOWN_SECONDS
         """Of the rank that is silent for longest, where some are for too long."""
         self._calls: dict[int, _Calls] = {}
+        self.mute: set[int] = set()
+        """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
         self.is_by_calls = False
         """Whether that rank's limit is the one for calls: a rank that has to wait in one is a hang, and no other."""
         self._tell_at = 0.0
@@ -110,6 +112,7 @@ class Watchdog:
             self._not_before = now
         self._last_look = now
         silent: list[tuple[float, float, bool]] = []
+        last_call = max((calls.time for calls in self._calls.values()), default=0.0)
         for rank in ranks:
             beat = self.heartbeats.last(rank)
             if not beat.time:
@@ -118,7 +121,7 @@ class Watchdog:
                 self._seen[rank] = beat.count
                 self._learn(rank)
             calls = self._calls.get(rank, _Calls())
-            seconds = now - max(beat.time, calls.time, self._not_before)
+            seconds = now - max(beat.time, last_call if rank in self.mute else calls.time, self._not_before)
             self.last_threshold = self.threshold(beat.phase)
             is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
             self.is_by_calls = not is_known and calls.count > 0

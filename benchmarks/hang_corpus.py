@@ -4,8 +4,8 @@
     python benchmarks/hang_corpus.py --only ring   those whose name has that in it
 
 Each of `tests/faults/broken` hangs or fails too. A case counts as right when its test passed: the verdict blames the
-ranks that the script says, and each line is one that it marks. A twin is only slow: it must end well, and what is told of
-it meanwhile must blame nobody but who is slow. Exits 1 if less than 95 % are right, or a twin was not left alone.
+ranks that the script says, and each line is one that it marks. A twin is only slow: it must end well, and what is told
+of it meanwhile must blame nobody but who is slow. Exits 1 if less than 95 % are right, or a twin was not left alone.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
     twins = {name: fault for name, fault in record["cases"].items() if name.endswith("-slow")}
     record |= {"right_fraction": fraction(hangs), "left_alone_fraction": fraction(twins)}
     rows = [
-        f"| {name.removesuffix('-hangs')} | {said(fault)} | {said(twins[twin]) if (twin := twin_of(name)) in twins else '-'} |"
+        f"| {name.removesuffix('-hangs')} | {said(fault)} | {said(twins.get(twin_of(name)))} |"
         for name, fault in hangs.items()
     ]
     page = [
@@ -74,9 +74,9 @@ def twin_of(name: str) -> str:
     return f"{name.removesuffix('-hangs')}-slow"
 
 
-def said(fault: str) -> str:
-    """Say in the table how a case went."""
-    return "wrong" if fault else "right"
+def said(fault: str | None) -> str:
+    """Say in the table how a case went; None: there is none."""
+    return "-" if fault is None else "wrong" if fault else "right"
 
 
 def fraction(cases: dict[str, str]) -> float:

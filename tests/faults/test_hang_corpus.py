@@ -1,8 +1,8 @@
 """Scripts and tasks that hang, and the same where they are only slow: verdicts are true, nobody slow is ended.
 
 Each says in comments who is to blame for the hang (`# culprits:`), where each rank is then (`# at:`), and where the
-slow ones are in the healthy twin, unless it is the same line (`# slow:`). Limits are a fifth of those that users have:
-whoever is slow for five seconds here is so for 25 there.
+slow ones are in the healthy twin (`# slow:`), unless it is the same line, and where the others then are (`# then:`).
+Limits are a fifth of those that users have: whoever is slow for five seconds here is so for 25 there.
 """
 
 import json
@@ -47,7 +47,7 @@ def marked(path: Path, word: str) -> dict[int, set[int]]:
     """By rank: the lines that are marked so."""
     lines: dict[int, set[int]] = {}
     for number, text in enumerate(path.read_text().splitlines(), 1):
-        for rank in text.partition(f"# {word}: ")[2].split():
+        for rank in text.partition(f"# {word}: ")[2].partition("#")[0].split():
             lines.setdefault(int(rank), set()).add(number)
     return lines
 
@@ -58,22 +58,13 @@ def culprits(path: Path) -> list[int]:
 
 def start(prewarmed: Prewarmed, path: Path, folder: Path, *words: object, is_slow: bool) -> Command:
     if path in TASKS:
-        said = (
-            "train",
-            f"{path}:Hangs",
-            "--strategy",
-            "ddp",
-            "--nproc",
-            2,
-            "--backend",
-            "gloo",
-            "--global-batch-size",
-            2,
-        )
-        said += ("--task.is-slow",) if is_slow else ()
-        return prewarmed.start(folder, *said, "--epochs", 2, "--name", "run", *words, script=SCALED)
-    said = ("run", "--nproc", 3, "--threads", 1, "--name", "run", *words, path)
-    return prewarmed.start(folder, *said, *(["slow"] if is_slow else []), script=SCALED)
+        said = ("--nproc", 2, "--name", "run", "--epochs", 2, "--global-batch-size", 2)
+        words = ("--strategy", "ddp", "--backend", "gloo", *words)
+        slow = ["--task.is-slow"] if is_slow else []
+        return prewarmed.start(folder, "train", f"{path}:Hangs", *said, *words, *slow, script=SCALED)
+    slow = ["slow"] if is_slow else []
+    said = ("--nproc", 3, "--name", "run", "--threads", 1)
+    return prewarmed.start(folder, "run", *said, *words, path, *slow, script=SCALED)
 
 
 @pytest.mark.parametrize(("path", "is_slow"), cases())
@@ -101,7 +92,10 @@ def check(verdict: dict[str, object], path: Path, *, is_slow: bool) -> None:
     """See that each rank is where the verdict says, and none is blamed that others do not wait for."""
     text = verdict["text"]
     told, at, slow = told_lines(text, path), marked(path, "at"), marked(path, "slow")
-    lines = {rank: at.get(rank, set()) | (slow.get(rank, set()) if is_slow else set()) for rank in (*at, *slow)}
+    lines = at
+    if is_slow:
+        then = marked(path, "then")
+        lines = {rank: set().union(*(one.get(rank, set()) for one in (at, slow, then))) for rank in range(3)}
     if not is_slow and path.stem not in WITHOUT_LINE:
         assert at.keys() <= told.keys(), text
     if is_slow:

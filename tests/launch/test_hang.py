@@ -271,3 +271,19 @@ def test_rank_when_it_sleeps_in_native_code_then_the_line_that_called_it_is_told
     ours = Frame(file=f"{OWN_ROOT}training/loop.py", line=5, function="_launch")
     text = first_line(rank(0, call()), rank(1, collectives=None, main=(library, ours)))
     assert "rank 1 waits in native code with Python's lock held at /v/lib" in text
+
+
+def test_ranks_when_they_wait_for_a_gpu_then_are_not_said_to_compute():
+    waits = rank(0, call(), busy_fraction=1.0, called="item")
+    culprits, text = blamed(waits, rank(1, line=33))
+    assert culprits == (1,)
+    assert "rank 0 waits for it in all_reduce #7" in text
+
+
+def test_ranks_when_nccl_records_a_ring_of_recv_then_peers_are_told():
+    calls = [call(op="recv 0<-1", sequence=1), call(op="recv 1<-0", sequence=1)]
+    verdict = explain(
+        [rank(number, calls[number], groups={"0": [0, 1]}, called="synchronize") for number in (0, 1)], 12.0
+    )
+    assert verdict.culprits == (0, 1)
+    assert "rank 0 waits in recv of [4] from rank 1" in verdict.text

@@ -34,6 +34,8 @@ class Where:
     """`waits in all_reduce #10 of [3] float`, `computes`, ..."""
     line: Frame | None
     """The user's line, or the innermost where none is the user's."""
+    call: str = ""
+    """The call that it waits in, by name."""
 
     @property
     def is_waiting(self) -> bool:
@@ -132,10 +134,10 @@ def _where(state: RankState, world: Sequence[int]) -> Where:
     wait = wait_of(state, users_frame(state.main))
     if wait is None:
         return Where(state=state, waits_in=None, what=_doing(state), line=line)
-    what = f"waits in {wait.describe(world)}"
-    if not wait.is_main:  # what it does itself is what keeps the others, if they wait for it
-        what = f"{_doing(state)} while {wait.describe(world)} has not finished"
-    return Where(state=state, waits_in=wait, what=what, line=wait.line)
+    call = wait.describe(world)
+    # what it does itself is what keeps the others, if they wait for it
+    what = f"waits in {call}" if wait.is_main else f"{_doing(state)} while {call} has not finished"
+    return Where(state=state, waits_in=wait, what=what, line=wait.line, call=call)
 
 
 def _doing(state: RankState) -> str:
@@ -200,7 +202,8 @@ def _blame(places: Sequence[Where]) -> _Blame:
 def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[int, set[int]]) -> _Blame:
     """Say where those are whom the others wait for."""
     ranks = _ranks_of(culprits)
-    waiting = [place for place in places if place not in culprits and reached(place.state.rank, edges) & set(ranks)]
+    others = [place for place in places if place not in culprits]
+    waiting = [place for place in others if edges.get(place.state.rank, set()) & set(ranks)]
     said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(culprits))
     return _Blame(
         culprits=ranks,
@@ -281,12 +284,11 @@ def _minority(places: Sequence[Where]) -> list[int]:
 
 
 def _waited_for(waiting: Sequence[Where]) -> str:
-    if not waiting:
-        return ""
-    first = waiting[0]
-    verb = "waits" if len(waiting) == 1 else "wait"
-    what = first.what.removeprefix("waits ")
-    return f", and {_ranks(waiting)} {verb} for it {what}{_at(first.line)}"
+    said = [
+        f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} for it in {group[0].call}{_at(group[0].line)}"
+        for group in _shown(waiting)
+    ]
+    return f", and {'; '.join(said)}" if said else ""
 
 
 def _alike(places: Sequence[Where]) -> list[list[Where]]:

@@ -1,6 +1,7 @@
 """Which rank waits for which others, and in what: read from every rank's calls and stacks, and compared."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ _TRANSFERS = {
 _LIKE = {"isend": "send", "irecv": "recv", "send_object_list": "send", "recv_object_list": "recv"}
 _SIZES_MAY_DIFFER = ("scatter", "gather", "all_to_all", "alltoall", "alltoall_base", "reduce_scatter")
 """Of these the ranks need not bring as much as each other."""
+_NCCL_TRANSFER = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
+"""How NCCL's record names what two ranks do together, by their places in the group."""
 _WAITS_BY_NAME = ("wait", "item", "synchronize", "backward", "tolist", "cpu", "numpy", "result")
 """What a line calls that waits for a collective which was asked for before."""
 
@@ -94,7 +97,8 @@ def wait_of(state: RankState, line: Frame | None) -> Wait | None:
         recorded = None if call.op in _TRANSFERS or not mine else mine[-1]
         return _wait(state, recorded, call, is_main=not is_busy, line=line)
     if pending:
-        is_main = not is_busy and _may_wait_for_collective(state)
+        # a rank that waits for a GPU may be busy with asking
+        is_main = state.called in _WAITS_BY_NAME or (not is_busy and _may_wait_for_collective(state))
         called = users_frame(pending[0].frames) if is_main or line is None else None
         return _wait(state, pending[0], None, is_main=is_main, line=called or line)
     if call is not None and not is_busy and not call.is_main:
@@ -106,6 +110,9 @@ def wait_of(state: RankState, line: Frame | None) -> Wait | None:
 def _wait(
     state: RankState, recorded: Collective | None, call: Call | None, *, is_main: bool, line: Frame | None
 ) -> Wait:
+    transfer = None if recorded is None else _NCCL_TRANSFER.fullmatch(recorded.op)
+    if recorded is not None and transfer is not None:
+        return _recorded_transfer(state, recorded, transfer, is_main=is_main, line=line)
     group = recorded.group if recorded is not None else call.group if call is not None else ""
     members = state.groups.get(group)
     return Wait(
@@ -119,6 +126,22 @@ def _wait(
         sizes=() if call is None else tuple(tuple(size) for size in call.sizes),
         members=None if members is None else frozenset(members),
         is_of_default=group in ("", next(iter(state.groups), group)),
+        is_main=is_main,
+        line=line,
+    )
+
+
+def _recorded_transfer(
+    state: RankState, recorded: Collective, transfer: re.Match[str], *, is_main: bool, line: Frame | None
+) -> Wait:
+    ranks = state.groups.get(recorded.group)
+    place = int(transfer[2])
+    return Wait(
+        op=transfer[1],
+        group=recorded.group,
+        role="dst" if transfer[1] == "send" else "src",
+        peer=place if ranks is None or place >= len(ranks) else ranks[place],
+        sizes=tuple(tuple(size) for size in recorded.sizes),
         is_main=is_main,
         line=line,
     )
@@ -183,7 +206,11 @@ def _has_come(wait: Wait, others_wait: Wait | None, state: RankState) -> bool:
     """Whether a rank has made the call too, and with the same arguments so far as is known."""
     if wait.recorded is None:
         return others_wait is not None and wait.is_same_as(others_wait) and not differ_in_peer(wait, others_wait)
-    calls = [call for call in state.collectives or () if call.group == wait.group]
+    calls = [
+        call
+        for call in state.collectives or ()
+        if call.group == wait.group and not _NCCL_TRANSFER.fullmatch(call.op)  # which are counted by themselves
+    ]
     same = next((call for call in calls if call.sequence == wait.sequence), None)
     if same is None:
         return any(call.sequence > wait.recorded.sequence for call in calls)

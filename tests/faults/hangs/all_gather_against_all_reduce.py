@@ -14,7 +14,7 @@ rank = dist.get_rank()
 ones = torch.ones(3)
 if is_slow:
     time.sleep(seconds * (rank == 0))  # slow: 0
-    dist.all_reduce(ones)
+    dist.all_reduce(ones)  # then: 1 2
 elif rank == 0:
     dist.all_gather([torch.ones(3) for _ in range(3)], ones)  # at: 0
 else:

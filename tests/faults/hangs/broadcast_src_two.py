@@ -15,4 +15,4 @@ ones = torch.ones(3)
 if is_slow and rank == 1:
     time.sleep(seconds)  # slow: 1
 dist.broadcast(ones, src=0 if is_slow else rank)  # at: 0 1 2
-dist.barrier()
+dist.barrier()  # then: 0 2

@@ -18,4 +18,4 @@ if is_slow:
 elif rank < 2:
     dist.all_reduce(ones, group=groups[rank])  # at: 0 1
     dist.all_reduce(ones, group=groups[1 - rank])
-dist.barrier()  # at: 2
+dist.barrier()  # at: 2 # then: 1

@@ -287,3 +287,12 @@ def test_ranks_when_nccl_records_a_ring_of_recv_then_peers_are_told():
     )
     assert verdict.culprits == (0, 1)
     assert "rank 0 waits in recv of [4] from rank 1" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("later", "has_moved"), [({}, False), ({"calls": 8}, True), ({"line": 21}, True), ({"step": 6}, True)]
+)
+def test_verdict_when_a_rank_gets_on_meanwhile_then_is_none(later, has_moved):
+    verdict = explain([rank(0, call=recv(1), calls=7), rank(1, call=recv(0), calls=7)], 12.0)
+    after = [rank(0, call=recv(1), calls=7), rank(1, call=recv(0), **{"calls": 7, **later})]
+    assert verdict.has_moved(after) is has_moved

@@ -146,7 +146,7 @@ def test_silence_when_a_script_makes_calls_and_no_steps_then_ten_seconds_without
             ranks.watchdog.note_calls(rank, count)
         assert ranks.wait(3.0) is None
     assert ranks.wait(8.0) == pytest.approx(10.5)
-    assert ranks.watchdog.is_by_calls
+    assert not ranks.watchdog.is_known
 
 
 def test_silence_when_calls_were_far_apart_before_then_three_times_that_is_waited_for(ranks):

@@ -110,6 +110,11 @@ class RankState:
     calls: int = -1
     """Calls that it has made of all process groups, sends and receives too; -1: not known."""
 
+    @property
+    def whereabouts(self) -> tuple[object, ...]:
+        """What changes when it gets on."""
+        return self.step, self.calls, self.main, self.exit_code
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

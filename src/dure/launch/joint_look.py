@@ -24,18 +24,16 @@ class JointLook:
         self,
         nodes: Nodes,
         examine: Callable[[], Sequence[RankState]],
-        acts: Callable[[float, bool], bool],
-        announcement: Callable[[float, bool], str | None],
+        decide: Callable[[HangVerdict, float], tuple[HangVerdict, bool]],
     ) -> None:
         """Prepare to look; nothing is done yet.
 
         Args:
             nodes: All of them.
             examine: Looks at this node's ranks; takes about a second.
-            acts: Whether ranks that hang for so long, certainly or not, are to be ended.
-            announcement: What will be done with them later, if nothing changes.
+            decide: Says what follows from a verdict over so many seconds, and whether to end the ranks now.
         """
-        self._nodes, self._examine, self._acts, self._announcement = nodes, examine, acts, announcement
+        self._nodes, self._examine, self._decide = nodes, examine, decide
         self._is_only_told_if_waited = False
         self._seconds = 0.0
         self._deadline: float | None = None
@@ -95,8 +93,7 @@ class JointLook:
         if self._is_only_told_if_waited and not verdict.is_waited:
             return None
         verdict = replace(verdict, text=f"{verdict.text}\n{self._where()}")
-        verdict = verdict.announcing(self._announcement(self._seconds, verdict.is_certain))
-        acts = self._acts(self._seconds, verdict.is_certain)
+        verdict, acts = self._decide(verdict, self._seconds)
         told = {"text": verdict.text[:8000], "culprits": verdict.culprits, "is_certain": verdict.is_certain}
         self._nodes.send_to_all({"kind": "hang", "acts": acts, **told})
         return verdict, acts

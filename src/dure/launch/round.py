@@ -20,7 +20,7 @@ from dure.launch.passed_signals import pass_on_signal, signals_held_back
 from dure.launch.questions import CallCounts
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
-from dure.launch.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, Watchdog
+from dure.launch.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
 
 _FAILURE_GRACE_SECONDS = 1.0
@@ -162,13 +162,19 @@ def joint_look(
     if launch.nodes is None or hangs is None:
         return None
 
-    def acts(seconds: float, is_certain: bool) -> bool:
-        return watchdog is not None and hangs.acts(seconds, watchdog.last_threshold, is_certain=is_certain)
+    def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+        return (verdict, False) if watchdog is None else _decided(hangs, watchdog, verdict, seconds)
 
-    def announcement(seconds: float, is_certain: bool) -> str | None:
-        return None if watchdog is None else hangs.announcement(seconds, watchdog.last_threshold, is_certain=is_certain)
+    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), decide)
 
-    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts, announcement)
+
+def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+    """Return the verdict with what follows from it, and whether that is to be done now."""
+    if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
+        return verdict, False  # of a script without steps whose ranks do not wait nobody knows that it hangs
+    limit, is_certain = watchdog.last_threshold, verdict.is_certain
+    announced = verdict.announcing(hangs.announcement(seconds, limit, is_certain=is_certain))
+    return announced, hangs.acts(seconds, limit, is_certain=is_certain)
 
 
 def _hang(
@@ -187,20 +193,19 @@ def _hang(
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
-    if not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds):
+    is_nothing = not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds)
+    # ranks answer one after the other: of such as get on, answers may not fit each other
+    if is_nothing or (verdict.is_certain and verdict.has_moved(examine(workers, memory.heartbeats))):
         watchdog.told_nothing(seconds)
         return None
-    verdict = verdict.announcing(
-        launch.hangs.announcement(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
-    )
+    verdict, acts = _decided(launch.hangs, watchdog, verdict, seconds)
     report_hang(launch, workers, verdict)
-    acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
     return verdict if acts else None
 
 
 def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
     """Whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
-    return watchdog.is_by_calls and seconds < UNKNOWN_SECONDS
+    return not watchdog.is_known and seconds < UNKNOWN_SECONDS
 
 
 def _still_alive(workers: list[Worker]) -> list[Worker]:

@@ -94,8 +94,8 @@ class Watchdog:
         self._calls: dict[int, _Calls] = {}
         self.mute: set[int] = set()
         """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
-        self.is_by_calls = False
-        """Whether that rank's limit is the one for calls: a rank that has to wait in one is a hang, and no other."""
+        self.is_known = True
+        """Whether that rank's limit is known from what it did before, or was given."""
         self._tell_at = 0.0
         """Silence below this has been told already."""
 
@@ -123,16 +123,15 @@ class Watchdog:
             calls = self._calls.get(rank, _Calls())
             seconds = now - max(beat.time, last_call if rank in self.mute else calls.time, self._not_before)
             self.last_threshold = self.threshold(beat.phase)
-            is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
-            self.is_by_calls = not is_known and calls.count > 0
-            if self.is_by_calls:
+            self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
+            if not self.is_known and calls.count:
                 self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)
             if seconds > self.last_threshold:
-                silent.append((seconds, self.last_threshold, self.is_by_calls))
+                silent.append((seconds, self.last_threshold, self.is_known))
         if not silent:
             self._tell_at = 0.0
             return None
-        longest, self.last_threshold, self.is_by_calls = max(silent)
+        longest, self.last_threshold, self.is_known = max(silent)
         if longest <= self._tell_at:
             return None
         uncertain = TIMES_UNCERTAIN * self.last_threshold

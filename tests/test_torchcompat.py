@@ -6,10 +6,12 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -334,6 +336,93 @@ def test_flight_record_then_names_calls_and_lines(solo_group: None) -> None:
 
 def test_flight_record_when_there_is_no_group_then_is_empty() -> None:
     assert torchcompat.flight_record() == []
+
+
+def seen_while(call: Callable[[], object]) -> dict[str, Any] | None:
+    """Say what another thread is in that makes a call, once it is in one."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    seen = None
+    while seen is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        seen = torchcompat.call_under_way(sys._current_frames()[thread.ident])
+    dist.send(torch.ones(1), 0)  # rank 0 may go on
+    thread.join(10)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "expected"),
+    [
+        (
+            lambda: dist.recv(torch.ones(2, 3), src=0, tag=5),
+            lambda: dist.send(torch.ones(2, 3), 1, tag=5),
+            {"op": "recv", "role": "src", "peer": 0, "tag": 5, "sizes": [[2, 3]]},
+        ),
+        (
+            lambda: dist.broadcast(torch.ones(4), group_src=0),
+            lambda: dist.broadcast(torch.ones(4), 0),
+            {"op": "broadcast", "role": "src", "peer": 0, "tag": 0, "sizes": [[4]]},
+        ),
+        (dist.barrier, dist.barrier, {"op": "barrier", "role": None, "peer": None, "tag": 0, "sizes": []}),
+    ],
+)
+def test_call_under_way_then_its_arguments_are_read_from_the_frames(call, answer, expected) -> None:
+    def work(group: ProcessGroup) -> object:
+        if group.rank == 1:
+            return seen_while(call)
+        dist.recv(torch.ones(1), 1)
+        answer()
+        return torchcompat.group_members()
+
+    (members, seen) = on_ranks(2, work)
+    assert members[seen.pop("group")] == [0, 1]
+    assert seen == expected
+
+
+def test_call_under_way_when_a_transfer_is_waited_for_then_is_that() -> None:
+    def wait() -> None:
+        work = dist.irecv(torch.ones(2), 0, tag=5)
+        work.wait()
+
+    def work(group: ProcessGroup) -> object:
+        if group.rank == 1:
+            return seen_while(wait)
+        dist.recv(torch.ones(1), 1)
+        return dist.send(torch.ones(2), 1, tag=5)
+
+    seen = on_ranks(2, work)[1]
+    assert (seen["op"], seen["role"]) == ("irecv", None)
+
+
+def test_call_under_way_when_there_is_none_then_is_none() -> None:
+    assert torchcompat.call_under_way(sys._getframe()) is None
+
+
+def test_calls_made_then_counts_all_groups(solo_group: None) -> None:
+    before = torchcompat.calls_made()
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3), group=dist.new_group([0]))
+    assert torchcompat.calls_made() >= before + 2
+
+
+def test_calls_made_when_there_is_no_group_then_is_not_known() -> None:
+    assert torchcompat.calls_made() == -1
+    assert torchcompat.group_members() == {}
+
+
+def test_name_called_then_is_what_a_frame_waits_for() -> None:
+    thread = threading.Thread(target=lambda: os.read(read, 1), daemon=True)
+    read, write = os.pipe()
+    thread.start()
+    time.sleep(0.05)
+    name = torchcompat.name_called(sys._current_frames()[thread.ident])
+    os.write(write, b"x")
+    thread.join()
+    os.close(read)
+    os.close(write)
+    assert name == "read"
 
 
 def test_plain_data_when_it_names_a_function_then_nothing_runs(tmp_path: Path) -> None:

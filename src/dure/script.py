@@ -231,7 +231,7 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
                 grace_seconds=settings.grace_seconds,
                 on_stopping=tell,
                 end_grace_seconds=None,
-                hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang),
+                hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
                 on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
                 nodes=nodes,
             )

@@ -4,21 +4,26 @@ The rest of dure calls torch's public, stable names directly and these for every
 torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11 and 2.13).
 """
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import io
+import linecache
 import logging
+import os
 import pickle
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from socket import socket
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -158,6 +163,129 @@ def flight_record() -> list[dict[str, Any]]:
         }
         for entry in entries
     ]
+
+
+def group_members() -> dict[str, list[int]]:
+    """Return the ranks of each process group that this process knows, by its name (private in torch)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    world = importlib.import_module("torch.distributed.distributed_c10d")._world
+    return {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
+
+
+def calls_made() -> int:
+    """Return how many calls this process has made of its process groups; -1 where none counts (private in torch)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return -1
+    world = importlib.import_module("torch.distributed.distributed_c10d")._world
+    counts = [count for group in list(world.pg_names) if (count := _calls_of(group)) >= 0]
+    return sum(counts) if counts else -1
+
+
+def _calls_of(group: Any) -> int:
+    try:
+        device = _counting_device(group)
+        counter = group if device is None else group._get_backend(device)
+        return int(counter._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def call_under_way(innermost: FrameType) -> dict[str, Any] | None:
+    """Return the call of `torch.distributed` that a thread is in, read from its frames; None if it is in none.
+
+    What the flight record of gloo leaves out is among the local variables of torch's own functions: sends and receives
+    as a whole, and of a broadcast its source. The caller holds Python's lock, so the frames stand still.
+
+    Returns:
+        `op`, `group` (its name), `role` (`src`, `dst` or None), `peer` (the rank in that role; None: any, or not
+        known), `tag`, `sizes`.
+    """
+    file = dist.distributed_c10d.__file__
+    inside: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None and _is_torchs(frame):
+        if frame.f_code.co_filename == file:
+            inside.append(frame)
+        frame = frame.f_back
+    if inside:
+        return _described_call(inside)
+    return _awaited_transfer(innermost)
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    return f"{os.sep}torch{os.sep}" in frame.f_code.co_filename or frame.f_code.co_filename.startswith("<frozen")
+
+
+def _described_call(inside: Sequence[FrameType]) -> dict[str, Any]:
+    """Describe a call by the local variables of torch's functions, the innermost first."""
+    world = importlib.import_module("torch.distributed.distributed_c10d")._world
+    outermost, values = inside[-1], {}
+    for frame in inside:
+        values.update({name: value for name, value in frame.f_locals.items() if value is not None})
+    group = values.get("group") or values.get("process_group") or dist.GroupMember.WORLD
+    members: Mapping[int, int] = world.pg_group_ranks.get(group, {})
+    role = next((name for name in ("src", "dst") if name in outermost.f_locals), None)
+    peer = None
+    if role is not None:
+        of_group = {place: rank for rank, place in members.items()}
+        peer = values.get(role, of_group.get(values.get(f"group_{role}", -1)))
+    tensor = values.get("tensor")
+    return {
+        "op": outermost.f_code.co_name,
+        "group": world.pg_names.get(group, ""),
+        "role": role,
+        "peer": peer if isinstance(peer, int) else None,
+        "tag": int(values.get("tag", 0)),
+        "sizes": [list(tensor.shape)] if isinstance(tensor, torch.Tensor) else [],
+    }
+
+
+_TRANSFERS = {12: "isend", 13: "irecv", 14: "irecv"}
+"""By torch's number of the operation: what a `Work` that belongs to no collective waits for."""
+
+
+def _awaited_transfer(frame: FrameType) -> dict[str, Any] | None:
+    """Return the send or receive whose `wait` a line of Python is in; its peer is nowhere to be read."""
+    called = expression_called(frame)
+    if called is None or not isinstance(called, ast.Attribute) or called.attr != "wait":
+        return None
+    work = _variable(frame, called.value.id) if isinstance(called.value, ast.Name) else None
+    get = getattr(work, "_get_op_type", None) if isinstance(work, dist.Work) else None
+    op = None if get is None else _TRANSFERS.get(int(get()))
+    return None if op is None else {"op": op, "group": "", "role": None, "peer": None, "tag": 0, "sizes": []}
+
+
+def _variable(frame: FrameType, name: str) -> object:
+    """Return the value of a variable where a frame stands."""
+    values = frame.f_locals
+    found = values.get(name, frame.f_globals.get(name))
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        values.clear()  # a copy that the frame keeps: it would hold what the function lets go
+    return found
+
+
+def expression_called(frame: FrameType) -> ast.expr | None:
+    """Return what is called where a frame stands, as it is written; None where the source does not say."""
+    positions = list(frame.f_code.co_positions())
+    index = frame.f_lasti // 2
+    if not 0 <= index < len(positions):
+        return None
+    line, end_line, column, end_column = positions[index]
+    if line is None or line != end_line or column is None or end_column is None:
+        return None
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[column:end_column].decode(errors="replace")
+    try:
+        expression = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return expression.func if isinstance(expression, ast.Call) else None
+
+
+def name_called(frame: FrameType) -> str | None:
+    """Return the last part of the name of what is called where a frame stands, if the source says it."""
+    called = expression_called(frame)
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else None
 
 
 class SequenceNumber:

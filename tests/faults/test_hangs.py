@@ -1,5 +1,6 @@
 """A rank hangs: who, where, since when; and the run goes on without a lost sample."""
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dure.errors import WorkerFailed
@@ -114,7 +116,8 @@ def test_run_when_it_is_to_wait_then_says_why_and_waits(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_when_nothing_is_said_of_hangs_then_ten_seconds_are_one_and_all_go_on(tmp_path):
+def test_run_when_nothing_is_said_of_hangs_then_ten_seconds_are_one_and_all_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("dure.launch.watchdog.TIMES_UNCERTAIN", 1.5)  # whoever sleeps may only be slow
     flag = tmp_path / "flag"
     run = train(tmp_path, "hung", "ddp", 2, Hangs(how="sleeps", flag=str(flag)))
     record = json.loads((run / "logs" / "hang-1.json").read_text())
@@ -161,6 +164,96 @@ def test_script_when_it_hangs_and_is_to_restart_then_begins_anew_and_completes(p
     assert "rank 1 is idle at script.py:8 in <module>, and rank 0 waits for it in all_reduce #4" in run.err
     assert [event["rank"] for event in RunFiles(tmp_path / "runs" / "run").events("restart")] == [1]
     assert run.out.count("all five steps") == 2
+
+
+NOTICES = """
+    import ctypes, os, select, signal, subprocess, threading, time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    interrupted = []
+    signal.signal(signal.SIGRTMIN + 7, lambda *_: interrupted.append("signal"))
+    read, write = os.pipe()
+    waits = {
+        "usleep": lambda: ctypes.CDLL(None, use_errno=True).usleep(2_500_000) == 0,
+        "poll": lambda: ctypes.CDLL(None).poll(None, 0, 2500) == 0,
+        "select": lambda: select.select([read], [], [], 2.5) == ([], [], []),
+        "subprocess": lambda: subprocess.run(["sleep", "2.5"]).returncode == 0,
+    }
+    for name, wait in waits.items():
+        if dist.get_rank() == 1:
+            began = time.monotonic()
+            assert wait(), name
+            assert time.monotonic() - began >= 2.4, name
+        dist.barrier()
+    assert not interrupted
+    signal.signal(signal.SIGRTMIN + 7, signal.SIG_IGN)
+    if dist.get_rank() == 1:
+        assert ctypes.PyDLL(None).sleep(4) == 0
+    dist.barrier()
+    print("noticed nothing")
+"""
+
+
+def test_script_when_it_is_looked_at_then_no_call_of_its_is_interrupted(prewarmed, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(NOTICES))
+    run = prewarmed.run(tmp_path, "run", "--nproc", 2, "--threads", 1, "--name", "run", "--hang-after", 1, "script.py")
+    assert run.code == 0, run.err
+    assert run.out.count("noticed nothing") == 2
+    assert run.err.count("has finished for") >= 4
+
+
+LEAVES = """
+    import os, subprocess, sys, time, torch, torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    class Data(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            note(os.getpid())
+            time.sleep(1000)
+
+    def note(pid):
+        with open("pids", "a") as file:
+            file.write(f"{pid}\\n")
+
+    dist.init_process_group("gloo")
+    note(subprocess.Popen(["setsid", "sleep", "1000"]).pid)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            note(os.getpid())
+            time.sleep(1000)
+        os._exit(0)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        sys.exit()
+    for batch in DataLoader(Data(), batch_size=4, num_workers=2):
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["stop", "restart", "SIGTERM"])
+def test_script_when_it_is_ended_then_none_of_its_processes_is_left(how, prewarmed, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(LEAVES).replace("\\\\n", "\\n"))
+    policy = ("--on-hang", how, "--hang-after", 2) if how != "SIGTERM" else ()
+    restarts = ("--max-restarts", 1) if how == "restart" else ()
+    run = prewarmed.start(
+        tmp_path, "run", "--nproc", 2, "--threads", 1, "--name", "run", *policy, *restarts, "script.py"
+    )
+    pids = tmp_path / "pids"
+    # of each rank: a program, a grandchild, two loader processes
+    run.wait_for(lambda: pids.is_file() and pids.read_text().count("\n") >= 8, "its processes")
+    first = [int(pid) for pid in pids.read_text().split()[:8]]
+    if how == "SIGTERM":
+        os.kill(run.pid, signal.SIGTERM)
+    wait_until(lambda: run.code is not None, "its end")
+    left = [pid for pid in first if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    later = [int(pid) for pid in pids.read_text().split()[8:]]
+    for pid in (*left, *later):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.kill_all()
+    assert left == []
 
 
 def test_script_when_a_rank_is_slow_then_is_told_of_once_and_waited_for(prewarmed, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dure.frames import OWN_ROOT, Frame
-from dure.launch.examination import Collective, RankState, parse_stacks, state_from_json
+from dure.launch.examination import Call, Collective, RankState, parse_stacks, state_from_json
 from dure.launch.hang import explain, verdict_from_json
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -39,7 +39,7 @@ def blamed(*states):
 
 
 def test_rank_when_elsewhere_then_is_blamed_with_both_lines():
-    culprits, text = blamed(rank(0, call(line=10)), rank(1, call(is_pending=False), line=33))
+    culprits, text = blamed(rank(0, call(line=10)), rank(1, call(sequence=6, is_pending=False), line=33))
     assert culprits == (1,)
     first = text.splitlines()[0]
     assert first == (
@@ -52,7 +52,7 @@ def test_rank_when_elsewhere_then_is_blamed_with_both_lines():
     ("fields", "words", "is_certain"),
     [
         ({"busy_fraction": 1.0}, "computes", False),
-        ({"busy_fraction": 1.0, "collectives": None}, "holds Python's lock", True),
+        ({"busy_fraction": 1.0, "collectives": None}, "holds Python's lock", False),
         ({"is_stopped": True}, "`kill -CONT 101` lets it go on", True),
         ({"exit_code": 0}, "has left with exit code 0", True),
         ({"exit_code": -9}, "has left with SIGKILL", True),
@@ -64,7 +64,7 @@ def test_rank_when_elsewhere_then_is_blamed_with_both_lines():
     ],
 )
 def test_rank_when_elsewhere_then_is_said_how(fields, words, is_certain):
-    verdict = explain([rank(0, call()), rank(1, call(is_pending=False), **fields)], 12.0)
+    verdict = explain([rank(0, call()), rank(1, call(sequence=6, is_pending=False), **fields)], 12.0)
     assert verdict.culprits == (1,)
     assert words in verdict.text.splitlines()[0]
     assert verdict.is_certain is is_certain
@@ -100,7 +100,7 @@ def test_ranks_when_types_differ_then_both_lines_are_named():
 def test_ranks_when_one_is_a_call_behind_then_it_is_blamed():
     culprits, text = blamed(rank(0, call()), rank(1, call(sequence=6, line=11)), rank(2, call()))
     assert culprits == (1,)
-    assert "ranks wait for each other in different calls: rank 1 waits in all_reduce #6" in text.splitlines()[0]
+    assert "ranks wait in different calls: rank 1 waits in all_reduce #6" in text.splitlines()[0]
 
 
 def test_ranks_when_they_make_the_same_call_from_different_lines_then_none_is_blamed():
@@ -145,7 +145,7 @@ def test_ranks_when_all_wait_in_one_call_then_the_link_is_suspected():
 
 
 def test_ranks_when_many_wait_then_stand_on_one_line():
-    _, text = blamed(*(rank(number, call()) for number in range(20)), rank(20, call(is_pending=False)))
+    _, text = blamed(*(rank(number, call()) for number in range(20)), rank(20, call(sequence=6, is_pending=False)))
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait" in text.splitlines()[0]
     assert len(text.splitlines()) <= 5
 
@@ -179,3 +179,120 @@ def test_stacks_when_parsed_then_the_main_thread_is_known_and_the_launcher_left_
     main, others = parse_stacks("main thread 0x7f02\n", text)
     assert main == (user(33),)
     assert others == ((Frame(file="/a b/queue.py", line=3, function="get"),),)
+
+
+def inside(op, peer=None, role=None, **fields):
+    return Call(
+        **{"op": op, "group": "0", "role": role, "peer": peer, "tag": 0, "sizes": [[3]], "is_main": True, **fields}
+    )
+
+
+def recv(peer, **fields):
+    return inside("recv", peer, "src", **fields)
+
+
+def send(peer, **fields):
+    return inside("send", peer, "dst", **fields)
+
+
+def first_line(*states):
+    return explain(states, 12.0).text.splitlines()[0]
+
+
+def test_ranks_when_all_receive_in_a_ring_then_each_peer_is_named_and_no_link():
+    verdict = explain([rank(number, call=recv((number + 1) % 3)) for number in range(3)], 12.0)
+    assert verdict.culprits == (0, 1, 2)
+    assert verdict.is_certain
+    assert "wait for each other in recv, and none does the other part" in verdict.text
+    assert "rank 2 waits in recv of [3] from rank 0" in verdict.text
+    assert "link" not in verdict.text
+
+
+def test_ranks_when_they_name_other_sources_then_both_are_told():
+    states = [rank(number, call(op="broadcast"), call=inside("broadcast", number, "src")) for number in range(2)]
+    assert "ranks do not agree on src: rank 0 waits in broadcast #7 of [4] float with src=0" in first_line(*states)
+
+
+def test_ranks_when_tags_differ_then_they_do_not_fit():
+    text = first_line(rank(0, call=send(1, tag=1)), rank(1, call=recv(0, tag=2)))
+    assert "sends and receives do not fit each other" in text
+    assert "with tag 1" in text
+    assert "with tag 2" in text
+
+
+def test_ranks_when_send_meets_recv_then_the_link_is_suspected():
+    verdict = explain([rank(0, call=send(1)), rank(1, call=recv(0))], 12.0)
+    assert "a link between them is cut or very slow" in verdict.text
+    assert verdict.culprits == ()
+    assert not verdict.is_certain
+
+
+def test_rank_when_others_wait_for_it_through_others_then_is_blamed():
+    verdict = explain([rank(0, call=recv(1)), rank(1, call=recv(2)), rank(2, line=33)], 12.0)
+    assert verdict.culprits == (2,)
+    assert "rank 2 is idle at /home/me/train.py:33" in verdict.text
+
+
+def test_rank_when_nobody_waits_for_it_then_is_not_blamed():
+    verdict = explain([rank(0, call=recv(1)), rank(1, call=recv(0)), rank(2, busy_fraction=1.0)], 12.0)
+    assert verdict.culprits == (0, 1)
+
+
+def test_ranks_when_a_circle_may_be_opened_by_a_thread_then_nothing_is_certain():
+    ranks = [rank(0, call=recv(1), others=((user(50, "sender"),),)), rank(1, call=recv(0))]
+    assert not explain(ranks, 12.0).is_certain
+
+
+def test_ranks_when_what_they_wait_in_is_not_recorded_then_no_cause_is_told():
+    verdict = explain([rank(number, call=inside("irecv")) for number in range(2)], 12.0)
+    assert verdict.culprits == ()
+    assert first_line(*verdict.states).endswith("ranks 0, 1 wait in irecv of [3] at /home/me/train.py:20 in train")
+
+
+def test_ranks_when_two_groups_are_called_in_another_order_then_both_groups_are_named():
+    groups = {"0": [0, 1, 2], "1": [0, 1], "2": [0, 1]}
+    calls = [replace(call(sequence=1), group=name) for name in ("1", "2")]
+    states = [rank(number, calls[number], groups=groups) for number in range(2)]
+    verdict = explain([*states, rank(2, call(op="barrier", sequence=1), groups=groups)], 12.0)
+    assert verdict.culprits == (0, 1)
+    assert "rank 0 waits in all_reduce #1 of [4] float in group 1 (ranks 0, 1)" in verdict.text
+    assert "rank 1 waits in all_reduce #1 of [4] float in group 2 (ranks 0, 1)" in verdict.text
+
+
+def test_rank_when_it_works_while_a_collective_of_its_own_is_under_way_then_is_blamed():
+    works = rank(1, call(), busy_fraction=1.0, line=33)
+    verdict = explain([rank(0, call=recv(1)), works], 12.0)
+    assert verdict.culprits == (1,)
+    assert "rank 1 computes while all_reduce #7 of [4] float has not finished" in verdict.text
+
+
+def test_rank_when_it_sleeps_in_native_code_then_the_line_that_called_it_is_told():
+    library = Frame(file="/v/lib/python3.11/site-packages/torch/serialization.py", line=5, function="load")
+    ours = Frame(file=f"{OWN_ROOT}training/loop.py", line=5, function="_launch")
+    text = first_line(rank(0, call()), rank(1, collectives=None, main=(library, ours)))
+    assert "rank 1 waits in native code with Python's lock held at /v/lib" in text
+
+
+def test_ranks_when_they_wait_for_a_gpu_then_are_not_said_to_compute():
+    waits = rank(0, call(), busy_fraction=1.0, called="item")
+    culprits, text = blamed(waits, rank(1, line=33))
+    assert culprits == (1,)
+    assert "rank 0 waits for it in all_reduce #7" in text
+
+
+def test_ranks_when_nccl_records_a_ring_of_recv_then_peers_are_told():
+    calls = [call(op="recv 0<-1", sequence=1), call(op="recv 1<-0", sequence=1)]
+    verdict = explain(
+        [rank(number, calls[number], groups={"0": [0, 1]}, called="synchronize") for number in (0, 1)], 12.0
+    )
+    assert verdict.culprits == (0, 1)
+    assert "rank 0 waits in recv of [4] from rank 1" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("later", "has_moved"), [({}, False), ({"calls": 8}, True), ({"line": 21}, True), ({"step": 6}, True)]
+)
+def test_verdict_when_a_rank_gets_on_meanwhile_then_is_none(later, has_moved):
+    verdict = explain([rank(0, call=recv(1), calls=7), rank(1, call=recv(0), calls=7)], 12.0)
+    after = [rank(0, call=recv(1), calls=7), rank(1, call=recv(0), **{"calls": 7, **later})]
+    assert verdict.has_moved(after) is has_moved

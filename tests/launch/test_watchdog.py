@@ -139,10 +139,68 @@ def test_threshold_when_ranks_are_in_different_phases_then_is_that_of_the_silent
     assert ranks.watchdog.last_threshold == module.LEAST_SECONDS
 
 
+def test_silence_when_a_script_makes_calls_and_no_steps_then_ten_seconds_without_one_are_a_hang(ranks):
+    ranks.steps(1, phase="starting")
+    for count in range(1, 5):
+        for rank in (0, 1):
+            ranks.watchdog.note_calls(rank, count)
+        assert ranks.wait(3.0) is None
+    assert ranks.wait(8.0) == pytest.approx(10.5)
+    assert not ranks.watchdog.is_known
+
+
+def test_silence_when_calls_were_far_apart_before_then_three_times_that_is_waited_for(ranks):
+    ranks.steps(1, phase="starting")
+    ranks.watchdog.note_calls(0, 1)
+    assert ranks.wait(9.0) is None
+    ranks.watchdog.note_calls(0, 2)
+    assert ranks.wait(27.0) is None
+    assert ranks.wait(1.0) is not None
+
+
+def test_silence_when_it_was_no_hang_then_is_looked_at_again_ten_seconds_later(ranks):
+    ranks.steps(1, phase="starting")
+    ranks.watchdog.note_calls(0, 1)
+    seconds = ranks.wait(11.0)
+    ranks.watchdog.told_nothing(seconds)
+    assert ranks.wait(9.5) is None
+    assert ranks.wait(1.5) == pytest.approx(seconds + 10.5, abs=0.6)
+
+
+def test_silence_when_a_rank_cannot_answer_and_others_make_calls_then_is_none(ranks):
+    ranks.steps(1, phase="starting")
+    ranks.watchdog.note_calls(0, 1)
+    ranks.watchdog.note_calls(1, 1)
+    ranks.watchdog.mute.add(1)
+    for count in range(2, 8):
+        assert ranks.wait(4.0) is None
+        ranks.watchdog.note_calls(0, count)
+
+
+def test_silence_when_it_has_come_to_the_limit_of_who_may_be_slow_then_is_told_then(ranks):
+    ranks.steps(5, seconds=0.1)
+    told = [ranks.wait(100.0) for _ in range(4)]
+    assert told == pytest.approx([10.5, 21.5, 43.5, 60.5], abs=0.6)
+
+
 def test_hang_after_when_given_then_holds_in_every_phase(monkeypatch):
     ranks = Ranks(monkeypatch, hang_after=3.0)
     ranks.steps(1, phase="starting")
     assert ranks.wait(10.0) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("action", "is_certain", "words"),
+    [
+        ("restart", False, "all ranks are started again after 60 s"),
+        ("stop", False, "the run is ended after 60 s"),
+        ("stop", True, None),  # it is ended now
+        ("wait", False, None),
+    ],
+)
+def test_policy_when_it_waits_then_says_for_how_long(action, is_certain, words):
+    said = HangPolicy(action=action).announcement(11.0, 10.0, is_certain=is_certain)
+    assert said is None if words is None else words in said
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def run(
     hang_after: Annotated[
         float | None,
         Parameter(
-            help="seconds without an optimiser's step (default: 10, or 10 median steps; 300 before 3 steps are known; "
-            "6 times that before a rank that may only be slow is ended)",
+            help="seconds without an optimiser's step or a call of a process group (default: 10, or 10 median steps; "
+            "300 before 3 steps or a call are known; 6 times that before a rank that may only be slow is ended)",
             show_default=False,
         ),
     ] = None,

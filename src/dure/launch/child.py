@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from dure.launch.leftovers import MARK_VARIABLE, mark_of
 from dure.launch.observer import observe
 from dure.lifeline import die_with_parent
 from dure.own_files import open_own
@@ -53,6 +54,8 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         redirect_output(output)
         os.environ.update(place.rank.to_environment())
         os.environ.update(interface_variables(place.interface))
+        if place.stacks_fd is not None:
+            os.environ[MARK_VARIABLE] = mark_of(place.stacks_fd)
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()

@@ -1,5 +1,6 @@
 """One look at the ranks of all nodes when those of one are not getting on: whom they wait for may be elsewhere."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,28 +21,37 @@ class JointLook:
     """A look that any node asks for, that all take, and that node 0 explains to all."""
 
     def __init__(
-        self, nodes: Nodes, examine: Callable[[], Sequence[RankState]], acts: Callable[[float, bool], bool]
+        self,
+        nodes: Nodes,
+        examine: Callable[[], Sequence[RankState]],
+        decide: Callable[[HangVerdict, float], tuple[HangVerdict, bool]],
     ) -> None:
         """Prepare to look; nothing is done yet.
 
         Args:
             nodes: All of them.
             examine: Looks at this node's ranks; takes about a second.
-            acts: Whether ranks that hang for so long, certainly or not, are to be ended.
+            decide: Says what follows from a verdict over so many seconds, and whether to end the ranks now.
         """
-        self._nodes, self._examine, self._acts = nodes, examine, acts
+        self._nodes, self._examine, self._decide = nodes, examine, decide
+        self._is_only_told_if_waited = False
         self._seconds = 0.0
         self._deadline: float | None = None
         self._not_before = 0.0
         self._states: list[RankState] = []
         self._looked: set[int] = set()
 
-    def ask(self, seconds: float) -> None:
-        """Ask for a look, for no step has finished for so long."""
+    def ask(self, seconds: float, *, only_if_waited: bool) -> None:
+        """Ask for a look, for no step has finished for so long.
+
+        Args:
+            seconds: How long.
+            only_if_waited: Whether it is no hang where no rank waits for another.
+        """
         if not self._nodes.is_leader:
-            self._nodes.send_to_first({"kind": "look", "seconds": seconds})
+            self._nodes.send_to_first({"kind": "look", "seconds": seconds, "only_if_waited": only_if_waited})
         else:
-            self._begin(seconds)
+            self._begin(seconds, only_if_waited=only_if_waited)
 
     def advance(self) -> tuple[HangVerdict, bool] | None:
         """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
@@ -50,7 +60,7 @@ class JointLook:
             if kind == "look" and not self._nodes.is_leader:
                 self._send_states()
             elif kind == "look":
-                self._begin(float(message["seconds"]))
+                self._begin(float(message["seconds"]), only_if_waited=bool(message["only_if_waited"]))
             elif kind == "state":
                 self._states.append(state_from_json(message["state"]))
             elif kind == "looked":
@@ -63,10 +73,10 @@ class JointLook:
             return None
         return self._explained()
 
-    def _begin(self, seconds: float) -> None:
+    def _begin(self, seconds: float, *, only_if_waited: bool) -> None:
         if self._deadline is not None or time.monotonic() < self._not_before:
             return
-        self._seconds, self._looked = seconds, set()
+        self._seconds, self._looked, self._is_only_told_if_waited = seconds, set(), only_if_waited
         self._nodes.send_to_all({"kind": "look", "seconds": seconds})
         self._states = list(self._examine())
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -77,11 +87,13 @@ class JointLook:
             self._nodes.send_to_first({"kind": "state", "state": _shortened(state)})
         self._nodes.send_to_first({"kind": "looked"})
 
-    def _explained(self) -> tuple[HangVerdict, bool]:
+    def _explained(self) -> tuple[HangVerdict, bool] | None:
         self._deadline, self._not_before = None, time.monotonic() + _PAUSE_SECONDS
         verdict = explain(sorted(self._states, key=lambda state: state.rank), self._seconds)
+        if self._is_only_told_if_waited and not verdict.is_waited:
+            return None
         verdict = replace(verdict, text=f"{verdict.text}\n{self._where()}")
-        acts = self._acts(self._seconds, verdict.is_certain)
+        verdict, acts = self._decide(verdict, self._seconds)
         told = {"text": verdict.text[:8000], "culprits": verdict.culprits, "is_certain": verdict.is_certain}
         self._nodes.send_to_all({"kind": "hang", "acts": acts, **told})
         return verdict, acts
@@ -115,8 +127,12 @@ def _shortened(state: RankState) -> dict[str, Any]:
             replace(call, frames=call.frames[:_MOST_FRAMES]) for call in (*calls[-1:], *pending[:_MOST_CALLS])
         )
         calls = tuple({(call.group, call.sequence, call.op): call for call in calls}.values())
+    used = {*itertools.islice(state.groups, 1), *(call.group for call in calls or ())}
+    if state.call is not None:
+        used.add(state.call.group)
     return replace(
         state,
+        groups={name: ranks for name, ranks in state.groups.items() if name in used},
         main=state.main[:_MOST_FRAMES],
         others=tuple(thread[:_MOST_FRAMES] for thread in state.others[:_MOST_THREADS]),
         collectives=calls,

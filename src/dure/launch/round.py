@@ -13,12 +13,14 @@ from dure.launch.examination import examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.joint_look import JointLook
+from dure.launch.leftovers import end_leftovers
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import pass_on_signal, signals_held_back
+from dure.launch.questions import CallCounts
 from dure.launch.stop_limit import StopLimit
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
-from dure.launch.watchdog import Watchdog
+from dure.launch.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
 from dure.telling import end_open_line
 
@@ -27,6 +29,8 @@ _FAILURE_GRACE_SECONDS = 1.0
 _RESTART_GRACE_SECONDS = 0.1
 """What they get where all are started again anyway and the first to fail has said why."""
 _POLL_SECONDS = 0.02
+_COUNTS_OF_A_LIMIT = 0.25
+"""How often ranks are asked for their calls, as a part of the limit."""
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
 _STOP_LOOK_SECONDS = 0.1
@@ -70,6 +74,9 @@ def run_round(
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
         kill_all(workers)
+    if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
+        # what a script that ended well leaves running is its own affair
+        end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
 
 
@@ -99,6 +106,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
         Why they will not end by themselves, if they hang and are not to be waited for.
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
+    counts = call_counts(launch, watchdog)
     look = joint_look(launch, workers, memory, watchdog)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
     stop = StopLimit(launch, memory.heartbeats)
@@ -119,41 +127,35 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
             others += launch.nodes.descriptors
         if received:
-            grace = _least(grace, _time_to_stop(launch, stop, workers))
+            grace = _least(grace, _time_to_stop(launch, stop, workers, memory))
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            if received:
-                _say_why_none_stops(launch, workers, memory)
             return None
         most = _STOP_LOOK_SECONDS if received else _LOOK_SECONDS
         _sleep_until_one_ends(alive, most if left is None else min(most, left), others)
         if launch.logs is not None:
             launch.logs.go_on()
+        if counts is not None:
+            counts.go_on([worker for worker in workers if worker.end is None])
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:
                 return hang
 
 
-def _time_to_stop(launch: Launch, stop: StopLimit, workers: list[Worker]) -> float:
-    """Return the seconds that ranks have left after a stop signal, and say what they are waited for."""
+def _time_to_stop(launch: Launch, stop: StopLimit, workers: list[Worker], memory: KeptMemory) -> float:
+    """Return the seconds that ranks have left after a stop signal, and say what they are waited for, and where."""
     alive = [worker.rank for worker in workers if worker.end is None]
     seconds = stop.seconds_left(alive)
+    last = min(memory.heartbeats.last(rank).time for rank in alive)
+    if stop.is_half_over(seconds) and launch.hangs is not None and launch.nodes is None and last:
+        report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
     if launch.on_stopping is not None and (text := stop.words(alive)) is not None:
         show_what_was_said(launch, workers)
         launch.on_stopping(text)
     return seconds
-
-
-def _say_why_none_stops(launch: Launch, workers: list[Worker], memory: KeptMemory) -> None:
-    """Report where the ranks are that have not followed a stop signal."""
-    if launch.hangs is None or launch.nodes is not None:
-        return
-    last = min(memory.heartbeats.last(worker.rank).time for worker in workers if worker.end is None)
-    if last:
-        report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
@@ -165,6 +167,13 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
         launch.nodes.tell_signal(number)
 
 
+def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
+    """Return what asks ranks for the calls they have made, where calls are news."""
+    if watchdog is None or launch.hangs is None or not launch.hangs.counts_calls:
+        return None
+    return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))
+
+
 def joint_look(
     launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog | None = None
 ) -> JointLook | None:
@@ -173,10 +182,19 @@ def joint_look(
     if launch.nodes is None or hangs is None:
         return None
 
-    def acts(seconds: float, is_certain: bool) -> bool:
-        return watchdog is not None and hangs.acts(seconds, watchdog.last_threshold, is_certain=is_certain)
+    def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+        return (verdict, False) if watchdog is None else _decided(hangs, watchdog, verdict, seconds)
 
-    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), acts)
+    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), decide)
+
+
+def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+    """Return the verdict with what follows from it, and whether that is to be done now."""
+    if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
+        return verdict, False  # of a script without steps whose ranks do not wait nobody knows that it hangs
+    limit, is_certain = watchdog.last_threshold, verdict.is_certain
+    announced = verdict.announcing(hangs.announcement(seconds, limit, is_certain=is_certain))
+    return announced, hangs.acts(seconds, limit, is_certain=is_certain)
 
 
 def _hang(
@@ -187,7 +205,7 @@ def _hang(
     if look is not None:
         assert launch.nodes is not None
         if seconds is not None and not launch.nodes.is_one_quiet:
-            look.ask(seconds)
+            look.ask(seconds, only_if_waited=_is_only_told_if_waited(watchdog, seconds))
         found = look.advance()
         if found is not None:
             report_hang(launch, workers, found[0])
@@ -195,9 +213,19 @@ def _hang(
     if seconds is None or launch.hangs is None:
         return None
     verdict = explain(examine(workers, memory.heartbeats), seconds)
+    is_nothing = not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds)
+    # ranks answer one after the other: of such as get on, answers may not fit each other
+    if is_nothing or (verdict.is_certain and verdict.has_moved(examine(workers, memory.heartbeats))):
+        watchdog.told_nothing(seconds)
+        return None
+    verdict, acts = _decided(launch.hangs, watchdog, verdict, seconds)
     report_hang(launch, workers, verdict)
-    acts = launch.hangs.acts(seconds, watchdog.last_threshold, is_certain=verdict.is_certain)
     return verdict if acts else None
+
+
+def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
+    """Whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
+    return not watchdog.is_known and seconds < UNKNOWN_SECONDS
 
 
 def _still_alive(workers: list[Worker]) -> list[Worker]:

@@ -30,6 +30,7 @@ class StopLimit:
         self._heartbeats = heartbeats
         self._began: float | None = None
         self._is_said = False
+        self._was_half_over = False
 
     def seconds_left(self, alive: Sequence[int]) -> float:
         """Return the seconds that ranks have left, counted from the first call.
@@ -47,6 +48,17 @@ class StopLimit:
         if self._launch.saves_snapshots and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
             seconds -= save_seconds(self._launch)
         return self._began + seconds - now
+
+    def is_half_over(self, seconds_left: float) -> bool:
+        """Return, once, whether less time is left than has passed: time to look where ranks are.
+
+        Args:
+            seconds_left: As `seconds_left` returned them.
+        """
+        if self._was_half_over or self._began is None or time.monotonic() - self._began < seconds_left:
+            return False
+        self._was_half_over = True
+        return True
 
     def words(self, alive: Sequence[int]) -> str | None:
         """Return what a stop waits for, once, when it takes longer than most steps; None otherwise.

@@ -1,4 +1,7 @@
-"""Notices that no step finishes, from the heartbeats that ranks leave in shared memory."""
+"""Notices that no step finishes, from the heartbeats that ranks leave in shared memory.
+
+A script without optimiser steps leaves none. Its ranks are asked how many calls of process groups they have made.
+"""
 
 import statistics
 import time
@@ -16,6 +19,7 @@ TIMES_LONGEST = 3.0
 UNKNOWN_SECONDS = 300.0
 """Where it is not known yet how long things take: the first step may compile, a checkpoint may be large."""
 TIMES_UNCERTAIN = 6.0
+"""A rank that may only be slow gets so many times the limit."""
 _FEWEST_KNOWN = 3
 _MOST_KNOWN = 101
 _GAP_SECONDS = 5.0
@@ -31,11 +35,39 @@ class HangPolicy:
     action: str = "restart"
     """`restart`, `stop` or `wait`."""
 
+    counts_calls: bool = False
+    """Whether a call of a process group is news too: of a script nobody knows what its steps are."""
+
     def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
-        """Whether it is time to do something. A rank that computes or loads data may only be slow: it gets longer."""
+        """Whether it is time to do something. A rank that may only be slow gets longer."""
+        return seconds > self.patience(threshold, is_certain=is_certain)
+
+    def patience(self, threshold: float, *, is_certain: bool) -> float:
+        """Return after how many seconds of silence something is done."""
         if self.action == "wait":
-            return False
-        return is_certain or self.hang_after is not None or seconds > TIMES_UNCERTAIN * threshold
+            return float("inf")
+        if self.hang_after is not None:
+            return self.hang_after
+        return threshold if is_certain else TIMES_UNCERTAIN * threshold
+
+    def announcement(self, seconds: float, threshold: float, *, is_certain: bool) -> str | None:
+        """Say what will be done, and when, if nothing changes; None: it is done now, or never."""
+        patience = self.patience(threshold, is_certain=is_certain)
+        if seconds > patience or patience == float("inf"):
+            return None
+        done = "all ranks are started again" if self.action == "restart" else "the run is ended"
+        return f"it may only be slow: {done} after {patience:.0f} s of this (--hang-after sets a limit)"
+
+
+@dataclass(kw_only=True)
+class _Calls:
+    """The calls of process groups of one rank."""
+
+    count: int = 0
+    time: float = 0.0
+    """When the last one was noticed."""
+    longest_seconds: float = 0.0
+    """Between two."""
 
 
 class Watchdog:
@@ -59,6 +91,11 @@ class Watchdog:
         """By phase: how many of them are known."""
         self.last_threshold = UNKNOWN_SECONDS
         """Of the rank that is silent for longest, where some are for too long."""
+        self._calls: dict[int, _Calls] = {}
+        self.mute: set[int] = set()
+        """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
+        self.is_known = True
+        """Whether that rank's limit is known from what it did before, or was given."""
         self._tell_at = 0.0
         """Silence below this has been told already."""
 
@@ -74,7 +111,8 @@ class Watchdog:
         if now - self._last_look > _GAP_SECONDS:
             self._not_before = now
         self._last_look = now
-        silent: list[tuple[float, float]] = []
+        silent: list[tuple[float, float, bool]] = []
+        last_call = max((calls.time for calls in self._calls.values()), default=0.0)
         for rank in ranks:
             beat = self.heartbeats.last(rank)
             if not beat.time:
@@ -82,18 +120,37 @@ class Watchdog:
             if self._seen.get(rank) != beat.count:
                 self._seen[rank] = beat.count
                 self._learn(rank)
-            seconds = now - max(beat.time, self._not_before)
+            calls = self._calls.get(rank, _Calls())
+            seconds = now - max(beat.time, last_call if rank in self.mute else calls.time, self._not_before)
             self.last_threshold = self.threshold(beat.phase)
+            self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
+            if not self.is_known and calls.count:
+                self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)
             if seconds > self.last_threshold:
-                silent.append((seconds, self.last_threshold))
+                silent.append((seconds, self.last_threshold, self.is_known))
         if not silent:
             self._tell_at = 0.0
             return None
-        longest, self.last_threshold = max(silent)
+        longest, self.last_threshold, self.is_known = max(silent)
         if longest <= self._tell_at:
             return None
-        self._tell_at = 2 * longest
+        uncertain = TIMES_UNCERTAIN * self.last_threshold
+        self._tell_at = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
         return longest
+
+    def told_nothing(self, seconds: float) -> None:
+        """Look again soon: silence of so many seconds was no hang."""
+        self._tell_at = min(seconds + LEAST_SECONDS, UNKNOWN_SECONDS)
+
+    def note_calls(self, rank: int, count: int) -> None:
+        """Take note of how many calls of process groups a rank has made so far."""
+        calls = self._calls.setdefault(rank, _Calls())
+        if count <= calls.count:
+            return
+        now = self.clock()
+        if calls.count:
+            calls.longest_seconds = max(calls.longest_seconds, now - calls.time)
+        calls.count, calls.time = count, now
 
     def threshold(self, phase: str) -> float:
         """Return how many seconds of silence are too many."""

@@ -19,6 +19,8 @@ from dure.errors import EnvironmentLacks
 from dure.heartbeat import Heartbeats
 from dure.launch.child import Output, run_in_child
 from dure.launch.examination import crash_frames, is_stopped
+from dure.launch.leftovers import mark_of, started_at
+from dure.launch.questions import Questions
 from dure.launch.rank_logs import RankLogs
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
@@ -101,7 +103,7 @@ class Launch:
         return self.num_processes if self.nodes is None else self.nodes.world_size
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """One rank's process."""
 
@@ -111,8 +113,8 @@ class Worker:
     """An unnamed file in which a rank that fails says why: it works on a full disk too."""
     stacks_fd: int
     """An unnamed file in which its Python stacks are written, when it is asked for them or crashes."""
-    questions: socket.socket
-    """On which it can be asked what it is at."""
+    questions: Questions
+    """By which it can be asked what it is at."""
     process: "subprocess.Popen[bytes] | None" = None
     """Of a spawned worker; a forked one has none."""
     pidfd: int | None = None
@@ -125,6 +127,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.oom = OomWatch(self.pid)
+        self.mark, self.started_at = mark_of(self.stacks_fd), started_at(self.pid)
 
     def poll(self) -> None:
         """Take note of the end, if it has ended."""
@@ -271,7 +274,7 @@ def start_worker(
         pid=pid,
         report_fd=report_fd,
         stacks_fd=stacks_fd,
-        questions=questions,
+        questions=Questions(questions),
         process=process,
         pidfd=_pidfd(pid),
         is_expendable=rank in launch.expendable,

@@ -1,0 +1,92 @@
+"""Processes that a rank started and that outlive it, such as the loader processes of a script: found and ended.
+
+Whoever is orphaned has another parent, and perhaps a session of its own. But what a rank forked holds the unnamed file
+that the rank was given, and what it executed has its environment.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+MARK_VARIABLE = "DURE_RANK_MARK"
+_PATIENCE_SECONDS = 1.0
+_END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+"""They take away the shared memory of processes that are gone, and then end."""
+
+
+def mark_of(descriptor: int) -> str:
+    """Return what tells a rank's processes from all others: the number of an unnamed file that only they have open."""
+    found = os.fstat(descriptor)
+    return f"{found.st_dev}-{found.st_ino}"
+
+
+def end_leftovers(marks: Collection[str], since_ticks: int) -> None:
+    """End all processes of ranks that are gone (Linux).
+
+    Args:
+        marks: Of the ranks.
+        since_ticks: When the first of the ranks was started, by `started_at`; no process of theirs is older.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while found := list(_marked(marks, since_ticks)):
+        is_late = time.monotonic() > deadline
+        for pid in found:
+            if is_late or not _ends_by_itself(pid):
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        if is_late:
+            return
+        time.sleep(0.002)
+
+
+def started_at(pid: int) -> int:
+    """Return when a process was started, in the system's ticks; 0 if it cannot be told."""
+    try:
+        return int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
+
+
+def _marked(marks: Collection[str], since_ticks: int) -> Iterator[int]:
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == me:
+            continue
+        try:
+            fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
+            if int(fields[19]) >= since_ticks and fields[0] not in (b"Z", b"X") and _is_marked(name, marks):
+                yield int(name)
+        except (OSError, IndexError):  # it has ended, or is somebody else's
+            continue
+
+
+def _is_marked(pid: str, marks: Collection[str]) -> bool:
+    for entry in _read(f"/proc/{pid}/environ").split(b"\0"):
+        variable, _, value = entry.partition(b"=")
+        if variable == MARK_VARIABLE.encode() and value.decode(errors="replace") in marks:
+            return True
+    for entry_name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{entry_name}"
+        with suppress(OSError):
+            if os.readlink(path).startswith("/memfd:"):
+                found = os.stat(path)
+                if f"{found.st_dev}-{found.st_ino}" in marks:
+                    return True
+    return False
+
+
+def _ends_by_itself(pid: int) -> bool:
+    with suppress(OSError):
+        command = _read(f"/proc/{pid}/cmdline")
+        return any(name in command for name in _END_BY_THEMSELVES)
+    return True
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

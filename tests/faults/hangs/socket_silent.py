@@ -1,0 +1,21 @@
+"""One rank waits for a peer that says nothing."""
+
+# culprits: 1
+import socket
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+
+is_slow = "slow" in sys.argv
+seconds = 5 if is_slow else 1000
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ones = torch.ones(3)
+for step in range(3):
+    if rank == 1 and step == 2:
+        mine, theirs = socket.socketpair()
+        threading.Timer(seconds, theirs.send, (b"x",)).start() if is_slow else None
+        mine.recv(1)  # at: 1
+    dist.barrier()  # at: 0 2

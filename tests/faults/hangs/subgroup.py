@@ -1,0 +1,20 @@
+"""A call in a group that not all its members make."""
+
+# culprits: 1 2
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+is_slow = "slow" in sys.argv
+seconds = 5 if is_slow else 1000
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ones = torch.ones(3)
+group = dist.new_group([1, 2])
+if rank == 1 and is_slow:
+    time.sleep(seconds)  # slow: 1
+elif rank == 1:
+    dist.all_reduce(ones, group=group)  # at: 1
+dist.barrier()  # at: 0 2

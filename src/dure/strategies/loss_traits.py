@@ -47,6 +47,8 @@ class LossTraits:
     """Plain state of the training data that the loss changes, of which each loader process has a copy."""
     forward_state: tuple[str, ...] = ()
     """Plain state outside the model that its forward, or a hook on its modules, changes."""
+    fed_state: tuple[str, ...] = ()
+    """Tensors that the task keeps from one call of the loss to a later one, which hands them to the model."""
     left_state: tuple[str, ...] = ()
     """Plain state that the calls changed and that could not be put back."""
     hooked_parameters: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from dure.measure.clock import StepClock
 from dure.spec.mesh import parse_mesh
 from dure.strategies.absent_tensors import guarded
 from dure.strategies.batches import Microbatch
+from dure.strategies.declarations import few
 from dure.strategies.divisible import faults_of_parts
 from dure.strategies.info import StrategyInfo
 from dure.strategies.object_state import ObjectState
@@ -106,6 +107,16 @@ class Pipeline(ReducedFacts):
         num_ranks = parse_mesh(options.mesh, ("data", "pipeline"), num_devices)["pipeline"]
         num_stages = _num_stages(num_ranks, options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse a loss that hands the model what an earlier call left: only the rank of the last stage has that."""
+        faults = super().check_traits(model)
+        if self.num_stages > 1 and (fed := self.traits.fed_state):
+            faults.append(
+                f"the task keeps {few(fed)} from one batch to the next and hands it to the model, and only the rank of "
+                "the last stage has it: use ddp"
+            )
+        return faults
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from dure.strategies.containers import tensors_in
 from dure.strategies.object_state import ObjectState
+from dure.strategies.pieces import memory_of
 from dure.strategies.trial import is_equal
 
 
@@ -67,3 +70,41 @@ class StateOfForward:
 
     def _end(self, *_: Any) -> None:
         self.changed |= self._before.changed()
+
+
+class FedState:
+    """A context that notes which tensors that calls of the loss left in objects later ones hand to the model."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._model = model
+        self._objects = objects
+        self._first = {memory: version for memory, (_, version) in self._held().items()}
+        self.names: set[str] = set()
+
+    def __enter__(self) -> "FedState":
+        self._now = self._held()
+        self._handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            memory = memory_of(tensor)
+            if memory is not None and memory[:2] in self._now:
+                name, version = self._now[memory[:2]]
+                if self._first.get(memory[:2]) != version:
+                    self.names.add(name)
+
+    def _held(self) -> dict[Any, tuple[str, int]]:
+        """Return the names and versions of tensors in attributes of the objects, by their memory."""
+        return {
+            memory[:2]: (f"{root}.{name}", tensor._version)
+            for root, value in self._objects.items()
+            if not isinstance(value, nn.Module | Optimizer)
+            for name, attribute in getattr(value, "__dict__", {}).items()
+            if not isinstance(attribute, nn.Module)
+            for tensor in tensors_in(attribute)
+            if (memory := memory_of(tensor)) is not None
+        }

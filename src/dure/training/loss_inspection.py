@@ -22,7 +22,7 @@ from dure.strategies.base import LossFunction
 from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial, is_equal
-from dure.training.call_watches import StateOfForward, StateOfModules
+from dure.training.call_watches import FedState, StateOfForward, StateOfModules
 from dure.training.constant_draws import ConstantDraws
 
 NUM_SAMPLES = 8
@@ -151,6 +151,7 @@ class LossInspection:
             nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
+            fed_state=later.fed,
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
         )
@@ -238,10 +239,11 @@ class LossInspection:
         written = Trial(self._model, self._objects, seed=1, watches_writes=False)
         with silent(), written:
             self._model.train()
+            fed = FedState(self._model, self._objects)
             for batch in batches:
                 if time.monotonic() > deadline:
                     break
-                with torch.enable_grad(), self._autocast(), StateOfModules(self._model) as modules:
+                with torch.enable_grad(), self._autocast(), StateOfModules(self._model) as modules, fed:
                     self._loss(self._model, batch)
                 found |= modules.changed()
             draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
@@ -251,7 +253,13 @@ class LossInspection:
                     break
                 not_additive = self._additivity(places)
         return _Later(
-            draws, not_additive, tuple(found), tuple(written.parameters), tuple(written.rebound), tuple(written.left)
+            draws,
+            not_additive,
+            tuple(found),
+            tuple(written.parameters),
+            tuple(written.rebound),
+            tuple(written.left),
+            tuple(sorted(fed.names)),
         )
 
     def _additivity(self, places: range) -> str | None:
@@ -423,6 +431,7 @@ class _Later(NamedTuple):
     parameters: tuple[str, ...] = ()
     rebound: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()
 
 
 class _Value(NamedTuple):

@@ -165,7 +165,7 @@ def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSetti
 
 
 def _make_folder(settings: ScriptSettings) -> RunDir:
-    name = settings.name or default_name(Path(settings.script).stem, "run", datetime.now())
+    name = settings.name or default_name(Path(settings.script).absolute().stem, "run", datetime.now())
     return RunDir.create(settings.runs_dir, name, or_numbered=settings.name is None, for_script=True)
 
 
@@ -255,8 +255,8 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
             sys.path.pop(0)
         if not is_there:
             faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
-    elif not script.is_file():
-        what = "is a folder" if script.is_dir() else "does not exist"
+    elif not script.is_file() and not (script / "__main__.py").is_file():
+        what = "is a folder without a __main__.py" if script.is_dir() else "does not exist"
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
             what, cure = "is a task", f"train it with `dure train {script}`"

@@ -231,6 +231,27 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 # -- DistributedDataParallel -------------------------------------------------------------------------------------
 
 
+def meet_at_served_store(host: str, port: int) -> None:
+    """Let `init_process_group` in this process connect to the store at an address, which is served already.
+
+    torch has a variable for that, `TORCHELASTIC_USE_AGENT_STORE`, but up to 2.13 a rank 0 that reads `True` serves no
+    store at any other address either, and a script with an address of its own waits for it for ever (2.14 compares
+    with `MASTER_ADDR`, which such scripts set). With `1` torch's Python serves and its C++ forgives that the port is
+    taken, if with a line of log, which this saves.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the name is a function's too
+    create = rendezvous._create_c10d_store
+
+    def connect_or_create(
+        hostname: str, its_port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+    ) -> Any:
+        if (hostname, its_port) != (host, port):
+            return create(hostname, its_port, rank, world_size, timeout, *more)
+        return dist.TCPStore(hostname, its_port, world_size, is_master=False, timeout=timeout)
+
+    rendezvous._create_c10d_store = connect_or_create
+
+
 def wrap_ddp(
     model: nn.Module,
     *,

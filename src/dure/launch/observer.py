@@ -5,6 +5,7 @@ lock of Python's: it works while native code holds it. The record of collectives
 a system call until it is asked, and costs nothing meanwhile.
 """
 
+import _thread
 import faulthandler
 import json
 import os
@@ -37,7 +38,8 @@ def observe(place: Place) -> None:
         faulthandler.enable(file=place.stacks_fd, all_threads=True)
     if place.questions_fd is not None:
         questions = socket.socket(fileno=os.dup(place.questions_fd))
-        threading.Thread(target=_answer, args=(questions,), name="dure-observer", daemon=True).start()
+        # none that `threading` knows: some scripts wait for every thread in its list
+        _thread.start_new_thread(_answer, (questions,))
 
 
 def _answer(questions: socket.socket) -> None:

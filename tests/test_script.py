@@ -160,7 +160,7 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
         (["."], ". is a folder without a __main__.py: give the path"),
         (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
         (["--nnodes", "1:4", "script.py"], "nnodes is 1:4, but a script needs all its hosts"),
-        (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, or auto"),
+        (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, auto, gpu or cpu"),
         (["--max-restarts", "-1", "script.py"], "max_restarts is -1 but must be a number of at least 0"),
         (["--on-hang", "restart", "script.py"], "on_hang is restart but max_restarts is 0"),
         (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),

@@ -1,7 +1,7 @@
 """Every private, renamed or warning interface of torch, once.
 
 The rest of dure calls torch's public, stable names directly and these for everything else, so that a new
-torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11 and 2.13).
+torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11, 2.13 and 2.14).
 """
 
 import importlib

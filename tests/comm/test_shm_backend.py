@@ -294,7 +294,9 @@ def fail_late(group):
     with pytest.raises(PeerLost, match=r"a call was not over after 0\.1 s: other ranks have not made it \(timeout\)"):
         work.wait(timedelta(seconds=0.1))
     ours._memory.interrupt()
-    with pytest.raises(PeerLost, match=r"the group was destroyed while rank 0 waited in all_reduce.* \(connection closed\)"):
+    with pytest.raises(
+        PeerLost, match=r"the group was destroyed while rank 0 waited in all_reduce.* \(connection closed\)"
+    ):
         work.wait()
     with pytest.raises(RuntimeError, match="PeerLost: the group was destroyed"):
         work.get_future().wait()

@@ -77,7 +77,7 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
         "MASTER_ADDR": place.store.host,
         "MASTER_PORT": str(place.store.port),
         "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": str(job.get("role", "default")),
         "ROLE_RANK": str(rank.rank),
         "ROLE_WORLD_SIZE": str(rank.world_size),
         "TORCHELASTIC_RESTART_COUNT": str(place.round),

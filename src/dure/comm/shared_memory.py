@@ -49,7 +49,7 @@ _PRESENT, _LEFT, _FAILED = 0, 1, 2
 _NUM_YIELDS = 20
 """How often a waiter looks, giving way in between, before it sleeps: about 15 us, what going to sleep and being woken
 costs."""
-_CLOSED = "connection closed"
+_CLOSED = "connection closed by it"
 _SLICE_SECONDS = 0.05
 """How long a sleep lasts before the others' lives are looked after."""
 
@@ -273,7 +273,7 @@ class SharedMemory:
             return "the group was destroyed", _CLOSED
         if is_over and late:
             names = ", ".join(self._name(peer) for peer, _ in late)
-            return f"{names} did not come within {self.timeout_seconds:g} s", "timeout"
+            return f"{names} did not come within {self.timeout_seconds:g} s", "the timeout is over"
         return None
 
     def _name(self, rank: int) -> str:

@@ -5,10 +5,13 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import logging
 import pickle
+import re
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
@@ -726,6 +729,32 @@ def repair_torchvision() -> bool:
         declarations.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept_alive.append(declarations)
     return True
+
+
+_SIGNS_OF_ANOTHER_TORCH = re.compile(
+    r"operator \w+::\w+ does not exist|undefined symbol: \w*(torch|c10|at)|"
+    r"module 'torch[\w.]*' has no attribute|cannot import name '\w+' from 'torch"
+)
+"""What Python and torch say when a library was made for another version or build of torch."""
+
+
+def library_for_another_torch(error: BaseException) -> str | None:
+    """Return a sentence about a library that does not fit this torch, if that is why it failed; otherwise None."""
+    if not _SIGNS_OF_ANOTHER_TORCH.search(str(error)):
+        return None
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    inside = [re.split(r"[/.]", file.rpartition("site-packages/")[2])[0] for file in files if "site-packages/" in file]
+    name = next((name for name in reversed(inside) if name not in ("torch", "dure")), None)
+    if name is None:
+        return None
+    try:
+        version = f" {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return (
+        f"{name}{version} does not fit torch {torch.__version__} ({error}): install a pair that was made together, "
+        f"as `pip install --upgrade torch {name}` does"
+    )
 
 
 def import_torchvision() -> ModuleType:

@@ -41,6 +41,7 @@ REFUSED = {
     "duplicate-stdout-filters": "logs are in the run's folder: search runs/NAME/logs",
     "duplicate-stderr-filters": "logs are in the run's folder: search runs/NAME/logs",
     "log-line-prefix-template": "lines are shown with their rank in front: use --no-prefix for none",
+    "print-completion": "it completes torchrun's own flags: leave it out",
     "numa-binding": "dure run binds no rank: let the script do it, by os.sched_setaffinity and LOCAL_RANK",
     "signals-to-handle": "SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on to all ranks: leave it out",
     "shutdown-timeout": "a rank has 30 s after a signal, and as long as it likes until then: leave it out",

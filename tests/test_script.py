@@ -32,7 +32,8 @@ if __name__ == "__main__":
     if parsed.fail and dist.get_rank() == 1:
         raise ValueError("on purpose")
     import pickle
-    told = [dist.get_rank(), parsed.local_rank, number.item(), os.path.basename(sys.argv[0]), __file__ == sys.argv[0]]
+    told = [dist.get_rank(), parsed.local_rank, number.item(), os.path.basename(sys.argv[0])]
+    told += [__file__ == os.path.abspath(sys.argv[0])]
     told += [type(pickle.loads(pickle.dumps(Here()))) is Here, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]]
     os.write(1, (json.dumps(told) + "\\n").encode())
     dist.barrier()
@@ -70,7 +71,7 @@ def test_script_when_a_rank_fails_then_the_first_cause_is_named(prewarmed, tmp_p
     run = forked(prewarmed, tmp_path, "--nproc=2", "--name", "one", "script.py", "--fail")
     assert run.code == 1
     assert "dure: rank 1 failed: ValueError: on purpose\n  script.py:18 in <module>: raise ValueError" in run.err
-    assert "[rank 1] ValueError: on purpose" in run.err
+    assert "[rank 1] [rank1]: ValueError: on purpose" in run.err
     record = json.loads((tmp_path / "runs/one/logs/failure-rank1.json").read_text())
     assert record["user_line"]["line"] == 18
 
@@ -156,10 +157,10 @@ def test_script_when_it_fails_once_then_is_started_again(prewarmed, tmp_path):
     [
         ([], "no script is given: write `dure run --nproc 2 train.py ARGUMENTS`"),
         (["nope.py"], "nope.py does not exist: give the path of a Python script, or a module with -m"),
-        (["."], ". is a folder: give the path"),
+        (["."], ". is a folder without a __main__.py: give the path"),
         (["-m", "no.such.module"], "there is no module no.such.module: give the name that `python -m` takes"),
         (["--nnodes", "1:4", "script.py"], "nnodes is 1:4, but a script needs all its hosts"),
-        (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, or auto"),
+        (["--nproc", "0", "script.py"], "nproc is '0' but must be a whole number above 0, auto, gpu or cpu"),
         (["--max-restarts", "-1", "script.py"], "max_restarts is -1 but must be a number of at least 0"),
         (["--on-hang", "restart", "script.py"], "on_hang is restart but max_restarts is 0"),
         (["--hang-after", "0", "script.py"], "hang_after is 0 but must be a number above 0"),
@@ -207,6 +208,6 @@ def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2",
         "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "4", "TORCHELASTIC_RUN_ID": "name",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "3",
         "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo",
     }  # fmt: skip

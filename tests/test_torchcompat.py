@@ -433,3 +433,26 @@ def test_plain_data_when_it_names_a_function_then_nothing_runs(tmp_path: Path) -
     with pytest.raises(pickle.UnpicklingError, match="is no plain data"):
         torchcompat._PlainData(io.BytesIO(pickle.dumps([Runs()]))).load()
     assert not (tmp_path / "made").exists()
+
+
+MISFITS = {
+    "raise RuntimeError('operator fake::nms does not exist')": True,
+    "import torch\ntorch.no_such_thing_at_all": True,
+    "from torch import no_such_thing_at_all": True,
+    "raise RuntimeError('the file is missing')": False,
+}
+
+
+@pytest.mark.parametrize(("source", "is_misfit"), MISFITS.items())
+def test_library_when_it_was_made_for_another_torch_then_a_sentence_says_so(source, is_misfit, tmp_path, monkeypatch):
+    from dure.errors import EnvironmentLacks, TaskInvalid
+    from dure.training.load_task import load_task_class
+
+    library = tmp_path / "site-packages/fakevision"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text(source)
+    (tmp_path / "misfit_task.py").write_text("import fakevision\n")
+    monkeypatch.syspath_prepend(str(library.parent))
+    kind, said = (EnvironmentLacks, "fakevision does not fit torch") if is_misfit else (TaskInvalid, "does not import")
+    with pytest.raises(kind, match=said):
+        load_task_class(f"{tmp_path}/misfit_task.py:Task")

@@ -127,8 +127,12 @@ class ReplicasDiverged(DureError):
         super().__init__(message)
 
 
-class PeerLost(DureError):
-    """Another rank went away in the middle of a collective. A consequence, never a first cause."""
+class PeerLost(DureError, RuntimeError):
+    """Another rank went away in the middle of a collective. A consequence, never a first cause.
+
+    A RuntimeError, as torch's own are, and where a backend raises it with their word (closed, timeout): scripts catch
+    the one and look for the other.
+    """
 
 
 class GroupShrank(PeerLost):

@@ -18,6 +18,7 @@ from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
 from dure.frames import OWN_ROOT, shown_name, traceback_in_user_code, users_first
 from dure.gpu_health import gpu_health
 from dure.place import DEPARTURE
+from dure.torchcompat import library_for_another_torch
 
 _PEER_LOST_WORDS = (
     "connection closed by peer",
@@ -187,6 +188,8 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
     if _LOADER_MARK in message:
         return kind, _said_in_loader(message), None
+    if (misfit := library_for_another_torch(error)) is not None:
+        return kind, misfit, None
     return kind, message, None
 
 

@@ -47,6 +47,13 @@ def users_first(files: list[str]) -> list[int]:
     return [index for index in foreign if "site-packages" not in files[index]] or foreign
 
 
+def from_here(file: str) -> str:
+    """Return a file's path as one would type it in the current folder."""
+    with suppress(ValueError):
+        return str(Path(file).relative_to(Path.cwd()))
+    return file
+
+
 @dataclass(frozen=True, kw_only=True)
 class Frame:
     """A line of Python that a thread is in."""
@@ -57,9 +64,7 @@ class Frame:
 
     def __str__(self) -> str:
         """Say where it is, with the path as one would type it from here."""
-        with suppress(ValueError):
-            return f"{Path(self.file).relative_to(Path.cwd())}:{self.line} in {self.function}"
-        return f"{self.file}:{self.line} in {self.function}"
+        return f"{from_here(self.file)}:{self.line} in {self.function}"
 
 
 def users_frame(frames: Sequence[Frame]) -> Frame | None:

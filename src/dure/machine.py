@@ -13,6 +13,14 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+def crowding(num_ranks: int) -> str | None:
+    """Return a sentence about ranks that take turns on too few cores, or None."""
+    cores = count_cores()
+    if num_ranks <= cores:
+        return None
+    return f"{num_ranks} ranks share {cores} core{'s' * (cores > 1)}, and so take turns: fewer may be as fast"
+
+
 def available_memory_bytes() -> int:
     """Return the host memory that can be taken without swapping."""
     import psutil

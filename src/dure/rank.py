@@ -348,7 +348,8 @@ def meeting_point(launched: Launched, environ: Environment | None = None) -> Mee
     return MeetingPoint(
         host=host,
         port=int(port) if port is not None else PORTS[zlib.crc32((job or "").encode()) % len(PORTS)],
-        is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and row is LAUNCHERS[0],
+        # torchrun says True, `dure run` 1
+        is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "1") and row is LAUNCHERS[0],
         job=job or environ.get("TORCHELASTIC_RUN_ID", "0"),
         other_host=hosts[-1] if len(hosts) > 1 else None,
         is_port_given=port is not None,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from dure.launch.verdict import judge, stop_signal
 from dure.launch.watchdog import HangPolicy
 from dure.launch.workers import Launch
 from dure.lifeline import die_with_parent
-from dure.machine import count_accelerators, count_cores
+from dure.machine import count_accelerators, count_cores, crowding
 from dure.place import Place
 from dure.preflight.settings import PreflightSettings
 from dure.rank import Launched, meeting_point, read_launcher
@@ -66,6 +67,9 @@ class ScriptSettings:
     name: str | None = None
     share_run: bool = False
     """Whether others may read the run's folder."""
+    shown_ranks: str | None = None
+    """Local ranks whose output is shown, as `0,1`; None: all."""
+    role: str = "default"
     preflight: bool = False
     """Whether to check machines and network first, and to start only if all is well."""
 
@@ -167,7 +171,7 @@ def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSetti
 
 
 def _make_folder(settings: ScriptSettings) -> RunDir:
-    name = settings.name or default_name(Path(settings.script).stem, "run", datetime.now())
+    name = settings.name or default_name(Path(settings.script).absolute().stem, "run", datetime.now())
     return RunDir.create(
         settings.runs_dir,
         name,
@@ -182,6 +186,8 @@ def _run_in(
 ) -> None:
     """Run it with its records in a folder; on a node that sees another node's, only logs are added there."""
     world_size = nproc if nodes is None else nodes.world_size
+    if crowded := crowding(nproc):
+        tell(crowded)
     record = {
         "script": settings.script if settings.is_module else str(Path(settings.script).resolve()),
         "is_module": settings.is_module,
@@ -201,10 +207,12 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
     first = 0 if nodes is None else nodes.first_rank
     is_alone = nproc == 1 and nodes is None
     ranks = range(first, first + nproc)
+    shown = None if settings.shown_ranks is None else {int(rank) for rank in settings.shown_ranks.split(",")}
 
     def voice_of(rank: int) -> Voice:
         prefix = f"[rank {rank}] " if settings.with_prefix else ""
-        return Voice(log=run.log_path(rank), consoles=(1, 2), prefix=prefix)
+        is_shown = shown is None or rank - first in shown
+        return Voice(log=run.log_path(rank), consoles=(1, 2) if is_shown else (None, None), prefix=prefix)
 
     job = _job(settings, run.name, 1 if nodes is None else len(nodes.members))
     # one rank alone keeps the terminal: a debugger and a progress bar need it
@@ -247,6 +255,7 @@ def _job(settings: ScriptSettings, run: str, num_nodes: int) -> dict[str, Any]:
         "local_rank_argument": settings.local_rank_argument,
         "max_restarts": settings.max_restarts,
         "run": run,
+        "role": settings.role,
         "num_nodes": num_nodes,
     }
 
@@ -265,8 +274,8 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
             sys.path.pop(0)
         if not is_there:
             faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
-    elif not script.is_file():
-        what = "is a folder" if script.is_dir() else "does not exist"
+    elif not script.is_file() and not (script / "__main__.py").is_file():
+        what = "is a folder without a __main__.py" if script.is_dir() else "does not exist"
         cure = "give the path of a Python script, or a module with -m"
         if Path(settings.script.rpartition(":")[0]).is_file():
             what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"
@@ -274,10 +283,18 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
     nproc = 1
     if settings.nproc == "auto":
         nproc = count_accelerators("cuda") or 1
+    elif settings.nproc == "cpu":
+        nproc = count_cores()
+    elif settings.nproc == "gpu":
+        nproc = count_accelerators("cuda")
+        if not nproc:
+            faults.append("nproc is gpu but torch sees none here: use --nproc cpu, or a number")
     elif settings.nproc.isdecimal() and int(settings.nproc) > 0:
         nproc = int(settings.nproc)
     else:
-        faults.append(f"nproc is {settings.nproc!r} but must be a whole number above 0, or auto")
+        faults.append(f"nproc is {settings.nproc!r} but must be a whole number above 0, auto, gpu or cpu")
+    if settings.shown_ranks is not None and not re.fullmatch(r"\d+(,\d+)*", settings.shown_ranks):
+        faults.append(f"local_ranks_filter is {settings.shown_ranks!r} but must be local ranks, as 0,1")
     faults += [
         f"{name} is {value:g} but must be a number {words}"
         for name, value, is_right, words in (

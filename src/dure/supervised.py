@@ -19,7 +19,7 @@ from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_sign
 from dure.launch.watchdog import HangPolicy
 from dure.launch.way_back import WayBack
 from dure.launch.workers import Launch
-from dure.machine import count_cores
+from dure.machine import count_cores, crowding
 from dure.measure.records import RunSummary
 from dure.place import Place
 from dure.report.summary import summarise
@@ -72,6 +72,8 @@ def start_workers(
     run.forget_failures()
     threads = threads_for(spec, num_processes)
     start = _way_to_start(spec, num_processes, threads)
+    if crowded := crowding(num_processes):
+        say(crowded, spec)
     if start == "inline":
         return _run_inline(job, Place(threads=threads, is_supervised=False))
 

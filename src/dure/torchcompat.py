@@ -1,11 +1,12 @@
 """Every private, renamed or warning interface of torch, once.
 
 The rest of dure calls torch's public, stable names directly and these for everything else, so that a new
-torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11 and 2.13).
+torch version is one file to read and one test to run (`tests/test_torchcompat.py`, on 2.11, 2.13 and 2.14).
 """
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -13,7 +14,9 @@ import linecache
 import logging
 import os
 import pickle
+import re
 import sys
+import traceback
 import warnings
 import weakref
 from collections import OrderedDict
@@ -357,6 +360,27 @@ def store_at(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------------------------
+
+
+def meet_at_served_store(host: str, port: int) -> None:
+    """Let `init_process_group` in this process connect to the store at an address, which is served already.
+
+    torch has a variable for that, `TORCHELASTIC_USE_AGENT_STORE`, but up to 2.13 a rank 0 that reads `True` serves no
+    store at any other address either, and a script with an address of its own waits for it for ever (2.14 compares
+    with `MASTER_ADDR`, which such scripts set). With `1` torch's Python serves and its C++ forgives that the port is
+    taken, if with a line of log, which this saves.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the name is a function's too
+    create = rendezvous._create_c10d_store
+
+    def connect_or_create(
+        hostname: str, its_port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+    ) -> Any:
+        if (hostname, its_port) != (host, port):
+            return create(hostname, its_port, rank, world_size, timeout, *more)
+        return dist.TCPStore(hostname, its_port, world_size, is_master=False, timeout=timeout)
+
+    rendezvous._create_c10d_store = connect_or_create
 
 
 def wrap_ddp(
@@ -842,6 +866,32 @@ def repair_torchvision() -> bool:
         declarations.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept_alive.append(declarations)
     return True
+
+
+_SIGNS_OF_ANOTHER_TORCH = re.compile(
+    r"operator \w+::\w+ does not exist|undefined symbol: \w*(torch|c10|at)|"
+    r"module 'torch[\w.]*' has no attribute|cannot import name '\w+' from 'torch"
+)
+"""What Python and torch say when a library was made for another version or build of torch."""
+
+
+def library_for_another_torch(error: BaseException) -> str | None:
+    """Return a sentence about a library that does not fit this torch, if that is why it failed; otherwise None."""
+    if not _SIGNS_OF_ANOTHER_TORCH.search(str(error)):
+        return None
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    inside = [re.split(r"[/.]", file.rpartition("site-packages/")[2])[0] for file in files if "site-packages/" in file]
+    name = next((name for name in reversed(inside) if name not in ("torch", "dure")), None)
+    if name is None:
+        return None
+    try:
+        version = f" {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return (
+        f"{name}{version} does not fit torch {torch.__version__} ({error}): install a pair that was made together, "
+        f"as `pip install --upgrade torch {name}` does"
+    )
 
 
 def import_torchvision() -> ModuleType:

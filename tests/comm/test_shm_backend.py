@@ -241,7 +241,8 @@ def fall_back(group):
     dist.gather(own, listed if rank == 0 else None, 0, group=ours)
     dist.scatter(scattered, listed if rank == 0 else None, 0, group=ours)
     dist.all_to_all_single(swapped, own, group=ours)
-    dist.all_to_all(listed, [own, own], group=ours)
+    if "2.11" not in torch.__version__:  # whose gloo makes none
+        dist.all_to_all(listed, [own, own], group=ours)
     for refused in (dist.all_reduce, lambda x, group: dist.broadcast(x, 0, group=group)):
         with pytest.raises(RuntimeError, match="which has gaps in memory"):
             refused(torch.ones(4)[::2], group=ours)
@@ -290,10 +291,14 @@ def fail_late(group):
         group.barrier()
         return
     work = dist.all_reduce(torch.ones(2), group=ours, async_op=True)
-    with pytest.raises(PeerLost, match=r"a call was not over after 0\.1 s"):
+    with pytest.raises(
+        PeerLost, match=r"a call was not over after 0\.1 s: other ranks have not made it \(the timeout is over\)"
+    ):
         work.wait(timedelta(seconds=0.1))
     ours._memory.interrupt()
-    with pytest.raises(PeerLost, match="the group was destroyed while rank 0 waited in all_reduce"):
+    with pytest.raises(
+        PeerLost, match=r"the group was destroyed while rank 0 waited in all_reduce.* \(connection closed by it\)"
+    ):
         work.wait()
     with pytest.raises(RuntimeError, match="PeerLost: the group was destroyed"):
         work.get_future().wait()

@@ -67,6 +67,8 @@ def test_rank_when_killed_then_the_others_name_it_long_before_the_timeout(call, 
     for rank in (0, 2):
         error = answers[rank]
         assert isinstance(error, PeerLost)
+        assert isinstance(error, RuntimeError)
+        assert " closed " in str(error)
         assert is_peer_lost(error)
         assert str(error).startswith("rank 1 (process ")
         assert f"ended while rank {rank} waited in " in str(error)

@@ -75,7 +75,10 @@ def _is_written_name(node: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_source_when_read_then_nothing_runs_what_a_file_says(path: Path) -> None:
-    assert list(unsafe_calls(path.read_text(encoding="utf-8"))) == []
+    found = list(unsafe_calls(path.read_text(encoding="utf-8")))
+    if path.name == "main_module.py":  # runs the script that the user has named, which is what it is for
+        found = [call for call in found if not call.endswith("exec runs text as code")]
+    assert found == []
 
 
 @pytest.mark.parametrize(

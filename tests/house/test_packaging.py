@@ -25,6 +25,15 @@ def test_requirement_when_constrained_then_its_pin_is_in_the_range(requirement: 
     assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
 
 
+def test_range_of_torch_when_said_to_people_then_is_the_one_that_is_installed() -> None:
+    (torch,) = [requirement for requirement in REQUIREMENTS if requirement.name == "torch"]
+    first, _, last = re.search(
+        r"torch (2\.\d+)( to (2\.\d+))?\.", (ROOT / "README.md").read_text(encoding="utf-8")
+    ).groups()
+    bounds = {specifier.operator: specifier.version for specifier in torch.specifier}
+    assert bounds == {">=": first, "<": f"2.{int(last.partition('.')[2]) + 1}"}
+
+
 def test_constraints_when_read_then_they_name_no_host() -> None:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8") + (ROOT / "Makefile").read_text(encoding="utf-8")
     assert not re.search(r"https?://|--index-url|--extra-index-url|--find-links", text)

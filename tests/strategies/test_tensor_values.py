@@ -703,6 +703,7 @@ def test_hooks_on_gradients_with_data_ranks_are_refused():
     assert TensorParallel.check_model(Hooked(), 2, StrategyOptions()) == []
 
 
+@pytest.mark.skipif("2.11" in torch.__version__, reason="its DTensor has a rule for group_norm")
 def test_what_dtensor_cannot_do_in_backward_is_told_with_the_way_out(monkeypatch):
     from dure.strategies import tensor_values
 

@@ -113,6 +113,7 @@ def test_trial_when_a_write_changes_no_value_then_it_is_named_all_the_same():
     assert list(trial.parameters) == ["0.weight"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # 2.11
 @pytest.mark.parametrize("watches_writes", [True, False])
 def test_trial_when_a_large_tensor_was_written_to_then_it_is_as_before_and_sparse_ones_are_left_alone(watches_writes):
     bank = torch.zeros(3 << 19)

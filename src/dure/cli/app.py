@@ -69,13 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of the README's table.
     """
+    tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    replace_what_no_terminal_has()
+    if tokens[:1] != ["run"]:  # whose streams are the script's
+        replace_what_no_terminal_has()
     # with torch loaded, the interpreter spends 0.8 s at its end on collecting what the system takes back at once
     atexit.register(gc.freeze)
     try:
         with _ending_in_order():
-            _run(list(sys.argv[1:] if argv is None else argv))
+            _run(tokens)
         sys.stdout.flush()
     except DureError as error:
         if speaks_for_all() or (isinstance(error, WorkerFailed) and error.exit_code == FAILED):

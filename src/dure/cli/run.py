@@ -7,27 +7,31 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from dure.cli import torchrun_flags
 from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
-from dure.errors import Misuse
+from dure.errors import Misuse, WorkerFailed
+from dure.telling import tell
 
-_TRUTHS = frozenset(
-    {"-m", "--module", "--no-prefix", "--allow-public-address", "--preflight", "--share-run", "--help", "-h"}
-)
+_TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
 """Flags without a value: what comes after another flag is its value and not the script."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
     """Return the tokens up to the script, and the verb with the script's own arguments, which are not looked at."""
-    own, position = [tokens[0]], 1
+    flags: list[tuple[str, str | None]] = []
+    position = 1
     while position < len(tokens) and tokens[position].startswith("-"):
-        flag = tokens[position]
-        has_value = flag not in _TRUTHS and "=" not in flag
-        own += tokens[position : position + 1 + has_value]
+        flag, is_one, value = tokens[position].partition("=")
+        has_value = not is_one and torchrun_flags.bare_name(flag) not in _TRUTHS and position + 1 < len(tokens)
+        flags.append((flag, value if is_one else tokens[position + 1] if has_value else None))
         position += 1 + has_value
-    own += tokens[position : position + 1]
+    ours, notes = torchrun_flags.translated(flags)
+    own = [tokens[0], *ours, *tokens[position : position + 1]]
     arguments = tokens[position + 1 :]
 
     def command(*args: Any, **settings: Any) -> None:
+        for note in notes:
+            tell(note)
         run(*args, **settings, arguments=tuple(arguments))
 
     parameters = inspect.signature(run).parameters.values()
@@ -45,7 +49,8 @@ def run(
     nproc: Annotated[
         str,
         Parameter(
-            name=("--nproc", "--nproc-per-node"), help="ranks on each node: a number, or auto: one per accelerator"
+            name=("--nproc", "--nproc-per-node"),
+            help="ranks on each node: a number, auto (one per accelerator, or one), gpu, or cpu (one per core)",
         ),
     ] = "auto",
     module: Annotated[
@@ -91,6 +96,10 @@ def run(
     no_prefix: Annotated[
         bool, Parameter(name="--no-prefix", negative=(), show_default=False, help="show lines without their rank")
     ] = False,
+    local_ranks_filter: Annotated[
+        str | None, Parameter(help="show only these ranks of this node, as 0,1; logs have all", show_default=False)
+    ] = None,
+    role: Annotated[str, Parameter(help="ROLE_NAME for the script")] = "default",
     runs_dir: Annotated[Path, Parameter(help="folder of the runs")] = Path("runs"),
     name: Annotated[str | None, Parameter(help="its name (default: date and script)", show_default=False)] = None,
     share_run: Annotated[
@@ -107,29 +116,44 @@ def run(
         raise Misuse("no script is given: write `dure run --nproc 2 train.py ARGUMENTS`")
     from dure.script import ScriptSettings, run_script
 
-    run_script(
-        ScriptSettings(
-            script=script,
-            arguments=arguments,
-            is_module=module,
-            nproc=nproc,
-            start=start,
-            max_restarts=max_restarts,
-            on_hang=on_hang,
-            hang_after=hang_after,
-            grace_seconds=grace_seconds,
-            threads=threads,
-            local_rank_argument=local_rank_argument,
-            with_prefix=not no_prefix,
-            nnodes=nnodes,
-            node_rank=node_rank,
-            rendezvous=rendezvous,
-            secret_file=secret_file,
-            rendezvous_timeout=rendezvous_timeout,
-            allow_public_address=allow_public_address,
-            runs_dir=runs_dir,
-            name=name,
-            share_run=share_run,
-            preflight=preflight,
-        )
+    settings = ScriptSettings(
+        script=script,
+        arguments=arguments,
+        is_module=module,
+        nproc=nproc,
+        start=start,
+        max_restarts=max_restarts,
+        on_hang=on_hang,
+        hang_after=hang_after,
+        grace_seconds=grace_seconds,
+        threads=threads,
+        local_rank_argument=local_rank_argument,
+        with_prefix=not no_prefix,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        secret_file=secret_file,
+        rendezvous_timeout=rendezvous_timeout,
+        allow_public_address=allow_public_address,
+        runs_dir=runs_dir,
+        name=name,
+        share_run=share_run,
+        preflight=preflight,
+        shown_ranks=local_ranks_filter,
+        role=role,
     )
+    try:
+        run_script(settings)
+    except WorkerFailed as error:
+        late = _own_flag_among(arguments)
+        if late is None or error.exit_code != Misuse.exit_code:
+            raise
+        hint = f"{late} stands after the script and so went to it: flags of dure run stand before the script"
+        raise WorkerFailed(f"{error}\n  {hint}", error.exit_code) from None
+
+
+def _own_flag_among(arguments: tuple[str, ...]) -> str | None:
+    """Return the first of a script's arguments that is a flag of ours, or of torchrun's."""
+    names = {name.replace("_", "-") for name in inspect.signature(run).parameters} | torchrun_flags.known()
+    flags = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    return next((flag for flag in flags if torchrun_flags.bare_name(flag) in names), None)

@@ -49,6 +49,7 @@ _PRESENT, _LEFT, _FAILED = 0, 1, 2
 _NUM_YIELDS = 20
 """How often a waiter looks, giving way in between, before it sleeps: about 15 us, what going to sleep and being woken
 costs."""
+_CLOSED = "connection closed by it"
 _SLICE_SECONDS = 0.05
 """How long a sleep lasts before the others' lives are looked after."""
 
@@ -249,7 +250,8 @@ class SharedMemory:
                 return
             lost = self._find_lost(window, is_over=time.monotonic() >= deadline)
             if lost and words[cell] < window:  # it may have come and then gone
-                raise PeerLost(self._give_up(f"{lost} while {self._name(self.rank)} waited in {describe(call)}"))
+                said = f"{lost[0]} while {self._name(self.rank)} waited in {describe(call)} ({lost[1]})"
+                raise PeerLost(self._give_up(said))
 
     def _give_up(self, failure: str) -> str:
         """Refuse further calls: the numbers of the barriers do not fit any more. The first failure is remembered."""
@@ -257,22 +259,22 @@ class SharedMemory:
         self.leave()
         return failure
 
-    def _find_lost(self, window: int, *, is_over: bool) -> str:
-        """Return which rank will not come to a barrier and why, or nothing."""
+    def _find_lost(self, window: int, *, is_over: bool) -> tuple[str, str] | None:
+        """Return which rank will not come to a barrier and why, and torch's word for that, or None."""
         late = [(peer, cell) for peer, cell in self._others if self._words[cell] < window]
         for peer, cell in late:
             state = self._words[cell + _STATE]
             if state != _PRESENT and self._words[cell] < window:
-                return f"{self._name(peer)} {'left the group' if state == _LEFT else 'gave up after an error'}"
+                return f"{self._name(peer)} {'left the group' if state == _LEFT else 'gave up after an error'}", _CLOSED
         for peer, cell in late:
             if self._peers[peer].has_ended() and self._words[cell] < window:
-                return f"{self._name(peer)} (process {self._peers[peer].pid}) ended"
+                return f"{self._name(peer)} (process {self._peers[peer].pid}) ended", _CLOSED
         if self._is_closing.is_set():
-            return "the group was destroyed"
+            return "the group was destroyed", _CLOSED
         if is_over and late:
             names = ", ".join(self._name(peer) for peer, _ in late)
-            return f"{names} did not come within {self.timeout_seconds:g} s"
-        return ""
+            return f"{names} did not come within {self.timeout_seconds:g} s", "the timeout is over"
+        return None
 
     def _name(self, rank: int) -> str:
         return f"rank {self._names[rank]}"

@@ -74,7 +74,9 @@ class SharedMemoryWork(dist.Work):
         if not self._is_over:
             seconds = timeout.total_seconds()
             if not self._under_way.acquire(timeout=seconds if seconds > 0 else -1):
-                raise PeerLost(f"a call was not over after {seconds:g} s: other ranks have not made it, or are slow")
+                raise PeerLost(
+                    f"a call was not over after {seconds:g} s: other ranks have not made it (the timeout is over)"
+                )
             self._under_way.release()
         if self._error is not None:
             raise self._error

@@ -121,7 +121,8 @@ def redirect_output(output: Output) -> None:
     os.dup2(quiet_input, 0)
     os.close(quiet_input)
     # Python's own streams may be replaced by the caller (a notebook, a test): workers write to the descriptors
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.stdout)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.stderr)  # type: ignore[misc]
 
 
 def _tell_size_of_terminal() -> None:
@@ -147,6 +148,8 @@ class _MaybeRead(io.FileIO):
             return len(data)
 
 
-def _stream(descriptor: int) -> TextIO:
+def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
     raw = _MaybeRead(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), errors="replace", line_buffering=True)
+    raw.name = name
+    encoding = getattr(before, "encoding", None)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="replace", line_buffering=True)

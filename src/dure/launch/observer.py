@@ -6,6 +6,7 @@ that it is looked at. Where native code keeps the lock, the thread cannot answer
 this very thread, whose handler in C writes all stacks without the lock.
 """
 
+import _thread
 import faulthandler
 import json
 import os
@@ -36,20 +37,34 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 def observe(place: Place) -> None:
     """Begin to answer. The main thread has to call this."""
-    observer = None
-    if place.questions_fd is not None:
-        questions = socket.socket(fileno=os.dup(place.questions_fd))
-        observer = threading.Thread(
-            target=_answer, args=(questions, threading.get_ident()), name="dure-observer", daemon=True
-        )
-        observer.start()
+    observer = None if place.questions_fd is None else _start_observer(os.dup(place.questions_fd))
     if place.stacks_fd is not None and STACKS_SIGNAL is not None:
-        who = "" if observer is None else f"observer {observer.native_id}\n"
+        who = "" if observer is None else f"observer {observer}\n"
         os.write(place.stacks_fd, f"main thread 0x{threading.get_ident():x}\n{who}".encode())
         faulthandler.register(STACKS_SIGNAL, file=place.stacks_fd, all_threads=True, chain=False)
         # the stacks at a crash in native code go there too: nothing else would tell the line. Of all threads, for
         # gloo's own, which aborts where ranks do not agree on a shape, has no line of Python
         faulthandler.enable(file=place.stacks_fd, all_threads=True)
+
+
+def _start_observer(descriptor: int) -> int:
+    """Start the thread that answers, and return its number in the system.
+
+    It is none that `threading` knows: some scripts wait for every thread in its list.
+    """
+    questions, main = socket.socket(fileno=descriptor), threading.get_ident()
+    numbers: list[int] = []
+    has_begun = _thread.allocate_lock()
+    has_begun.acquire()
+
+    def run() -> None:
+        numbers.append(threading.get_native_id())
+        has_begun.release()
+        _answer(questions, main)
+
+    _thread.start_new_thread(run, ())
+    has_begun.acquire()
+    return numbers[0]
 
 
 def _answer(questions: socket.socket, main: int) -> None:

@@ -2,9 +2,9 @@
 
 import ast
 import atexit
+import gc
 import importlib
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dure.frames import OWN_ROOT
 from dure.heartbeat import Heartbeats
 from dure.launch.examination import collective_from
+from dure.launch.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
 from dure.place import Place
-from dure.stopping import STOP_SIGNALS
+from dure.stopping import STOP_SIGNALS, heeded_signals
 from dure.telling import print_traceback
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     before_fork(job)  # of a spawned rank; a forked one has it
     os.environ.update(environment(job, place))
     _set_threads(place.threads)
-    step = _tell_of_steps(place)
+    _meet(place)
+    step, marker = _tell_of_steps(place), list[object]()
     try:
         code = _run(job, place)
     except BaseException as error:
@@ -61,7 +62,7 @@ def main(job: Mapping[str, Any], place: Place) -> int:
         _kept.append(error)
         code = _fail_once(error, place, step[0])
     _note_end(place, step[0])
-    return _leave_in_order(code)
+    return _leave_in_order(code, marker)
 
 
 def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
@@ -77,14 +78,15 @@ def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
         "MASTER_ADDR": place.store.host,
         "MASTER_PORT": str(place.store.port),
         "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": str(job.get("role", "default")),
         "ROLE_RANK": str(rank.rank),
         "ROLE_WORLD_SIZE": str(rank.world_size),
         "TORCHELASTIC_RESTART_COUNT": str(place.round),
         "TORCHELASTIC_MAX_RESTARTS": str(job["max_restarts"]),
         "TORCHELASTIC_RUN_ID": str(job["run"]),
-        # the store is served already: rank 0 must connect to it and not serve another
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # the store is served already: see `meet_at_served_store`
+        "TORCHELASTIC_USE_AGENT_STORE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads)),
     }
 
@@ -100,6 +102,13 @@ def _set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdecimal() else threads)
+
+
+def _meet(place: Place) -> None:
+    from dure.torchcompat import meet_at_served_store
+
+    assert place.store is not None
+    meet_at_served_store(place.store.host, place.store.port)
 
 
 def _tell_of_steps(place: Place) -> list[int]:
@@ -139,24 +148,32 @@ def _run(job: Mapping[str, Any], place: Place) -> int:
         flag = local_rank_flag(Path(job["script"]))
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
-    sys.argv = [job["script"], *arguments]
+    _be_as_python_begins()
+    sys.argv[1:] = arguments
     try:
-        if job["is_module"]:
-            sys.path.insert(0, os.getcwd())
-            _kept.append(runpy.run_module(job["script"], run_name="__main__", alter_sys=True))
-        else:
-            sys.path.insert(0, str(Path(job["script"]).resolve().parent))
-            _kept.append(runpy.run_path(job["script"], run_name="__main__"))
+        run_as_main(job["script"], is_module=job["is_module"])
     except SystemExit as leave:
         from dure.failure import leave_departure
 
         _kept.append(leave)
         leave_departure(leave, place.report_fd)
-        if leave.code is None or isinstance(leave.code, int):
-            return leave.code or 0
-        print_traceback(str(leave.code))
-        return 1
+        return exit_code_of(leave)
     return 0
+
+
+def _be_as_python_begins() -> None:
+    """Give back what a fresh interpreter has and a fork, or a command of ours, has not."""
+    for number in heeded_signals():
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # forks of one process would all draw the same; Python's own generator sees to that itself
+    import torch
+
+    torch.seed()
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
 
 
 def local_rank_flag(script: Path) -> str | None:
@@ -189,17 +206,26 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
     """Show the traceback as Python would, and leave word for the verdict over all ranks."""
     from dure.failure import describe_failure, leave_word
 
-    shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(frame for frame in shown.stack if not _is_ours(frame.filename))
-    said = "".join(shown.format())
-    print_traceback(said)
+    error.__traceback__ = traceback_of_main(error)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as leave:
+        code = exit_code_of(leave)
+    except BaseException as fault:
+        fault.__traceback__, fault.__context__ = traceback_of_main(fault), None
+        print_traceback("Error in sys.excepthook:")
+        sys.__excepthook__(type(fault), fault, fault.__traceback__)
+        print_traceback("\nOriginal exception was:")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    sys.stderr.flush()
     more = {"user_traceback": None, "collective": _collective()}
 
     def describe(ask_driver: "AskDriver | None") -> dict[str, Any]:
         return {**describe_failure(error, place.rank.rank, step, ask_driver=ask_driver), **more}
 
     leave_word(describe, place.report_fd)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return code
 
 
 def _collective() -> str | None:
@@ -213,18 +239,14 @@ def _collective() -> str | None:
     return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)
 
 
-def _is_ours(file: str) -> bool:
-    return file.startswith((OWN_ROOT, "<frozen runpy"))
-
-
-def _leave_in_order(code: int) -> int:
+def _leave_in_order(code: int, marker: list[object]) -> int:
     """Do what the interpreter does at its end, up to where torch's threads abort: that part is left out."""
+    atexit.unregister(gc.freeze)  # of the command that forked this rank
     try:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that nobody has shut down
         atexit._run_exitfuncs()
     except BaseException:
         print_traceback(traceback.format_exc())
         code = code or 1
+    finish_files(marker)
     return code

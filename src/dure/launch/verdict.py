@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.documents import DocumentInvalid, read_json
-from dure.frames import Frame, users_frame
+from dure.frames import Frame, from_here, users_frame
 from dure.stopping import STOP_SIGNALS, stop_exit_code
 from dure.units import format_bytes
 
@@ -243,11 +243,11 @@ def _left(end: WorkerEnd, who: str) -> str:
 
 
 def _place(line: Mapping[str, Any] | None) -> str:
-    return "" if line is None else f" ({line['file']}:{line['line']})"
+    return "" if line is None else f" ({from_here(line['file'])}:{line['line']})"
 
 
 def _line_words(line: Mapping[str, Any]) -> str:
-    return f"{line['file']}:{line['line']} in {line['function']}: {line['text']}"
+    return f"{from_here(line['file'])}:{line['line']} in {line['function']}: {line['text']}"
 
 
 def _killed_for_memory(limit_bytes: int | None) -> str:
@@ -269,7 +269,7 @@ def _waits(
         call = failure.get("collective") if failure else None
         if failure and call:
             line = failure["user_line"]
-            where = f" at {line['file']}:{line['line']} in {line['function']}" if line else ""
+            where = f" at {from_here(line['file'])}:{line['line']} in {line['function']}" if line else ""
             yield f"  rank {end.rank} was in {call}{where}"
     if first.exit_code == -signal.SIGABRT and first.crash:
         yield (

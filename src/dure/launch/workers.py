@@ -351,7 +351,9 @@ def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket
     fds = [fd for fd in (*own, *(output.descriptors or ())) if fd is not None]
     if place.store is not None and place.store.listen_fd is not None:
         fds.append(place.store.listen_fd)
-    command = [sys.executable, "-m", "dure.launch.spawned", json.dumps(told)]
+    # -W, -X, -O and the like, as multiprocessing hands them on
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "dure.launch.spawned", json.dumps(told)]
     process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)
     return process.pid, process
 

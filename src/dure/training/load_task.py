@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from dure.errors import TaskInvalid
+from dure.errors import EnvironmentLacks, TaskInvalid
 from dure.frames import traceback_in_user_code
 from dure.telling import shell_word
+from dure.torchcompat import library_for_another_torch
 from dure.training.task import Task
 from dure.training.task_hooks import check_task_class
 
@@ -39,6 +40,8 @@ def load_task_class(reference: str) -> type[Task]:
                 f"there is no module {error.name} to import {class_name} from: write file.py:{class_name}, or start "
                 "where the package can be imported"
             ) from None
+        if (misfit := library_for_another_torch(error)) is not None:
+            raise EnvironmentLacks(misfit) from error
         raise TaskInvalid(f"{where} does not import{_cure(error, where)}:\n{traceback_in_user_code(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:

@@ -172,8 +172,8 @@ def write_fault(names: Sequence[str], strategy: str) -> str:
 
 
 def freezing_fault(names: Sequence[str], what: str, strategy: str) -> str:
-    """Return the sentence about a loss that froze or unfroze parameters."""
+    """Return the sentence about a task that froze or unfroze parameters."""
     return (
-        f"the task's loss {what} {few(names)} during the run, and {strategy} divided the work when the run "
+        f"the task {what} {few(names)} during the run, and {strategy} divided the work when the run "
         "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
     )

@@ -29,7 +29,8 @@ def fault_of_hooks(optimizer: Optimizer) -> str | None:
     names = ", ".join(dict.fromkeys(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks))
     return (
         f"the optimiser {type(optimizer).__name__} has a hook on its step ({names}), and on each rank the hook would "
-        "see that rank's part of the parameters: do its work in the task's loss, or use --strategy ddp or zero1"
+        "see that rank's part of the parameters: clip with --clip-norm, set learning rates in build_schedule, or use "
+        "--strategy ddp or zero1"
     )
 
 

@@ -67,6 +67,7 @@ class ZeRO1(DDP):
         self._group_names = group_names(self.model, self.part)
         groups = [dict(group) for group in self.part.param_groups]
         self.optimizer = divide(self.part)
+        self.optimizer.defaults |= self.part.defaults  # a scheduler of torch's looks there for what it may set
         run_around_all(self.optimizer, self.part, groups)
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)

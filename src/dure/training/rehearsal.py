@@ -71,10 +71,7 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
         except Exception as raised:
             error = raised
     in_parts = [
-        name
-        for name in used.names
-        if hasattr(parameters[name], "__create_chunk_list__")
-        or not (strategy.takes_samples or parameters[name].numel())  # a server has none but those that it steps
+        name for name in used.names if hasattr(parameters[name], "__create_chunk_list__") or not strategy.takes_samples
     ]
     if in_parts:
         raise TaskInvalid(

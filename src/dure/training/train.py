@@ -177,7 +177,8 @@ class Conductor:
         self._settle()
         if position.samples_seen > position.evaluated_samples:
             every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
-            self._evaluate(is_extra=not _crossed(position.evaluated_samples, position.samples_seen, every))
+            last = max(position.evaluated_samples, 0)
+            self._evaluate(is_extra=not _crossed(last, position.samples_seen, every))
         if session.eval_loader is None:
             self._say_epoch()
         self._save(is_last=True)

@@ -53,6 +53,8 @@ def feature(
     """Register a task class as a row, under its own name."""
 
     def register(cls: type[dure.Task]) -> type[dure.Task]:
+        if cls.__name__ in FEATURES:
+            raise ValueError(f"there are two features of the name {cls.__name__}")
         FEATURES[cls.__name__] = Feature(
             name=cls.__name__,
             group=group,

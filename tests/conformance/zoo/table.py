@@ -22,6 +22,7 @@ from tests.conformance.zoo import (  # noqa: F401 - each registers its features
     optimizers,
     outputs_and_batches,
     state_and_randomness,
+    usual_trainings,
 )
 from tests.conformance.zoo.cell import WAYS, Verdict, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES, Feature

@@ -140,7 +140,7 @@ def test_exit_then_the_rank_is_named(tmp_path):
             "fault 1: nan at step 4 of rank 1 cannot show, for fault 2, kill, ends the rank",
         ),
         ("rank = 1", r"must have nothing but tables \[\[fault\]\]"),
-        ("[[fault", "cannot be read"),
+        ("[[fault", "is not valid TOML"),
     ],
 )
 def test_file_when_it_cannot_be_then_every_fault_of_it_is_told_before_anything_starts(text, said, tmp_path):

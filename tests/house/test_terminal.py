@@ -12,6 +12,7 @@ WRITERS = {
     "telling.py": "escapes what it writes",
     "styled.py": "escapes what it draws",
     "launch/log_pump.py": "a process of its own that escapes what ranks print",
+    "launch/child.py": "gives a rank its streams, whose lines the pump escapes",
     "launch/rank_logs.py": "hands the pump's lines to a notebook",
 }
 STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")

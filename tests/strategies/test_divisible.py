@@ -104,7 +104,7 @@ class Needy(optim.SGD):
 
 def test_optimiser_when_it_takes_no_stand_ins_then_its_error_is_the_reason():
     needy = Needy(nn.Linear(7, 5, bias=False).parameters(), lr=0.1)
-    assert reason_not_to_divide(needy) == "its step failed in a trial with AssertionError: which shape?"
+    assert reason_not_to_divide(needy).startswith("its step failed in a trial with AssertionError: which shape?")
 
 
 class Clipping(optim.SGD):

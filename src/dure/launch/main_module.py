@@ -118,6 +118,9 @@ def _turn(kind: type) -> int:
 
 
 def _layers(stream: object) -> Iterator[object]:
-    while stream is not None:
+    """Yield a stream and those below it; what a script puts in its place may name itself."""
+    seen: set[int] = set()
+    while stream is not None and id(stream) not in seen:
+        seen.add(id(stream))
         yield stream
         stream = getattr(stream, "buffer", None) or getattr(stream, "raw", None)

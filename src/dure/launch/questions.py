@@ -1,6 +1,5 @@
 """Questions to one rank and its answers, on a socket, which the thread of `dure.launch.observer` answers."""
 
-import json
 import select
 import socket
 import time
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from dure.documents import parse_json
 from dure.launch.observer import COUNT, LENGTH
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Questions:
                 return
             body = bytes(self._data[LENGTH.size : LENGTH.size + size])
             del self._data[: LENGTH.size + size]
-            answer = json.loads(body)
+            answer = parse_json(body)
             self._answers[answer["number"]] = answer
             self.is_free = answer["number"] == self._number
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
 from dure.strategies.step_hooks import fault_of_hooks
-from dure.torchcompat import step_without_hooks
+from dure.torchcompat import local_tensor, step_without_hooks
 
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
 _PER_GROUP = 2
@@ -249,7 +249,11 @@ def _small_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Cut what an optimiser's constructor has already put there (Adagrad) to the size of a stand-in."""
     small = {}
     for key, value in state.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and (local := local_tensor(value)) is not value:
+            # of a shard, which may be empty, one value stands for all
+            shape = [min(size, _MOST_PER_DIMENSION) for size in value.shape]
+            value = local.flatten()[:1].clone().expand(shape).clone() if local.numel() else local.new_zeros(shape)
+        elif isinstance(value, Tensor):
             value = value[_corner(value.shape)] if value.shape == parameter.shape else value
             value = torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.clone()
         else:

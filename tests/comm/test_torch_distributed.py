@@ -22,7 +22,7 @@ NOT_HERE = {
     "test_batch_isend_irecv_op_err": "needs GPUs",
     "test_new_subgroups_with_group_param": "needs three ranks",
 }
-"""Cases that this machine, or a pair of ranks, cannot do under any backend."""
+"""Cases that fail under gloo too, on a machine without GPUs or on a pair of ranks (seen with torch 2.13)."""
 
 DIFFER = {
     "test_get_backend": "asks for gloo's name",

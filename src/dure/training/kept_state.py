@@ -44,8 +44,8 @@ class KeptState:
         self._task = task
         self._saves_itself = type(task).state_dict is not Task.state_dict
         roots = {"optimizer": optimizer, "model": model, **used}
-        watched = roots if self._saves_itself else {"task": task, **roots}
-        self._built = ObjectState(watched, sees_data=True, sees_unsaved_buffers=True)
+        self._watched = roots if self._saves_itself else {"task": task, **roots}
+        self._built = self.state_now()
         self._owners = self._built.owners
         self._model = model
         self._unsaved = {f"{path}._buffers": UnsavedBuffers(module) for path, module in modules.items()}
@@ -66,6 +66,10 @@ class KeptState:
             self.lost[unseen] = (
                 f"{shown} lies too deep, or behind more objects than are looked into, so its changes are not kept"
             )
+
+    def state_now(self) -> ObjectState:
+        """Return the state of all that is watched, to be compared with later."""
+        return ObjectState(self._watched, sees_data=True, sees_unsaved_buffers=True)
 
     def _known_objects(self) -> KnownObjects:
         """Return the objects that an attribute may name; those of the model and the owners have their own places."""

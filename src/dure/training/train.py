@@ -13,6 +13,7 @@ from dure.rundir import RunDir
 from dure.strategies.declarations import few as few_of
 from dure.strategies.object_state import ObjectState
 from dure.strategies.step_facts import LostShare, Requests
+from dure.torchcompat import step_hooks
 from dure.training.best import Best
 from dure.training.evaluation import evaluate
 from dure.training.late_inspection import LateInspection
@@ -79,6 +80,10 @@ class Conductor:
         self._told_not_kept: set[str] = set()
         self._set_by_schedule: frozenset[str] = frozenset()
         """Plain state that the schedule sets, on all ranks alike."""
+        self._set_by_step: set[str] = set()
+        """Plain state that hooks on the optimiser's step change, on all ranks alike."""
+        self._before_step: ObjectState | None = None
+        self._num_watched = 0
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
         """As the loop's; None while there is no loop."""
 
@@ -133,7 +138,7 @@ class Conductor:
                 record_samples=spec.record_samples,
                 skips_nonfinite=spec.on_nonfinite == "skip",
                 begin_step=self.begin_step,
-                before_change=lambda: self.saver.before_change() + self.memory.before_change(),
+                before_change=self._before_change,
             )
             self.microbatch_under_way = self.loop.microbatch_under_way
             for model in session.strategy.evaluation_models():
@@ -153,10 +158,20 @@ class Conductor:
         self._event("interrupted", signal=signal)
         return "interrupted"
 
+    def _before_change(self) -> float:
+        """Finish what reads the weights, before the optimiser changes them; return the seconds that took."""
+        if self._num_watched < _WATCHED_STEPS and step_hooks(self.session.strategy.built_optimizer):
+            self._num_watched += 1
+            self._before_step = self.session.kept.state_now()
+        return self.saver.before_change() + self.memory.before_change()
+
     def _steps(self) -> str:
         session, position = self.session, self.position
         for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
             before = position.samples_seen
+            if self._before_step is not None:
+                self._set_by_step |= self._before_step.changed().keys()
+                self._before_step = None
             position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
             self.current_step(boundary.step)
             requests = self._note(boundary.outcomes)
@@ -293,7 +308,7 @@ class Conductor:
         strategy, traits = self.session.strategy, self.session.strategy.traits
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
-        known = (*traits.learned_state, *traits.counted_state, *self._set_by_schedule)
+        known = (*traits.learned_state, *traits.counted_state, *self._set_by_schedule, *self._set_by_step)
         return self.session.kept.changed_since(known)
 
     def _say_lost(self, lost: list[LostShare]) -> None:
@@ -464,6 +479,8 @@ class Conductor:
 
 
 _NOTHING = Requests()
+_WATCHED_STEPS = 2
+"""First steps in which is looked what hooks on the optimiser's step change."""
 
 
 def _crossed(before: int, after: int, interval: float) -> bool:

@@ -47,7 +47,7 @@ _WIDE_SECONDS = 1.0
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _QUANTILES = (0.03, 0.5)
-"""Where constants stand for random numbers, which: a few of a hundred mask tokens, and half of them drop values."""
+"""Fractions of a distribution below the constants that stand for random numbers: a rare event happens, or does not."""
 _LATER_SECONDS = 2.0
 """Time in which the calls for a second look begin."""
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -91,6 +91,8 @@ class LossInspection:
         self._is_divided = is_divided
         self._most_at_once = most_at_once
         self._watches_writes = True
+        self._quantiles: tuple[float, ...] = ()
+        """Constants with which a loss that draws is compared; none where a call of it takes too long."""
 
     def traits(self, num_samples: int) -> LossTraits:
         """Call the loss and return what was seen; never raises what the loss raises, for training will.
@@ -114,6 +116,7 @@ class LossInspection:
                 return LossTraits(reason_unknown=why, has_failed=True)
         seconds = time.monotonic() - started
         is_quick, is_slow = seconds * 6 < _MOST_SECONDS, seconds > _SLOWEST_CALL_SECONDS
+        self._quantiles = _QUANTILES[: is_quick + (seconds * 30 < _MOST_SECONDS)]
         unknown = f"one call of it on {half} samples takes {seconds:.0f} s, too long to try it on parts"
         try:
             started = time.monotonic()
@@ -272,7 +275,7 @@ class LossInspection:
 
     def _additivity_of_constants(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
-        for quantile in _QUANTILES:
+        for quantile in self._quantiles:
             whole, *parts = (
                 self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
                 for part in (places, *_parts_of(places))

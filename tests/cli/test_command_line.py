@@ -385,3 +385,12 @@ def test_command_when_its_result_has_no_room_then_one_sentence_says_so(words: st
     done = in_a_shell(f"{words} >/dev/full", tmp_path)
     assert done.returncode == 2
     assert done.stderr == "dure: the result cannot be written to stdout (No space left on device): send it elsewhere\n"
+
+
+def test_strategies_when_none_is_named_then_an_overview_to_choose_from_comes_last(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["strategies"]) == 0
+    last = capsys.readouterr().out.splitlines()[-40:]
+    assert [line.split()[0] for line in last if line.split()[1:2] in (["yes"], ["no"])] == list(STRATEGIES)
+    assert main(["strategies", "ddp"]) == 0
+    assert "right when" not in capsys.readouterr().out.splitlines()[-1]

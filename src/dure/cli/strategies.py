@@ -66,6 +66,20 @@ def strategies(
     else:
         draw(_StrategyTable(chosen))
         draw(styled(_LEGEND, "dim"))
+        if name is None:
+            draw("")
+            draw(_overview(chosen))
+
+
+def _overview(infos: Sequence["StrategyInfo"]) -> Table:
+    """Return a line per strategy, to choose from: it comes last, where a terminal shows it."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("strategy", no_wrap=True, style="bold cyan")
+    table.add_column("exact", no_wrap=True)
+    table.add_column("right when")
+    for info in infos:
+        table.add_row(info.name, "yes" if info.is_exact else "no", styled_lines(info.right_when))
+    return table
 
 
 def markdown_page(infos: Sequence["StrategyInfo"]) -> str:

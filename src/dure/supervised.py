@@ -266,12 +266,28 @@ def _stopped_words(run: RunDir) -> str:
     return f"stopped before the first checkpoint; {again} starts from the beginning"
 
 
+def how_ended(run: RunDir) -> str | None:
+    """Return how the last attempt ended, by the record of the node that led it; None while it goes on."""
+    match _last_event(run, "attempt", "completed", "interrupted", "failed"):
+        case "completed":
+            return "the run was completed"
+        case "interrupted":
+            return f"the run was stopped: `{run.resume_command}` goes on with it"
+        case "failed":
+            return f"the run failed: `{run.resume_command}` goes on from its last checkpoint"
+    return None
+
+
 def _ended_complete(run: RunDir) -> bool:
+    return _last_event(run, "attempt", "completed", "interrupted") == "completed"
+
+
+def _last_event(run: RunDir, *names: str) -> str | None:
     last = None
     for event in run.events():
-        if event["event"] in ("attempt", "completed", "interrupted"):
+        if event["event"] in names:
             last = event["event"]
-    return last == "completed"
+    return last
 
 
 @contextmanager
@@ -292,8 +308,4 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
 
 def _has_begun(run: RunDir) -> bool:
     """Whether the last attempt got as far as training."""
-    has_begun = False
-    for event in run.events():
-        if event["event"] in ("attempt", "training"):
-            has_begun = event["event"] == "training"
-    return has_begun
+    return _last_event(run, "attempt", "training") == "training"

@@ -29,10 +29,14 @@ __all__ = ["Member", "Nodes", "StoppedByPeer"]
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Without a word for so long, a node of a run that needs all counts as lost."""
-LOST_SECONDS = 12.0
+LOST_SECONDS = 13.0
 """The same where the others go on without it: the whole must be over within 15 s."""
 LEADER_LOST_SECONDS = 10.5
-"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them."""
+"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them.
+
+Where a cut lets one direction through, that node hears one more beat than the leader, and the leader one less: the two
+limits are more than two beats apart.
+"""
 _PREPARATION_SECONDS = 600.0
 """Before the ranks run, a launcher that imports says nothing for a while."""
 
@@ -369,7 +373,7 @@ class Nodes(Roster, Links):
                 self.lost = self.lost or str(message["text"])
             else:
                 self.news.shaken = self.news.shaken or str(message["text"])
-        elif kind in ("look", "state", "looked", "hang"):
+        elif kind in ("look", "state", "looked", "hang", "no_hang"):
             self.news.looks.append((rank, message))
         elif kind == "refused":
             self.refusal = self.refusal or refused_error(message)

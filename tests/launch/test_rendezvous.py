@@ -268,6 +268,16 @@ def test_node_when_it_falls_silent_then_it_is_lost(two, monkeypatch):
     assert "nothing was heard of it for" in two[0].lost
 
 
+def test_node_when_it_has_looked_for_the_leader_for_long_then_it_did_not_stand_still(two, monkeypatch):
+    monkeypatch.setattr(nodes_module, "SILENCE_SECONDS", 0.1)
+    two[1].watch()
+    two[1].pump()
+    time.sleep(0.2)  # all the while it does not pump
+    two[1].follow(two[1]._channels[0], 0)
+    two[1].pump()
+    assert two[1].lost is None
+
+
 @pytest.mark.alone
 def test_node_when_it_beats_then_it_is_not_lost(two, monkeypatch):
     monkeypatch.setattr(nodes_module, "SILENCE_SECONDS", 0.5)

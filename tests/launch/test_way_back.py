@@ -98,8 +98,8 @@ def test_node_when_knocks_are_not_answered_while_the_lease_moves_then_it_waits_a
         assert cut_off.go(1.5) is None
         assert time.monotonic() - began >= 1.5
     assert cut_off.nodes.lost.startswith(
-        "the network between this node and node 0 (host0, 127.0.0.1) is cut or too slow: nothing was heard of it, and "
-        "it leads the run all the same; the run could not be reached again within 1.5 s (--rendezvous-timeout)"
+        "nothing is heard of node 0 (host0, 127.0.0.1), which still leads the run: the network between it and this "
+        "node is cut or too slow; the run could not be reached again within 1.5 s (--rendezvous-timeout)"
     )
     (told,) = cut_off.told
     assert "the run goes on without this node, which tries to come back for 1.5 s (--rendezvous-timeout)" in told

@@ -327,6 +327,7 @@ class Nodes(Roster, Links):
         channel.last_heard = time.monotonic()
         self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
         self.has_lost_leader, self.next_round = False, None
+        self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
         self.news = RoundNews()
 
     def lead(self, reception: "Reception") -> None:
@@ -334,6 +335,7 @@ class Nodes(Roster, Links):
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
         self.ready.clear()
+        self._pumped_at = 0.0
         self.is_new_leader = True
         self.take_in([self.me])
         self.news = RoundNews()

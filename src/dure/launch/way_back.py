@@ -89,8 +89,8 @@ class WayBack:
                 if is_alive and unchanged < STALE_SECONDS:
                     if not was_leader and found.epoch == lease.epoch:
                         why = (
-                            f"the network between this node and {leader} is cut or too slow: nothing was heard of it, "
-                            "and it leads the run all the same"
+                            f"nothing is heard of {leader}, which still leads the run: the network between it and this "
+                            "node is cut or too slow"
                         )
                     if not has_told and time.monotonic() - began > 2 * STALE_SECONDS:
                         has_told = True

@@ -226,7 +226,8 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
     if verdict is None and not _ended_complete(run):
         if stopped_by is not None:
             status = "interrupted"
-            error = Interrupted(_stopped_words(run), stop_exit_code(stopped_by))
+            words = _cut_off_words(run) if outcome.is_cut_off else _stopped_words(run)
+            error = Interrupted(words, stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
     if outcome.lost is not None and not is_own and _ended_complete(run):
@@ -264,6 +265,13 @@ def _stopped_words(run: RunDir) -> str:
     if run.has_checkpoints():
         return f"stopped; continue with {again}"
     return f"stopped before the first checkpoint; {again} starts from the beginning"
+
+
+def _cut_off_words(run: RunDir) -> str:
+    return (
+        "stopped while the node that leads the run could not be reached: if the run goes on without this node, start "
+        f"the same command once more to come back; otherwise `{run.resume_command}` goes on with it"
+    )
 
 
 def how_ended(run: RunDir) -> str | None:

@@ -1,6 +1,7 @@
 """`dure` on a host with a clock of its own, and with limits for silent hosts divided: what takes 13 s takes 4."""
 
 import os
+import sys
 import time
 
 from dure.launch import links, nodes, rendezvous
@@ -21,4 +22,4 @@ time.time = lambda: CLOCK() + AHEAD_SECONDS
 if __name__ == "__main__":
     from dure.cli import main
 
-    main()
+    sys.exit(main(sys.argv[1:]))

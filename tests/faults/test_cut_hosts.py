@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from tests.two_hosts import HEAD, ROUNDING, SwitchedHosts, ended
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 DURE = Path(__file__).with_name("hosts_dure.py")
-EPOCHS = 40
 HOST = os.uname().nodename
 AHEAD_SECONDS = (0, 3600, -86400)
 """Of the three hosts' clocks."""
@@ -28,8 +28,8 @@ def mended(switched: SwitchedHosts) -> Iterator[None]:
         switched.mend(node)
 
 
-def start(hosts: SwitchedHosts, folder: Path, node: int, *, ahead_seconds: float = 0) -> Command:
-    words = train("run", *paused(folder, 3), epochs=EPOCHS)
+def start(hosts: SwitchedHosts, folder: Path, node: int, *, epochs: int = 40, ahead_seconds: float = 0) -> Command:
+    words = train("run", *paused(folder, 3), epochs=epochs)
     return hosts.start(node, folder, *words, nnodes="1:3", script=DURE, CLOCK_AHEAD_SECONDS=str(ahead_seconds))
 
 
@@ -37,19 +37,19 @@ def num_rounds(run: RunFiles) -> int:
     return len(run.events("training"))
 
 
-def check_undisturbed(hosts: SwitchedHosts, folder: Path, commands: list[Command]) -> None:
+def check_undisturbed(hosts: SwitchedHosts, folder: Path, commands: list[Command], epochs: int = 40) -> None:
     """See that the run comes to the weights of one that nothing happened to, and leaves nothing open."""
     (folder / "hurry").touch()
     assert ended(tuple(commands)) == [0, 0, 0], "\n".join(command.err for command in commands)
     run = RunFiles(folder / "runs/run")
     assert run.summary()["status"] == "completed"
-    assert is_each_sample_used(run, EPOCHS, ranks=3)
+    assert is_each_sample_used(run, epochs, ranks=3)
     for event in run.events("nodes"):  # who comes is of the very next round
         come = re.findall(r"node (\d) \([^)]*\)(?=[^:]* (?:is|are) there)", event["message"])
         assert {int(node) for node in come} <= set(event["nodes"])
     assert not (run.path / ".leader/lease.json").exists()
     assert [hosts.listeners(node) for node in range(3)] == [set(), set(), set()]
-    alone = hosts.start(0, folder, *train("alone", "--quiet", epochs=EPOCHS), several=False)
+    alone = hosts.start(0, folder, *train("alone", "--quiet", epochs=epochs), several=False)
     assert alone.wait() == 0, alone.err
     assert largest_difference(run.path, folder / "runs/alone") < ROUNDING
 
@@ -83,6 +83,10 @@ def test_hosts_when_cables_are_cut_at_the_far_end_and_one_way_then_they_come_bac
     cut((switched.cut_to, 1), (switched.cut_from, 2), away=(1, 2))
     mend(1, 2)
     cut((switched.cut, 0), away=(1, 2))  # the one that leads alone, the other two together
+    commands[1].send(signal.SIGTERM)
+    assert commands[1].wait(5.0) == 143
+    assert "dure: stopped while the node that leads the run could not be reached: if the run " in commands[1].err
+    commands[1] = start(switched, tmp_path, 1)
     mend(0)
     cut((switched.cut, 2), away=(2,))
     assert newest_epoch(run.path) == 1  # nobody else has led
@@ -98,12 +102,12 @@ def test_hosts_when_clocks_differ_and_one_is_late_and_slow_and_each_reboots_then
     switched: SwitchedHosts, tmp_path
 ):
     def begin(node: int) -> Command:
-        return start(switched, tmp_path, node, ahead_seconds=AHEAD_SECONDS[node])
+        return start(switched, tmp_path, node, epochs=20, ahead_seconds=AHEAD_SECONDS[node])
 
     commands = [begin(0), begin(1)]
     run = RunFiles(tmp_path / "runs/run")
     wait_for_ranks(run, 2, commands[0], 0)
-    switched.slow(2, "100kbit")
+    switched.slow(2, "200kbit")
     commands.append(begin(2))
     wait_for_ranks(run, 3, commands[0], 1)
     for node in (1, 2, 0, 1, 2):
@@ -116,5 +120,5 @@ def test_hosts_when_clocks_differ_and_one_is_late_and_slow_and_each_reboots_then
         commands[node] = begin(node)
         wait_for_ranks(run, 3, other, before)
     assert {event["leader"] for event in run.events("nodes")} >= {0, 1}
-    check_undisturbed(switched, tmp_path, commands)
+    check_undisturbed(switched, tmp_path, commands, epochs=20)
     assert 0 < run.summary()["wall_seconds"] < 600

@@ -51,6 +51,8 @@ class Outcome:
     """Why the supervisor ended ranks that were not getting on."""
     lost: str | None = None
     """The sentence about a node that went away, or did not go on."""
+    is_cut_off: bool = False
+    """Whether this node could not reach the one that leads when it ended."""
 
 
 def run_round(

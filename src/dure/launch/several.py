@@ -28,6 +28,7 @@ from dure.launch.round import (
 )
 from dure.launch.stop_limit import has_left_snapshots, save_seconds, saving
 from dure.launch.verdict import WorkerEnd, stop_signal
+from dure.launch.way_back import NOBODY
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 _PREPARATION_SECONDS = 600.0
@@ -66,6 +67,7 @@ def run_on_nodes(launch: Launch, nodes: Nodes) -> Outcome:
             refusal=nodes.ending.get("refusal"),
             hang=rounds.hang,
             lost=nodes.why_lost,
+            is_cut_off=nodes.has_lost_leader or nodes.leader == NOBODY,
         )
 
 

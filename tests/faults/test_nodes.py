@@ -167,6 +167,29 @@ def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_t
     assert all("stopped before the first checkpoint" in command.err for command in commands)
 
 
+DEAF = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+open(f"deaf-{os.environ['RANK']}", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_script_when_its_ranks_do_not_follow_a_stop_signal_then_both_hosts_end_them_after_the_grace_time(
+    hosts, tmp_path
+):
+    (tmp_path / "script.py").write_text(DEAF)
+    commands = hosts.both(tmp_path, "run", "--nproc", 1, "--threads", 1, "--grace-seconds", 2, "script.py")
+    commands[0].wait_for(lambda: len(list(tmp_path.glob("deaf-*"))) == 2, "both ranks")
+    sent = time.monotonic()
+    commands[1].send(signal.SIGTERM)
+    assert ended(commands, 8.0) == [143, 143], [command.err for command in commands]
+    assert time.monotonic() - sent < 2.0 + 1.0
+    for command in commands:
+        assert "after 2 s (--grace-seconds) they are ended as they are" in command.err
+        assert command.err.endswith("dure: stopped\n")
+
+
 HANGING = """
 import time, torch, torch.distributed as dist
 

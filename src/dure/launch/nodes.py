@@ -97,6 +97,8 @@ class Nodes(Roster, Links):
         self._signals: list[tuple[int, int]] = []
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
+        self.is_stopping = False
+        """Whether a stop signal has come: ranks are not ended any more for nodes that come."""
         self._is_running = False
         self._gathered: dict[int, list[Any]] = {}
         self._answers: list[list[Any]] = []
@@ -292,6 +294,7 @@ class Nodes(Roster, Links):
                 received.append(number)
                 fresh.append(number)
         self._told_signals = len(received)  # whoever got it has told all
+        self.is_stopping = bool(received)
         return fresh
 
     def tell_signal(self, number: int) -> None:

@@ -160,7 +160,7 @@ class _Rounds:
         """Return the nodes of the next round once they are there and ready, on the leader."""
         nodes = self.nodes
         known = {member.node_rank: member for member in nodes.members}
-        if nodes.reception is not None:
+        if nodes.reception is not None and not self.is_saving:  # who comes has nothing to save
             known |= nodes.reception.waiting
         there = {rank for rank in known if nodes.is_known(rank)}
         ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}

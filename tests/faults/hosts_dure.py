@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from dure.launch import links, nodes, rendezvous
+from dure.launch import channel, links, nodes, rendezvous
 
 SCALE = 3
 for module, name in (
@@ -15,6 +15,7 @@ for module, name in (
     (rendezvous, "LAST_CALL_SECONDS"),
 ):
     setattr(module, name, getattr(module, name) / SCALE)
+channel.DEAD_SECONDS, channel._PROBE_SECONDS = 6, 2
 
 CLOCK, AHEAD_SECONDS = time.time, float(os.environ.get("CLOCK_AHEAD_SECONDS", "0"))
 time.time = lambda: CLOCK() + AHEAD_SECONDS

@@ -122,3 +122,25 @@ def test_hosts_when_clocks_differ_and_one_is_late_and_slow_and_each_reboots_then
     assert {event["leader"] for event in run.events("nodes")} >= {0, 1}
     check_undisturbed(switched, tmp_path, commands, epochs=20)
     assert 0 < run.summary()["wall_seconds"] < 600
+
+
+def num_joined(hosts: SwitchedHosts) -> int:
+    """Return how many connections the launcher of node 0 has at its port (29400)."""
+    lines = hosts.inside(0, "cat", "/proc/net/tcp").splitlines()
+    return sum(words[1].endswith(":72D8") and words[3] == "01" for line in lines if (words := line.split()))
+
+
+def test_host_when_it_reboots_while_others_are_awaited_then_it_comes_again_and_all_begin(
+    switched: SwitchedHosts, tmp_path
+):
+    def begin(node: int) -> Command:
+        return switched.start(node, tmp_path, *train("run", "--nproc", 3, epochs=2), nnodes="3", script=DURE)
+
+    commands = [begin(0), begin(1)]
+    commands[0].wait_for(lambda: num_joined(switched) == 1, "node 1")
+    switched.cut(1)
+    commands[1].kill_all()
+    commands[0].wait_for(lambda: num_joined(switched) == 0, "the end of what leads nowhere")
+    switched.mend(1)
+    commands[1:] = [begin(1), begin(2)]
+    check_undisturbed(switched, tmp_path, commands, epochs=2)

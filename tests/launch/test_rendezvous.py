@@ -306,7 +306,7 @@ def test_node_when_it_is_asked_to_stop_then_the_other_hears_it_once(two):
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_node_when_it_comes_while_the_run_stops_then_the_ranks_may_write_their_checkpoint(is_asked, settings):
-    elastic = replace(settings, num_nodes=3, fewest_nodes=1)
+    elastic = replace(settings, num_nodes=3, fewest_nodes=2)
     zero, one = met(lambda: join(elastic, FACTS, 1), lambda: join(replace(elastic, node_rank=1), FACTS, 1))
     with zero, one:
         comes = replace(zero.me, node_rank=2)

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces joined by a virtual cable, and a third that does not belong."""
+"""Two hosts: network namespaces joined by a virtual cable, and a third that does not belong; and three at a switch."""
 
 import subprocess
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ def ip(*words: str) -> None:
 class Hosts:
     """Two hosts of a run, and one from which a stranger comes."""
 
-    names: tuple[str, str, str]
-    servers: tuple[Prewarmed, Prewarmed]
+    names: tuple[str, ...]
+    servers: tuple[Prewarmed, ...]
 
     def start(
         self,
@@ -34,11 +34,13 @@ class Hosts:
         secret: str = "secret",
         nnodes: str = "2",
         at: int | None = None,
+        script: Path | None = None,
         **environ: str,
     ) -> Command:
         where = ("--nnodes", nnodes, "--node-rank", node, "--rendezvous", f"{HEAD}:29400", "--secret-file", secret)
         where = (*where, "--rendezvous-timeout", 30) if several else ()
-        return self.servers[node if at is None else at].start(folder, words[0], *where, *words[1:], **environ)
+        server = self.servers[node if at is None else at]
+        return server.start(folder, words[0], *where, *words[1:], script=script, **environ)
 
     def cut(self) -> None:
         """Pull the cable between the hosts."""
@@ -60,6 +62,58 @@ class Hosts:
         lines = self.inside(node, "cat", "/proc/net/tcp", "/proc/net/tcp6").splitlines()
         fields = [line.split() for line in lines if not line.lstrip().startswith("sl")]
         return {words[1].partition(":")[0] for words in fields if words[3] == "0A"}
+
+
+SWITCH = 3
+
+
+class SwitchedHosts(Hosts):
+    """Three hosts at a switch, a namespace of its own: cables are cut at its end, and the hosts' links stay up."""
+
+    def cut(self, host: int) -> None:
+        self.inside(SWITCH, "ip", "link", "set", f"port{host}", "nomaster")
+
+    def cut_to(self, host: int) -> None:
+        """Let nothing come to a host; what it sends arrives."""
+        self.inside(SWITCH, *_limited(f"port{host}", *_NOTHING))
+
+    def cut_from(self, host: int) -> None:
+        """Let nothing that a host sends arrive; what is sent to it does."""
+        self.inside(host, *_limited("cable", *_NOTHING))
+
+    def slow(self, host: int, rate: str) -> None:
+        """Let only so many bits a second come to a host."""
+        self.inside(SWITCH, *_limited(f"port{host}", rate, "5kb", "50kb"))
+
+    def mend(self, host: int) -> None:
+        """Put all that is cut or slow in order."""
+        self.inside(SWITCH, "ip", "link", "set", f"port{host}", "master", "switch")
+        for where, link in ((SWITCH, f"port{host}"), (host, "cable")):
+            words = ["ip", "netns", "exec", self.names[where], "tc", "qdisc", "delete", "dev", link, "root"]
+            subprocess.run(words, check=False, capture_output=True)
+
+
+_NOTHING = ("8bit", "10b", "10b")
+"""Rate, bucket and queue: no packet is so small."""
+
+
+def _limited(link: str, rate: str, burst: str, queue: str) -> tuple[str, ...]:
+    words = ("rate", rate, "burst", burst, "limit", queue)
+    return ("tc", "qdisc", "replace", "dev", link, "root", "tbf", *words)
+
+
+def made_switch(names: tuple[str, ...]) -> None:
+    *hosts, switch = names
+    for name in names:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    ip("-n", switch, "link", "add", "switch", "type", "bridge")
+    ip("-n", switch, "link", "set", "switch", "up")
+    for number, name in enumerate(hosts):
+        ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "cable", "netns", name)
+        ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
+        ip("-n", name, "address", "add", f"10.77.1.{number + 1}/24", "dev", "cable")
+        ip("-n", name, "link", "set", "cable", "up")
 
 
 def made_namespaces(names: tuple[str, str, str]) -> None:

@@ -20,7 +20,7 @@ from dure.rank import Launched
 from dure.rundir import RunDir
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
 from dure.strategies import STRATEGIES
-from dure.supervised import finish, nothing_half_written, run_folder, say, start_workers
+from dure.supervised import finish, how_ended, nothing_half_written, run_folder, say, start_workers
 from dure.training.given_task import given_task
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
@@ -212,6 +212,7 @@ def _way_back(
         secret_file=several.secret_file,
         port=port,
         timeout_seconds=several.timeout_seconds,
+        how_ended=lambda: how_ended(run),
         on_wait=lambda text: say(text, spec),
         on_lead=lead,
     )

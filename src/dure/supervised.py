@@ -110,7 +110,7 @@ def start_workers(
                 start=start,
                 expendable=_expendable(spec),
                 grace_seconds=spec.grace_seconds,
-                saves_snapshots=job["kind"] == "train" and nodes is None,
+                saves_snapshots=job["kind"] == "train",
                 on_stopping=lambda text: say(text, spec),
                 restarts=_restart_policy(spec, job),
                 on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
@@ -226,7 +226,8 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
     if verdict is None and not _ended_complete(run):
         if stopped_by is not None:
             status = "interrupted"
-            error = Interrupted(_stopped_words(run), stop_exit_code(stopped_by))
+            words = _cut_off_words(run) if outcome.is_cut_off else _stopped_words(run)
+            error = Interrupted(words, stop_exit_code(stopped_by))
         else:
             verdict = left_early(outcome.ends)
     if outcome.lost is not None and not is_own and _ended_complete(run):
@@ -266,12 +267,35 @@ def _stopped_words(run: RunDir) -> str:
     return f"stopped before the first checkpoint; {again} starts from the beginning"
 
 
+def _cut_off_words(run: RunDir) -> str:
+    return (
+        "stopped while the node that leads the run could not be reached: if the run goes on without this node, start "
+        f"the same command once more to come back; otherwise `{run.resume_command}` goes on with it"
+    )
+
+
+def how_ended(run: RunDir) -> str | None:
+    """Return how the last attempt ended, by the record of the node that led it; None while it goes on."""
+    match _last_event(run, "attempt", "completed", "interrupted", "failed"):
+        case "completed":
+            return "the run was completed"
+        case "interrupted":
+            return f"the run was stopped: `{run.resume_command}` goes on with it"
+        case "failed":
+            return f"the run failed: `{run.resume_command}` goes on from its last checkpoint"
+    return None
+
+
 def _ended_complete(run: RunDir) -> bool:
+    return _last_event(run, "attempt", "completed", "interrupted") == "completed"
+
+
+def _last_event(run: RunDir, *names: str) -> str | None:
     last = None
     for event in run.events():
-        if event["event"] in ("attempt", "completed", "interrupted"):
+        if event["event"] in names:
             last = event["event"]
-    return last == "completed"
+    return last
 
 
 @contextmanager
@@ -292,8 +316,4 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
 
 def _has_begun(run: RunDir) -> bool:
     """Whether the last attempt got as far as training."""
-    has_begun = False
-    for event in run.events():
-        if event["event"] in ("attempt", "training"):
-            has_begun = event["event"] == "training"
-    return has_begun
+    return _last_event(run, "attempt", "training") == "training"

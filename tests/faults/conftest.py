@@ -2,25 +2,39 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
 from tests.commands import Prewarmed
-from tests.two_hosts import Hosts, made_namespaces
+from tests.two_hosts import Hosts, SwitchedHosts, made_namespaces, made_switch
+
+H = TypeVar("H", bound=Hosts)
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    names = tuple(f"dure{os.getpid()}{letter}" for letter in "abc")
+    yield from _connected(Hosts, "abc", 2, made_namespaces)
+
+
+@pytest.fixture(scope="module")
+def switched() -> Iterator[SwitchedHosts]:
+    yield from _connected(SwitchedHosts, "abcs", 3, made_switch)
+
+
+def _connected(
+    kind: type[H], letters: str, num_servers: int, connect: Callable[[tuple[str, ...]], None]
+) -> Iterator[H]:
+    names = tuple(f"dure{os.getpid()}{letter}" for letter in letters)
     try:
-        made_namespaces(names)
+        connect(names)
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or error
         pytest.skip(f"network namespaces cannot be made here (root and iproute2 are needed): {said}")
     try:
-        servers = tuple(Prewarmed("ip", "netns", "exec", name) for name in names[:2])
-        yield Hosts(names, servers)
+        servers = tuple(Prewarmed("ip", "netns", "exec", name) for name in names[:num_servers])
+        yield kind(names, servers)
         for server in servers:
             server.close()
     finally:

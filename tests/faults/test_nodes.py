@@ -127,6 +127,69 @@ def test_training_when_launchers_are_asked_to_stop_then_both_say_so_and_nothing_
     assert run.events("checkpoint")[-1]["step"] == steps[-1]
 
 
+def test_stop_when_ranks_hang_then_the_last_step_is_saved_within_the_grace_time_on_both_hosts(hosts, tmp_path):
+    run, hung = RunFiles(tmp_path / "runs/run"), tmp_path / "hung"
+    fault = ("--task.fault", "hang", "--task.rank", 1, "--task.step", 9, "--task.once", hung)
+    more = ("--record-samples", "--on-hang", "wait", "--grace-seconds", 8, *fault)
+    loud = (word for word in TRAIN if word != "--quiet")
+    commands = hosts.both(tmp_path, *loud, "--nproc", 2, *more)
+    commands[1].wait_for(hung.exists, "the hang")
+    time.sleep(0.3)
+    sent = time.monotonic()
+    commands[1].send(signal.SIGTERM)
+    assert ended(commands, 12.0) == [143, 143], [command.err for command in commands]
+    assert time.monotonic() - sent < 8.0 + 1.0  # the ranks by 8; the rest is the summary
+    for command in commands:
+        assert "stopping: waiting for step " in command.err
+        assert "rank 1 is idle at " in command.err  # where the rank is that did not stop
+        assert "dure: stopped; continue with `dure train --resume " in command.err
+    seen = run.records(0)[-1]["samples_seen"]
+    assert run.checkpoints()[-1] == f"samples-{seen:012d}"
+    assert seen >= 7 * 8
+    commands = hosts.both(tmp_path, "train", "--resume", "runs/run")
+    assert ended(commands) == [0, 0], [command.err for command in commands]
+    used = [index for rank in range(2) for record in run.records(rank) for index in record["samples"]]
+    assert sorted(used) == sorted([*range(97)] * 2)
+    alone = hosts.start(0, tmp_path, *UNNAMED, "--epochs", 2, "--name", "alone", several=False)
+    assert alone.wait() == 0, alone.err
+    across, one = last_weights(run.path), last_weights(tmp_path / "runs/alone")
+    assert max(np.abs(across[name] - one[name]).max() for name in one) < ROUNDING
+
+
+def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_the_grace_time(hosts, tmp_path):
+    fault = ("--task.fault", "hang", "--task.place", "build_model", "--task.rank", 1, "--task.once", tmp_path / "hung")
+    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 2, "--grace-seconds", 2, *fault)
+    commands[1].wait_for((tmp_path / "hung").exists, "the hang")
+    sent = time.monotonic()
+    commands[0].send(signal.SIGUSR1)
+    assert ended(commands, 8.0) == [75, 75], [command.err for command in commands]
+    assert time.monotonic() - sent < 2.0 + 1.0
+    assert all("stopped before the first checkpoint" in command.err for command in commands)
+
+
+DEAF = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+open(f"deaf-{os.environ['RANK']}", "w").close()
+time.sleep(1000)
+"""
+
+
+def test_script_when_its_ranks_do_not_follow_a_stop_signal_then_both_hosts_end_them_after_the_grace_time(
+    hosts, tmp_path
+):
+    (tmp_path / "script.py").write_text(DEAF)
+    commands = hosts.both(tmp_path, "run", "--nproc", 1, "--threads", 1, "--grace-seconds", 2, "script.py")
+    commands[0].wait_for(lambda: len(list(tmp_path.glob("deaf-*"))) == 2, "both ranks")
+    sent = time.monotonic()
+    commands[1].send(signal.SIGTERM)
+    assert ended(commands, 8.0) == [143, 143], [command.err for command in commands]
+    assert time.monotonic() - sent < 2.0 + 1.0
+    for command in commands:
+        assert "after 2 s (--grace-seconds) they are ended as they are" in command.err
+        assert command.err.endswith("dure: stopped\n")
+
+
 HANGING = """
 import time, torch, torch.distributed as dist
 

@@ -327,3 +327,11 @@ def test_channel_when_two_messages_change_places_then_it_closes(pair):
     receiver._frames.add(frames[1] + frames[0])
     with pytest.raises(ChannelClosed, match="a message is not the next one"):
         receiver._taken()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has such a limit")
+def test_connection_when_the_other_host_is_gone_then_the_kernel_notices_whatever_the_launcher_does(pair):
+    for channel in pair:
+        connection = channel._connection
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000

@@ -27,6 +27,7 @@ FACTS = {"script": "train.py", "seed": 0}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(rendezvous, "LAST_CALL_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -268,6 +269,16 @@ def test_node_when_it_falls_silent_then_it_is_lost(two, monkeypatch):
     assert "nothing was heard of it for" in two[0].lost
 
 
+def test_node_when_it_has_looked_for_the_leader_for_long_then_it_did_not_stand_still(two, monkeypatch):
+    monkeypatch.setattr(nodes_module, "SILENCE_SECONDS", 0.1)
+    two[1].watch()
+    two[1].pump()
+    time.sleep(0.2)  # all the while it does not pump
+    two[1].follow(two[1]._channels[0], 0)
+    two[1].pump()
+    assert two[1].lost is None
+
+
 @pytest.mark.alone
 def test_node_when_it_beats_then_it_is_not_lost(two, monkeypatch):
     monkeypatch.setattr(nodes_module, "SILENCE_SECONDS", 0.5)
@@ -291,6 +302,20 @@ def test_node_when_it_is_asked_to_stop_then_the_other_hears_it_once(two):
     two[0].tell_ending("stopped")
     until(two[1], lambda: two[1].news.endings)
     assert two[1].exchange_signals(theirs) == []
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_node_when_it_comes_while_the_run_stops_then_the_ranks_may_write_their_checkpoint(is_asked, settings):
+    elastic = replace(settings, num_nodes=3, fewest_nodes=2)
+    zero, one = met(lambda: join(elastic, FACTS, 1), lambda: join(replace(elastic, node_rank=1), FACTS, 1))
+    with zero, one:
+        comes = replace(zero.me, node_rank=2)
+        zero.reception.waiting[2] = comes
+        zero.add(2, zero._channels[1])
+        zero.ready.add(2)
+        zero.exchange_signals([int(signal.SIGTERM)] if is_asked else [])
+        zero.reception.let_in(zero)
+        assert (zero.news.shaken is None) is is_asked
 
 
 def test_nodes_when_all_are_asked_to_stop_at_once_then_it_is_one_wish_and_a_second_is_another(two):

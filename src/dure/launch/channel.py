@@ -30,6 +30,9 @@ HANDSHAKE_SECONDS = 1.0
 """What a stranger has to prove itself."""
 MOST_GUESTS = 64
 """Strangers that are kept waiting; one more, and the one that has waited longest goes."""
+DEAD_SECONDS = 20
+"""Seconds without a sign of the other side's kernel after which a connection is broken, whatever its launcher is at."""
+_PROBE_SECONDS = 5
 _MOST_UNSENT_BYTES = 8 * 2**20
 _READ_BYTES = 2**18
 _LENGTH = struct.Struct(">I")
@@ -118,6 +121,7 @@ class Channel:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _probe(connection)
         self._connection = connection
         self.own_address = str(connection.getsockname()[0])
         self.peer_address = str(connection.getpeername()[0])
@@ -209,6 +213,16 @@ class Channel:
         _open.discard(self)
         self._connection.close()
         self._send_key = self._receive_key = b""
+
+
+def _probe(connection: socket.socket) -> None:
+    """Let the kernel notice that the other side is gone: a launcher that imports, or has not begun, sends no beats."""
+    with suppress(OSError, AttributeError):  # names that only Linux has
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_SECONDS // _PROBE_SECONDS - 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_SECONDS)
 
 
 class _Guest:

@@ -63,10 +63,10 @@ class HangVerdict:
     """Whether any rank waits for another."""
 
     def has_moved(self, later: Sequence[RankState]) -> bool:
-        """Whether a rank that is to blame is elsewhere, or has made other calls, in a later look."""
-        now = {state.rank: state for state in later}
+        """Whether a rank that is to blame is elsewhere, has made other calls, or is not seen in a later look."""
+        now = {state.rank: state.whereabouts for state in later}
         before = [state for state in self.states if state.rank in self.culprits]
-        return any(state.whereabouts != now[state.rank].whereabouts for state in before)
+        return any(now.get(state.rank) != state.whereabouts for state in before)
 
     def announcing(self, what_follows: str | None) -> "HangVerdict":
         """Return the verdict with a last line that says what will be done."""

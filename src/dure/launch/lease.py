@@ -116,6 +116,20 @@ class Lease:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def can_be_read(self) -> bool:
+        """Return whether this node sees the folder in which leaders write."""
+        return newest_epoch(self.folder.parent) > 0
+
+    def is_given_up(self) -> bool:
+        """Return whether a leader has taken its lease away: not whether it cannot be read, which says nothing."""
+        try:
+            os.stat(self.folder / _LEASE)
+        except FileNotFoundError:
+            return self.can_be_read()
+        except OSError:
+            pass
+        return False
+
     def unchanged_seconds(self) -> float:
         """Return how long this node has seen no news of the leader; to be asked again and again."""
         found, now = self.read(), time.monotonic()

@@ -29,10 +29,14 @@ __all__ = ["Member", "Nodes", "StoppedByPeer"]
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Without a word for so long, a node of a run that needs all counts as lost."""
-LOST_SECONDS = 12.0
+LOST_SECONDS = 13.0
 """The same where the others go on without it: the whole must be over within 15 s."""
 LEADER_LOST_SECONDS = 10.5
-"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them."""
+"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them.
+
+Where a cut lets one direction through, that node hears one more beat than the leader, and the leader one less: the two
+limits are more than two beats apart.
+"""
 _PREPARATION_SECONDS = 600.0
 """Before the ranks run, a launcher that imports says nothing for a while."""
 
@@ -93,6 +97,8 @@ class Nodes(Roster, Links):
         self._signals: list[tuple[int, int]] = []
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
+        self.is_stopping = False
+        """Whether a stop signal has come: ranks are not ended any more for nodes that come."""
         self._is_running = False
         self._gathered: dict[int, list[Any]] = {}
         self._answers: list[list[Any]] = []
@@ -288,6 +294,7 @@ class Nodes(Roster, Links):
                 received.append(number)
                 fresh.append(number)
         self._told_signals = len(received)  # whoever got it has told all
+        self.is_stopping = bool(received)
         return fresh
 
     def tell_signal(self, number: int) -> None:
@@ -323,6 +330,7 @@ class Nodes(Roster, Links):
         channel.last_heard = time.monotonic()
         self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
         self.has_lost_leader, self.next_round = False, None
+        self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
         self.news = RoundNews()
 
     def lead(self, reception: "Reception") -> None:
@@ -330,6 +338,7 @@ class Nodes(Roster, Links):
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
         self.ready.clear()
+        self._pumped_at = 0.0
         self.is_new_leader = True
         self.take_in([self.me])
         self.news = RoundNews()
@@ -369,7 +378,7 @@ class Nodes(Roster, Links):
                 self.lost = self.lost or str(message["text"])
             else:
                 self.news.shaken = self.news.shaken or str(message["text"])
-        elif kind in ("look", "state", "looked", "hang"):
+        elif kind in ("look", "state", "looked", "hang", "no_hang"):
             self.news.looks.append((rank, message))
         elif kind == "refused":
             self.refusal = self.refusal or refused_error(message)

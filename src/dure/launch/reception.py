@@ -99,7 +99,7 @@ class Reception:
             nodes.add(member.node_rank, channel)
         come = sorted(rank for rank in self.waiting if rank in nodes.ready)
         here = {member.node_rank for member in nodes.members}
-        if come and nodes.news.shaken is None and not nodes.is_over:
+        if come and nodes.news.shaken is None and not (nodes.is_over or nodes.is_stopping):
             back = ", ".join(str(self.waiting[rank]) for rank in come)
             nodes.shake(f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else ""))
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 from dure.errors import EnvironmentLacks
-from dure.launch.examination import examine
+from dure.launch.examination import RankState, examine
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.joint_look import JointLook
@@ -51,6 +51,8 @@ class Outcome:
     """Why the supervisor ended ranks that were not getting on."""
     lost: str | None = None
     """The sentence about a node that went away, or did not go on."""
+    is_cut_off: bool = False
+    """Whether this node could not reach the one that leads when it ended."""
 
 
 def run_round(
@@ -107,7 +109,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
     """
     watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
     counts = call_counts(launch, watchdog)
-    look = joint_look(launch, workers, memory, watchdog)
+    look = joint_look(launch, workers, memory, watchdog, received)
     deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
     stop = StopLimit(launch, memory.heartbeats)
     have_been_asked = False
@@ -127,7 +129,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
             others += launch.nodes.descriptors
         if received:
-            grace = _least(grace, _time_to_stop(launch, stop, workers, memory))
+            grace = _least(grace, _time_to_stop(launch, stop, workers, memory, look))
         if grace is not None:
             deadline = min(deadline or float("inf"), time.monotonic() + grace)
         left = None if deadline is None else deadline - time.monotonic()
@@ -145,13 +147,20 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
                 return hang
 
 
-def _time_to_stop(launch: Launch, stop: StopLimit, workers: list[Worker], memory: KeptMemory) -> float:
+def _time_to_stop(
+    launch: Launch, stop: StopLimit, workers: list[Worker], memory: KeptMemory, look: JointLook | None
+) -> float:
     """Return the seconds that ranks have left after a stop signal, and say what they are waited for, and where."""
     alive = [worker.rank for worker in workers if worker.end is None]
     seconds = stop.seconds_left(alive)
     last = min(memory.heartbeats.last(rank).time for rank in alive)
-    if stop.is_half_over(seconds) and launch.hangs is not None and launch.nodes is None and last:
-        report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
+    if stop.is_half_over(seconds) and launch.hangs is not None and last:
+        if look is None:
+            report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
+        else:
+            look.ask(time.monotonic() - last, is_confirmed=False)
+    if look is not None and (found := look.advance()) is not None:
+        report_hang(launch, workers, found[0])
     if launch.on_stopping is not None and (text := stop.words(alive)) is not None:
         show_what_was_said(launch, workers)
         launch.on_stopping(text)
@@ -175,7 +184,11 @@ def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
 
 
 def joint_look(
-    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog | None = None
+    launch: Launch,
+    workers: list[Worker],
+    memory: KeptMemory,
+    watchdog: Watchdog | None = None,
+    received: Sequence[int] = (),
 ) -> JointLook | None:
     """Return the look that this node takes together with others, where there are others."""
     hangs = launch.hangs
@@ -183,9 +196,15 @@ def joint_look(
         return None
 
     def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
-        return (verdict, False) if watchdog is None else _decided(hangs, watchdog, verdict, seconds)
+        # ranks that were asked to stop have a limit of their own
+        return (verdict, False) if watchdog is None or received else _decided(hangs, watchdog, verdict, seconds)
 
-    return JointLook(launch.nodes, lambda: examine(workers, memory.heartbeats), decide)
+    def examine_own() -> list[RankState]:
+        return examine(workers, memory.heartbeats)
+
+    if watchdog is None:
+        return JointLook(launch.nodes, examine_own, decide)
+    return JointLook(launch.nodes, examine_own, decide, watchdog.told_nothing)
 
 
 def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:

@@ -26,7 +26,9 @@ from dure.launch.round import (
     run_round,
     show_what_was_said,
 )
-from dure.launch.verdict import stop_signal
+from dure.launch.stop_limit import has_left_snapshots, save_seconds, saving
+from dure.launch.verdict import WorkerEnd, stop_signal
+from dure.launch.way_back import NOBODY
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 _PREPARATION_SECONDS = 600.0
@@ -65,6 +67,7 @@ def run_on_nodes(launch: Launch, nodes: Nodes) -> Outcome:
             refusal=nodes.ending.get("refusal"),
             hang=rounds.hang,
             lost=nodes.why_lost,
+            is_cut_off=nodes.has_lost_leader or nodes.leader == NOBODY,
         )
 
 
@@ -93,6 +96,8 @@ class _Rounds:
         """Until when it does."""
         self.hope = 0.0
         """Until when it waits for those that cannot be reached, too."""
+        self.is_saving = False
+        """Whether a stop signal has come, and the next round is one that saves what the ranks have left in memory."""
         self.is_waiting = False
         """Whether people were told that too few are there."""
 
@@ -115,9 +120,11 @@ class _Rounds:
                 if store.listener is not None:
                     store.listener.close()
             self._finish(launch)
-            if nodes.is_leader and not self._goes_on():
+            if nodes.is_leader and not self._goes_on(launch):
                 return
-            if nodes.is_over or (self.received and not nodes.is_leader):
+            if not nodes.is_leader:
+                self.is_saving = has_left_snapshots(launch, self._own_ends(), self.received)
+            if nodes.is_over or (self.received and not self.is_saving):
                 return
             self.workers.clear()
 
@@ -146,13 +153,14 @@ class _Rounds:
 
     def _is_at_end(self) -> bool:
         nodes = self.nodes
-        return bool(nodes.is_over or nodes.lost or nodes.refusal is not None or self.received)
+        is_stopped = self.received and not self.is_saving
+        return bool(nodes.is_over or nodes.lost or nodes.refusal is not None or is_stopped)
 
     def _enough(self) -> list[Member] | None:
         """Return the nodes of the next round once they are there and ready, on the leader."""
         nodes = self.nodes
         known = {member.node_rank: member for member in nodes.members}
-        if nodes.reception is not None:
+        if nodes.reception is not None and not self.is_saving:  # who comes has nothing to save
             known |= nodes.reception.waiting
         there = {rank for rank in known if nodes.is_known(rank)}
         ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}
@@ -212,6 +220,8 @@ class _Rounds:
         launch = replace(
             launch, microbatch_size=told.get("microbatch_size"), trusted_samples=told.get("trusted_samples")
         )
+        if told.get("stopped_by") is not None:
+            launch = saving(launch, int(told["stopped_by"]))
         if launch.output_of is None:
             return launch
         ranks = range(nodes.first_rank, nodes.first_rank + launch.num_processes)
@@ -223,7 +233,7 @@ class _Rounds:
         """Let all nodes know how the ranks here ended."""
         nodes, workers = self.nodes, self.workers
         show_what_was_said(launch, workers)
-        ends = [replace(worker.end, node=str(nodes.me)) for worker in workers if worker.end is not None]
+        ends = [replace(end, node=str(nodes.me)) for end in self._own_ends()]
         steps = {worker.rank: self.memory.heartbeats.last(worker.rank).step for worker in workers}
         if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
             nodes.tell_signal(number)
@@ -238,9 +248,13 @@ class _Rounds:
 
         nodes.finish_round(ends, steps, tick)
 
-    def _goes_on(self) -> bool:
-        """Decide, on the leader, whether there is another round."""
+    def _own_ends(self) -> list[WorkerEnd]:
+        return [worker.end for worker in self.workers if worker.end is not None]
+
+    def _goes_on(self, launch: Launch) -> bool:
+        """Decide, on the leader, whether there is another round after the one that was started so."""
         nodes, hangs, ends = self.nodes, self.launch.hangs, self.nodes.news.ends
+        self.is_saving = self._are_all_ended_with_snapshots(launch)
         if self._is_at_end() or (ends and all(end.exit_code == 0 for end in ends)):
             return False
         if self.hang is not None and hangs is not None and hangs.action == "stop":
@@ -248,7 +262,10 @@ class _Rounds:
         known = {key: self.told.get(key) for key in _KEPT}
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
         timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
-        self.patience = time.monotonic() + timeout
+        self.patience = time.monotonic() + (save_seconds(launch) if self.is_saving else timeout)
+        if self.is_saving:
+            self.told = {**known, "stopped_by": self.received[0]}
+            return True
         if nodes.news.shaken is not None or (nodes.lease is not None and nodes.lease.is_deposed):
             self.told = {**known, "change": nodes.news.shaken}
             return True
@@ -267,6 +284,12 @@ class _Rounds:
             known["trusted_samples"] = None
         self.told = {**known, "restart": asdict(restart)}
         return True
+
+    def _are_all_ended_with_snapshots(self, launch: Launch) -> bool:
+        """Return whether the ranks of all nodes were ended after a stop signal, each with a snapshot left to save."""
+        news, world_size = self.nodes.news, self.nodes.world_size
+        is_whole = len(news.ends) == world_size and sum(step > 0 for step in news.steps.values()) == world_size
+        return is_whole and news.shaken is None and has_left_snapshots(launch, news.ends, self.received)
 
     def _find_leader(self) -> bool:
         """Find out who leads now; the ranks here have ended. False when the run does not go on here."""

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dure.heartbeat import PHASES, Heartbeats
+from dure.launch.verdict import WorkerEnd
 from dure.launch.workers import Launch
 
 _SAVE_FRACTION = 1 / 2
@@ -82,3 +84,14 @@ class StopLimit:
 def save_seconds(launch: Launch) -> float:
     """Return the part of the grace time that is left for saving snapshots."""
     return min(_SAVE_SECONDS, launch.grace_seconds * _SAVE_FRACTION)
+
+
+def has_left_snapshots(launch: Launch, ends: Sequence[WorkerEnd], received: Sequence[int]) -> bool:
+    """Return whether ranks were ended after one stop signal that they did not follow, with snapshots left to save."""
+    is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
+    return is_first and bool(ends) and all(end.was_stopped or end.is_tolerated for end in ends)
+
+
+def saving(launch: Launch, number: int) -> Launch:
+    """Return the launch of ranks that save what those before them left in memory, and leave by this signal."""
+    return replace(launch, stopped_by=number, grace_seconds=save_seconds(launch), on_stopping=None)

@@ -11,7 +11,7 @@ from dure.launch.passed_signals import StoppedBeforeStart, passing_signals_on
 from dure.launch.restarts import Restart, Restarts
 from dure.launch.round import Outcome, decide_to_fork, kill_all, listening_on, run_round, show_what_was_said
 from dure.launch.several import run_on_nodes
-from dure.launch.stop_limit import save_seconds
+from dure.launch.stop_limit import has_left_snapshots, saving
 from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
 
 __all__ = ["Outcome", "as_decided", "run_workers"]
@@ -44,10 +44,9 @@ def run_workers(launch: Launch) -> Outcome:
                 with _loopback_store() as store:
                     hang = run_round(launch, workers, memory, round_number, received, store, by_fork=by_fork)
                 ends = [worker.end for worker in workers if worker.end is not None]
-                if was_ended_before_it_saved(launch, workers, received) and memory.has_begun(launch.num_processes):
+                if has_left_snapshots(launch, ends, received) and memory.has_begun(launch.num_processes):
                     workers.clear()
-                    seconds = save_seconds(launch)
-                    launch = replace(launch, stopped_by=received[0], grace_seconds=seconds, on_stopping=None)
+                    launch = saving(launch, received[0])
                     continue
                 if received or (hang is not None and launch.hangs is not None and launch.hangs.action == "stop"):
                     restart = None
@@ -73,13 +72,6 @@ def run_workers(launch: Launch) -> Outcome:
             refusal=restarts.refusal,
             hang=hang,
         )
-
-
-def was_ended_before_it_saved(launch: Launch, workers: list[Worker], received: list[int]) -> bool:
-    """Return whether ranks were ended after one stop signal that they did not follow, with snapshots left to save."""
-    is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
-    ends = [worker.end for worker in workers if worker.end is not None]
-    return is_first and bool(ends) and all(end.was_stopped or end.is_tolerated for end in ends)
 
 
 def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:

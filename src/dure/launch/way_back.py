@@ -19,7 +19,8 @@ from dure.launch.reception import Reception
 from dure.launch.secret import read_secret
 
 _LOOK_SECONDS = 0.1
-_KNOCK_SECONDS = 2.0
+_KNOCK_SECONDS = 1.0
+"""Time for one attempt to reach the leader, during which the lease is not watched: well below `STALE_SECONDS`."""
 _ANSWER_SECONDS = 5.0
 _BETWEEN_SECONDS = 1.0
 """Between two of those that could take over."""
@@ -28,7 +29,7 @@ _OTHERS_SECONDS = 4.0
 NOBODY = -1
 """As the node rank of a leader that is not known."""
 _GONE_SECONDS = 2.0
-"""Without a lease for so long, the run has ended."""
+"""Time without a lease, in a folder that can be read, after which the leader has ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ class WayBack:
     port: int
     """At which this node lets others in, should it lead."""
     timeout_seconds: float
+    how_ended: Callable[[], str | None]
+    """Returns how the run ended, by its record; None while it goes on."""
     on_wait: Callable[[str], None]
     """Told what this node waits for."""
     on_lead: Callable[[], None]
@@ -69,42 +72,54 @@ class WayBack:
         """
         lease, why = nodes.lease, nodes.news.shaken or "another node leads the run"
         assert lease is not None
+        leader = next((str(member) for member in nodes.members if member.node_rank == nodes.leader), "the leader")
         old = [member.node_rank for member in nodes.members if member.node_rank != nodes.leader]
         place = old.index(nodes.me.node_rank) if nodes.me.node_rank in old else len(old)
         was_leader = lease.is_deposed
         nodes.drop_all()
         nodes.leader = NOBODY
-        began, last_seen, has_told, is_second = time.monotonic(), time.monotonic(), False, False
+        began, has_told, is_second = time.monotonic(), False, False
+        gone_since: float | None = None
         first: tuple[int, int] | None = None
         while time.monotonic() - began < self.timeout_seconds and not is_stopped():
             unchanged, found = lease.unchanged_seconds(), lease.read()
             if found is not None:
-                last_seen = time.monotonic()
                 first = first or (found.epoch, found.counter)
                 is_alive = found.epoch > lease.epoch or (found.epoch, found.counter) != first
                 if is_alive and unchanged < STALE_SECONDS:
+                    if not was_leader and found.epoch == lease.epoch:
+                        why = (
+                            f"nothing is heard of {leader}, which still leads the run: the network between it and this "
+                            "node is cut or too slow"
+                        )
                     if not has_told and time.monotonic() - began > 2 * STALE_SECONDS:
                         has_told = True
-                        self.on_wait(f"{why}; the run goes on without this node, which tries to come back")
+                        self.on_wait(
+                            f"{why}\n      the run goes on without this node, which tries to come back for "
+                            f"{self.timeout_seconds:g} s (--rendezvous-timeout)"
+                        )
                     if (way := self._come(nodes, lease, found)) is not None:
                         # what an old leader's ranks did last may have been when another led
                         return replace(way, keeps_memory=way.keeps_memory and not was_leader)
-            if time.monotonic() - last_seen > _GONE_SECONDS:
-                nodes.lost = f"{why}; the run has ended on the other side meanwhile"
+            gone_since = None if not lease.is_given_up() else gone_since or time.monotonic()
+            is_gone = gone_since is not None and time.monotonic() - gone_since > _GONE_SECONDS
+            is_free = found is not None and unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS
+            if (is_gone or is_free) and ((ended := self.how_ended()) is not None or is_gone):
+                nodes.lost = f"{why}; meanwhile {ended or 'the run was ended before it had begun to train'}"
                 return None
-            is_free = unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS
             if is_free and found is not None:
                 # an epoch that was begun, and of which nothing came, is over as well
-                ended = None if is_second else max(lease.epoch, found.epoch)
-                if (way := self._lead(nodes, lease, set(old), ended)) is not None or nodes.lost:
+                last = None if is_second else max(lease.epoch, found.epoch)
+                if (way := self._lead(nodes, lease, set(old), last)) is not None or nodes.lost:
                     return way
                 is_second = True
             time.sleep(_LOOK_SECONDS)
         if is_stopped():
             return None
+        hidden = "" if lease.can_be_read() else f", and {lease.folder.parent} cannot be read here either"
         nodes.lost = (
-            f"{why}; it could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout): start the "
-            "same command once more when it can"
+            f"{why}; the run could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout)"
+            f"{hidden}: start the same command once more when it can"
         )
         return None
 

@@ -1,0 +1,147 @@
+"""A node that cannot reach its leader: it comes back, leads, or ends, and each for a reason that it has seen."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dure.launch import lease as lease_module
+from dure.launch import way_back
+from dure.launch.lease import Lease
+from dure.launch.nodes import Member, Nodes
+from dure.launch.secret import read_secret
+from dure.launch.way_back import WayBack, WayFound
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.02)
+    for name, seconds in (("STALE", 0.4), ("_GONE", 0.3), ("_KNOCK", 0.2), ("_LOOK", 0.01)):
+        monkeypatch.setattr(way_back, f"{name}_SECONDS", seconds)
+
+
+@dataclass
+class CutOff:
+    """Node 1 of a run, when it has lost its leader."""
+
+    run: Path
+    ended: str | None = None
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.run.mkdir()
+        members = [
+            Member(node_rank=rank, host=f"host{rank}", address=f"127.0.0.{rank + 1}", num_ranks=1) for rank in range(2)
+        ]
+        self.leader = Lease(self.run)
+        # what is bound and does not listen, or has a full backlog, answers as little as a host behind a cut cable
+        self.deaf = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.callers = [socket.create_connection(self.deaf.getsockname())]
+        assert self.leader.claim(0, "127.0.0.1", self.deaf.getsockname()[1])
+        self.leader.renew(3)
+        read_secret(self.run / "secret", host="x", may_make=True)
+        self.nodes = Nodes(members[1], members, {}, fewest=1, most=2)
+        self.nodes.lease = Lease(self.run)
+        self.nodes.lease.look()
+
+    def go(self, seconds: float = 5.0, until: Callable[[], object] = lambda: False) -> WayFound | None:
+        with self.deaf:
+            try:
+                return WayBack(
+                    said={},
+                    folder=str(self.run),
+                    secret_file=self.run / "secret",
+                    port=0,
+                    timeout_seconds=seconds,
+                    how_ended=lambda: self.ended,
+                    on_wait=self.told.append,
+                    on_lead=lambda: None,
+                ).go(self.nodes, lambda: bool(until()))
+            finally:
+                for caller in self.callers:
+                    caller.close()
+
+
+@pytest.fixture
+def cut_off(tmp_path) -> CutOff:
+    return CutOff(tmp_path / "run")
+
+
+@contextmanager
+def renewed(lease: Lease, then: Callable[[], None] = lambda: None, after: float = 1.2) -> Iterator[None]:
+    """Let the leader go on for a while beside the test."""
+
+    def lead() -> None:
+        deadline = time.monotonic() + after
+        while time.monotonic() < deadline:
+            lease.renew(3)
+            time.sleep(0.01)
+        then()
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_node_when_knocks_are_not_answered_while_the_lease_moves_then_it_waits_as_long_as_it_was_told(cut_off):
+    with renewed(cut_off.leader, after=1.6):
+        began = time.monotonic()
+        assert cut_off.go(1.5) is None
+        assert time.monotonic() - began >= 1.5
+    assert cut_off.nodes.lost.startswith(
+        "nothing is heard of node 0 (host0, 127.0.0.1), which still leads the run: the network between it and this "
+        "node is cut or too slow; the run could not be reached again within 1.5 s (--rendezvous-timeout)"
+    )
+    (told,) = cut_off.told
+    assert "the run goes on without this node, which tries to come back for 1.5 s (--rendezvous-timeout)" in told
+
+
+def test_node_when_the_leader_gives_up_its_lease_then_it_says_how_the_run_ended(cut_off):
+    cut_off.ended = "the run was completed"
+    with renewed(cut_off.leader, cut_off.leader.give_up):
+        assert cut_off.go() is None
+    assert cut_off.nodes.lost.endswith("; meanwhile the run was completed")
+
+
+def test_node_when_the_lease_is_gone_and_no_record_says_so_then_the_run_was_ended_before_it_trained(cut_off):
+    cut_off.leader.give_up()
+    assert cut_off.go() is None
+    assert cut_off.nodes.lost.endswith("; meanwhile the run was ended before it had begun to train")
+
+
+def test_node_when_it_cannot_read_the_folder_then_it_waits_and_says_so(cut_off):
+    cut_off.run.rename(cut_off.run.with_name("away"))
+    began = time.monotonic()
+    assert cut_off.go(1.0) is None
+    assert time.monotonic() - began >= 1.0
+    assert f"within 1 s (--rendezvous-timeout), and {cut_off.run} cannot be read here either" in cut_off.nodes.lost
+
+
+def test_node_when_the_lease_stands_still_after_the_run_ended_then_it_does_not_lead(cut_off):
+    cut_off.ended = "the run was completed"
+    assert cut_off.go() is None
+    assert cut_off.nodes.lost.endswith("; meanwhile the run was completed")
+    assert os.listdir(cut_off.run / ".leader").count("epoch-2") == 0
+
+
+def test_node_when_the_lease_stands_still_then_it_leads(cut_off):
+    found = cut_off.go()
+    assert (found.keeps_memory, found.expected, cut_off.nodes.is_leader) == (True, {1}, True)
+    cut_off.nodes.drop_all()
+
+
+def test_node_when_it_is_asked_to_stop_then_it_stops_waiting(cut_off):
+    began = time.monotonic()
+    with renewed(cut_off.leader, after=0.6):
+        assert cut_off.go(until=lambda: time.monotonic() - began > 0.5) is None
+    assert time.monotonic() - began < 2.0
+    assert cut_off.nodes.lost is None

@@ -12,10 +12,12 @@ a small disk and with `/dev/shm` of their own need root; without it they are not
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +95,6 @@ class Campaign:
 
 def draw_single(case: Case) -> Case:
     """Return the case by which the others are defined: one process, the batch as a whole."""
-    from dataclasses import replace
-
     return replace(case, strategy="single", options=(), nproc=1, microbatch_size=None)
 
 
@@ -153,6 +153,7 @@ def main() -> None:
     record: dict[str, Any] = surroundings()
     is_root = os.geteuid() == 0 and sys.platform == "linux"
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # hosts and the small disk are taken away then, too
     with tempfile.TemporaryDirectory(prefix="dure-campaign-") as name:
         folder = Path(name) if options.keep is None else options.keep.absolute()
         folder.mkdir(exist_ok=True)

@@ -28,7 +28,6 @@ from campaign_run import Seen
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
 from dure.training.checkpoint import verify
-from tests.commands import wait_until
 from tests.faults.test_kill_and_resume import TOLERANCE, answers
 
 Weights = Mapping[str, torch.Tensor]
@@ -54,7 +53,7 @@ def broken_promises(case: Case, seen: Seen, folder: Path, control: Weights, weig
         weights: Weights at the end; None if the run did not come to one.
     """
     yield from of_the_end(case, seen)
-    yield from of_what_is_left(seen, folder)
+    yield from of_what_is_left(case, seen, folder)
     if weights is not None:
         yield from of_samples(case, seen)
         yield from of_repeated_steps(case, seen)
@@ -71,7 +70,7 @@ def of_the_end(case: Case, seen: Seen) -> Iterator[str]:
             yield f"exit code {code} instead of {' or '.join(map(str, sorted(codes)))}: {last!r}"
         elif code > 0 and not any(word in command.err for word in promised_words(case, code)):
             yield f"exit code {code} with a message that does not say why: {last!r}"
-        if "Traceback" in command.err and case.fault.kind != "raise":
+        if "Traceback" in command.err and not (code == 1 and case.fault.kind in IN_THE_TASK):
             yield f"a traceback: {last!r}"
     bound = BOUND_SECONDS.get(case.fault.kind, OTHER_BOUND_SECONDS)
     if seen.seconds > bound:
@@ -90,7 +89,7 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
     fault = case.fault
     if not seen.happened:
         return {0}
-    late = {0} if seen.step >= STEPS - STEPS_TO_REACT else set()
+    late = {0} if seen.steps_done() >= STEPS - STEPS_TO_REACT else set()
     if fault.kind == "full disk":
         return {0, 2}
     if not seen.run.path.exists():  # before dure listens to signals, the system's own answer
@@ -132,7 +131,7 @@ def promised_words(case: Case, code: int) -> tuple[str, ...]:
     return (WORDS.get(case.fault.kind, "because they hung"),)
 
 
-def of_what_is_left(seen: Seen, folder: Path) -> Iterator[str]:
+def of_what_is_left(case: Case, seen: Seen, folder: Path) -> Iterator[str]:
     """Check processes, ports and files."""
     for process in psutil.process_iter(["cwd", "cmdline"]):
         if (process.info["cwd"] or "").startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
@@ -140,7 +139,9 @@ def of_what_is_left(seen: Seen, folder: Path) -> Iterator[str]:
     for port in seen.ports:
         if port[0] in ("127.0.0.1", "::1") and answers(port):
             yield f"{port[0]}:{port[1]} still answers"
-    ours = ("runs", "output-", "hurry", "went-wrong", "secret", "control", "weights")
+    ours = ("runs", "output-", "hurry", "went-wrong", "secret", "weights")
+    if case.num_workers:
+        ours = (*ours, "pymp-")  # of Python's multiprocessing in a loader that was killed
     for name in os.listdir(folder):
         if not name.startswith(ours):
             yield f"a temporary file is left: {name}"

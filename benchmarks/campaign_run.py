@@ -1,5 +1,6 @@
 """How a case of the campaign is carried out: its run is started, the fault happens, and the run is resumed."""
 
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,6 @@ from campaign_case import (
     SAMPLES,
     STEP_SECONDS,
     STEPS,
-    STEPS_PER_EPOCH,
     Case,
 )
 from paired import HERE
@@ -28,12 +28,20 @@ from tests.faults.test_kill_and_resume import listening
 from tests.two_hosts import Hosts, made_namespaces
 
 TASK = f"{HERE.parent / 'tests' / 'disk_task.py'}:OnBadDisk"
-START_SECONDS, EVALUATION_SECONDS, SAVING_SECONDS, LEAVING_SECONDS = 0.8, 0.1, 0.03, 0.3
-"""Duration of each moment, of which a case draws a fraction."""
+START_SECONDS, TRAINING_SECONDS, LEAVING_SECONDS = 0.8, 1.0, 0.3
+"""Durations of which a case draws a fraction."""
+PACES = {
+    "evaluation": ("--task.pause-seconds", 0.0, "--task.eval-pause-seconds", 0.08),
+    "saving": ("--task.pause-seconds", STEP_SECONDS, "--task.write-seconds", 0.03),
+}
+"""Pauses by which a run spends most of its time where the fault is to find it."""
+USUAL_PACE = ("--task.pause-seconds", STEP_SECONDS, "--task.eval-pause-seconds", 0.02)
 PATIENCE_SECONDS = 60.0
 """Time after which a command that has not ended counts as one that never does."""
 FIRST_CALLS = 9
 """Calls of the loss with which the first step is over: an exception in it ends the run."""
+LINKS = ("to1", "cable")
+"""Interfaces of the two hosts towards each other: torch RPC, which unpickles, is to be told that it may use them."""
 SHM = Path("dev/shm")
 
 
@@ -60,8 +68,8 @@ class Seen:
     run: RunFiles
     commands: tuple[Command, ...]
     happened: bool = False
-    step: int = -1
-    """Steps that were done when it happened; -1: training had not begun."""
+    time: float = math.inf
+    """Seconds since the epoch when it happened."""
     codes: tuple[int, ...] = ()
     seconds: float = 0.0
     """Time from the fault, or from the start where there was none, to the end of all commands."""
@@ -69,10 +77,10 @@ class Seen:
     """Addresses on which the run listened when it happened."""
     resumed: Command | None = None
 
-    @property
-    def errors(self) -> str:
-        """What the commands wrote to stderr."""
-        return "".join(command.err for command in self.commands)
+    def steps_done(self) -> int:
+        """Return how many steps were done when it happened: records come to the disk later."""
+        records = [*self.run.records(0), *self.run.undone()]
+        return max((record["step"] for record in records if record["time"] <= self.time), default=0)
 
 
 @contextmanager
@@ -109,7 +117,18 @@ def words(case: Case, folder: Path) -> tuple[object, ...]:
     return (
         *("train", TASK, "--name", "run", "--quiet", "--record-samples", "--threads", 1, "--device", "cpu"),
         *("--strategy", case.strategy, "--nproc", case.nproc, *case.options, *microbatch),
-        *("--global-batch-size", BATCH, "--epochs", EPOCHS, "--runs-dir", folder, "--task.num-samples", SAMPLES),
+        *(
+            "--global-batch-size",
+            BATCH,
+            "--epochs",
+            EPOCHS,
+            "--eval-batch-size",
+            BATCH,
+            "--runs-dir",
+            folder,
+            "--task.num-samples",
+            SAMPLES,
+        ),
         *("--task.width", 12, "--task.adam", str(case.adam).lower(), "--task.dropout", case.dropout),
     )
 
@@ -120,14 +139,11 @@ def disturbed_words(case: Case, folder: Path, runs: Path) -> tuple[object, ...]:
     more: tuple[object, ...] = (
         *("--start", case.start, "--num-workers", case.num_workers, "--max-restarts", case.max_restarts),
         *("--checkpoint-every-samples", case.checkpoint_every, "--hang-after", HANG_AFTER_SECONDS),
-        *("--task.pause-seconds", STEP_SECONDS, "--task.paused-until", folder / "hurry"),
-        *("--task.eval-pause-seconds", EVALUATION_SECONDS / 5),
+        *("--task.paused-until", folder / "hurry", *PACES.get(fault.moment, USUAL_PACE)),
         "--checkpoint-async" if case.checkpoint_async else "--no-checkpoint-async",
     )
     if case.snapshot_every is not None:
         more = (*more, "--snapshot-every", case.snapshot_every)
-    if fault.moment == "saving":
-        more = (*more, "--task.write-seconds", SAVING_SECONDS / 3)
     if fault.kind in IN_THE_TASK:
         call = FIRST_CALLS + int(fault.fraction * (STEPS - FIRST_CALLS))
         more = (*more, "--task.fault", IN_THE_TASK[fault.kind], "--task.rank", fault.rank, "--task.step", call)
@@ -144,15 +160,17 @@ def carry_out(case: Case, places: Places, folder: Path) -> Seen:
     seen = Seen(RunFiles(runs / "run"), ())
     argv = disturbed_words(case, folder, runs)
     if case.is_on_hosts:
-        seen.commands = tuple(places.hosts.start(node, folder, *argv, nnodes=case.nnodes) for node in range(2))
+        seen.commands = tuple(
+            places.hosts.start(node, folder, *argv, nnodes=case.nnodes, TP_SOCKET_IFNAME=link)
+            for node, link in enumerate(LINKS)
+        )
     else:
         seen.commands = (places.server.start(folder, *argv),)
     begun = time.monotonic()
     try:
         if case.fault.kind not in IN_THE_TASK and wait_for_moment(case, seen):
-            seen.step = len(seen.run.records(0)) if seen.run.events("training") else -1
             seen.ports = {port for command in seen.commands for port in listening_of(command)}
-            begun = time.monotonic()
+            begun, seen.time = time.monotonic(), time.time()
             happen(case, seen, places, folder)
         seen.codes = tuple(command.wait(PATIENCE_SECONDS) for command in seen.commands)
         seen.seconds = time.monotonic() - begun
@@ -206,27 +224,16 @@ def wait_for_moment(case: Case, seen: Seen) -> bool:
         while not is_over() and not condition() and time.monotonic() < deadline:
             time.sleep(0.002)
 
-    def wait_for_steps(steps: int) -> None:
-        wait(lambda: len(run.records(0)) >= steps)
-
     if fault.moment == "start":
         time.sleep(fault.fraction * START_SECONDS * (5 if case.start == "spawn" else 1))
-    elif fault.moment == "step":
-        steps = fault.fraction * (STEPS - 2)
-        wait_for_steps(int(steps))
-        time.sleep(steps % 1 * STEP_SECONDS)
-    elif fault.moment == "evaluation":
-        epochs = fault.fraction * EPOCHS
-        wait_for_steps(STEPS_PER_EPOCH * (1 + int(epochs)))
-        time.sleep(epochs % 1 * EVALUATION_SECONDS)
-    elif fault.moment == "saving":
-        steps = fault.fraction * (STEPS - 2)
-        wait_for_steps(int(steps))
-        wait(lambda: list(run.path.glob("checkpoints/.writing-*")))
-        time.sleep(steps % 1 * SAVING_SECONDS)
-    else:
-        wait_for_steps(STEPS)
+    elif fault.moment == "leaving":
+        wait(lambda: len(run.events("evaluated")) == EPOCHS)
         time.sleep(fault.fraction * LEAVING_SECONDS)
+    else:
+        wait(lambda: run.events("training"))
+        time.sleep(fault.fraction * TRAINING_SECONDS)
+        if fault.moment == "saving":
+            wait(lambda: list(run.path.glob("checkpoints/.writing-*")))
     return not is_over()
 
 

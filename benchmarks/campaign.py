@@ -6,7 +6,8 @@
 A case is drawn from the seed and its number: strategy and settings, and one fault (signal or another kind, receiver,
 moment). What is promised is in `campaign_promises.py`: exit code and message, samples, steps, weights, status, files,
 nothing left behind, a bounded time. A run that ends early is resumed, some of them another way. Cases on two hosts, on
-a small disk and with `/dev/shm` of their own need root; without it they are not drawn. Exits 1 if a promise was broken.
+a small disk and with `/dev/shm` of their own need root; without it they are not drawn. Ctrl-C ends it after the cases
+that are done. Exits 1 if a promise was broken.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ import dure
 class Campaign:
     """Cases that were carried out, and the undisturbed runs that they are compared with."""
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, places: Places, seed: int) -> None:
+        self.places, self.seed = places, seed
         self.counts: Counter[str] = Counter()
         self.kept: dict[str, Counter[str]] = defaultdict(Counter)
         """By fault and strategy: cases in which no promise was broken, …"""
@@ -49,10 +51,13 @@ class Campaign:
         self._controls: dict[tuple[object, ...], Weights] = {}
 
     def run(self, case: Case) -> None:
-        """Carry a case out and judge it."""
-        folder = self.places.folder / f"case-{case.number}"
-        found = [*self.judge(case, folder)]
+        """Carry a case out, judge it, and print what came of it."""
+        folder, begun = self.places.folder / f"case-{case.number}", time.monotonic()
+        found = self.judge(case, folder)
         self.broken += [(case, text) for text in found]
+        print(f"{time.monotonic() - begun:5.1f} s  case {case.number}: {case}", file=sys.stderr)
+        for text in found:
+            print(f"BROKEN: {text}\n  {repeat_command(case, self.seed)}", flush=True)
         self.drawn[str(case.fault)][case.strategy] += 1
         self.kept[str(case.fault)][case.strategy] += not found
         self.counts["cases"] += 1
@@ -74,28 +79,25 @@ class Campaign:
         self.counts["resumed another way"] += seen.resumed is not None and case.resumed_as is not None
         is_at_its_end = 0 in seen.codes or (seen.resumed is not None and seen.resumed.code == 0)
         weights = weights_of(seen.run.path, folder) if is_at_its_end else None
-        found = [*broken_promises(case, seen, folder, self.control(case), weights)]
+        control, found = self.control(case)
+        found += broken_promises(case, seen, folder, control, weights)
         found += [f"{name} is left in /dev/shm" for name in self.places.named_shared_memory() - before]
         return found
 
-    def control(self, case: Case) -> Weights:
-        """Return the weights of the undisturbed run, which are compared with `single`'s the first time."""
+    def control(self, case: Case) -> tuple[Weights, list[str]]:
+        """Return the weights of the undisturbed run, and what is wrong with them the first time that they are made."""
         key = (case.strategy, case.options, case.nproc, case.microbatch_size, case.adam, case.dropout)
-        if key not in self._controls:
-            folder = Path(tempfile.mkdtemp(prefix="control-", dir=self.places.folder))
-            command = self.places.server.run(folder, *words(case, folder))
-            assert command.code == 0, command.err
-            self._controls[key] = weights_of(folder / "run", folder)
-            shutil.rmtree(folder)
-            if case.strategy != "single" and not case.dropout:
-                single = draw_single(case)
-                self.broken += [(case, text) for text in check_control(case, self._controls[key], self.control(single))]
-        return self._controls[key]
-
-
-def draw_single(case: Case) -> Case:
-    """Return the case by which the others are defined: one process, the batch as a whole."""
-    return replace(case, strategy="single", options=(), nproc=1, microbatch_size=None)
+        if key in self._controls:
+            return self._controls[key], []
+        folder = Path(tempfile.mkdtemp(prefix="control-", dir=self.places.folder))
+        command = self.places.server.run(folder, *words(case, folder))
+        assert command.code == 0, command.err
+        weights = self._controls[key] = weights_of(folder / "run", folder)
+        shutil.rmtree(folder)
+        if case.strategy == "single":
+            return weights, []
+        single, found = self.control(replace(case, strategy="single", options=(), nproc=1, microbatch_size=None))
+        return weights, [*found, *check_control(case, weights, single)]
 
 
 def weights_of(run: Path, folder: Path) -> Weights:
@@ -124,7 +126,7 @@ def table_of(campaign: Campaign) -> list[str]:
     return lines
 
 
-def page_of(campaign: Campaign, record: dict[str, Any], seed: int) -> str:
+def page_of(campaign: Campaign, record: dict[str, Any]) -> str:
     """Return the page of results."""
     lines = [
         f"# {record['counts']['cases']} runs with a random fault each\n",
@@ -136,7 +138,7 @@ def page_of(campaign: Campaign, record: dict[str, Any], seed: int) -> str:
     ]
     if campaign.broken:
         lines += ["Broken promises:\n"]
-        lines += [f"- `{repeat_command(case, seed)}` {case}: {text}" for case, text in campaign.broken]
+        lines += [f"- `{repeat_command(case, campaign.seed)}` {case}: {text}" for case, text in campaign.broken]
         lines += [""]
     return "\n".join(lines)
 
@@ -160,17 +162,14 @@ def main() -> None:
         numbers = options.case or range(options.cases)
         cases = [draw_case(options.seed, number, can_have_hosts=is_root, can_mount=is_root) for number in numbers]
         with places(folder, with_hosts=any(case.is_on_hosts for case in cases), can_mount=is_root) as where:
-            campaign = Campaign(where)
-            for case in cases:
-                num_broken, case_begun = len(campaign.broken), time.monotonic()
-                campaign.run(case)
-                print(f"{time.monotonic() - case_begun:5.1f} s  case {case.number}: {case}", file=sys.stderr)
-                for broken, text in campaign.broken[num_broken:]:
-                    print(f"BROKEN: {text}\n  {repeat_command(broken, options.seed)}", flush=True)
+            campaign = Campaign(where, options.seed)
+            with suppress(KeyboardInterrupt):  # what was done so far is written down
+                for case in cases:
+                    campaign.run(case)
     record |= {"seed": options.seed, "seconds": time.monotonic() - begun, "counts": dict(campaign.counts)}
     record["broken"] = [{"case": case.number, "what": str(case), "promise": text} for case, text in campaign.broken]
     if not options.case:
-        write_results(options.results, "campaign", record, page_of(campaign, record, options.seed))
+        write_results(options.results, "campaign", record, page_of(campaign, record))
     if campaign.broken:
         raise SystemExit(f"campaign: {len(campaign.broken)} promises were broken")
 

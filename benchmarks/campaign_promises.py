@@ -141,7 +141,8 @@ def of_what_is_left(case: Case, seen: Seen, folder: Path) -> Iterator[str]:
             yield f"{port[0]}:{port[1]} still answers"
     ours = ("runs", "output-", "hurry", "went-wrong", "secret", "weights")
     if case.num_workers:
-        ours = (*ours, "pymp-")  # of Python's multiprocessing in a loader that was killed
+        # multiprocessing's in a loader that was killed; torch's, interrupted when it asks why the loader is gone
+        ours = (*ours, "pymp-", "tmp")
     for name in os.listdir(folder):
         if not name.startswith(ours):
             yield f"a temporary file is left: {name}"

@@ -218,7 +218,9 @@ LEAVES = """
             file.write(f"{pid}\\n")
 
     dist.init_process_group("gloo")
-    note(subprocess.Popen(["setsid", "sleep", "1000"]).pid)
+    note(subprocess.Popen(["sleep", "1000"]).pid)
+    with open("own", "a") as file:
+        print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, file=file)
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -252,8 +254,14 @@ def test_script_when_it_is_ended_then_none_of_its_processes_is_left(how, prewarm
     for pid in (*left, *later):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    own = [int(pid) for pid in (tmp_path / "own").read_text().split()]
+    are_there = [psutil.pid_exists(pid) for pid in own]
+    for pid in own:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     run.kill_all()
     assert left == []
+    assert all(are_there)  # in a session of its own a program may be there for others
 
 
 def test_script_when_a_rank_is_slow_then_is_told_of_once_and_waited_for(prewarmed, tmp_path):

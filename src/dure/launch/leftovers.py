@@ -1,7 +1,8 @@
 """Processes that a rank started and that outlive it, such as the loader processes of a script: found and ended.
 
 Whoever is orphaned has another parent, and perhaps a session of its own. But what a rank forked holds the unnamed file
-that the rank was given, and what it executed has its environment.
+that the rank was given, and what it executed has its environment. Two are left alone: children of this very process,
+whose program may fork while ranks run, and programs in a session of their own (daemons, `tmux`), which others may use.
 """
 
 import os
@@ -53,23 +54,40 @@ def started_at(pid: int) -> int:
 
 
 def _marked(marks: Collection[str], since_ticks: int) -> Iterator[int]:
-    me = os.getpid()
+    me, session = os.getpid(), os.getsid(0)
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == me:
             continue
         try:
             fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()
-            if int(fields[19]) >= since_ticks and fields[0] not in (b"Z", b"X") and _is_marked(name, marks):
+            is_candidate = int(fields[19]) >= since_ticks and fields[0] not in (b"Z", b"X")
+            if not is_candidate or _descends_from_here(int(fields[1])):
+                continue
+            if _holds_a_mark(name, marks) or (int(fields[3]) == session and _has_environment(name, marks)):
                 yield int(name)
         except (OSError, IndexError):  # it has ended, or is somebody else's
             continue
 
 
-def _is_marked(pid: str, marks: Collection[str]) -> bool:
+def _descends_from_here(parent: int) -> bool:
+    """Return whether a process whose parent this is is none of a dead rank's: whose are, have lost that parent."""
+    me = os.getpid()
+    if me == 1:  # of a container, who gets all orphans
+        return False
+    while parent > 1 and parent != me:
+        parent = int(_read(f"/proc/{parent}/stat").rpartition(b")")[2].split()[1])
+    return parent == me
+
+
+def _has_environment(pid: str, marks: Collection[str]) -> bool:
     for entry in _read(f"/proc/{pid}/environ").split(b"\0"):
         variable, _, value = entry.partition(b"=")
         if variable == MARK_VARIABLE.encode() and value.decode(errors="replace") in marks:
             return True
+    return False
+
+
+def _holds_a_mark(pid: str, marks: Collection[str]) -> bool:
     for entry_name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{entry_name}"
         with suppress(OSError):

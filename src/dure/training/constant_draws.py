@@ -14,11 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
+_MOST_DRAWS = 10_000
+"""Draws of one call of a loss; one that draws until a condition holds would go on for ever."""
+
+
+class TooManyDraws(BaseException):
+    """The end of a call that draws on and on: no `except Exception` of a task may keep it from ending."""
+
 
 class ConstantDraws(TorchDispatchMode):
     """A context in which torch's random operations give constants and leave generators alone.
 
     Operations that are not known here, and draws of Python and NumPy, are made as always: generators show them.
+    Code that draws until a condition holds ends by `TooManyDraws`.
     """
 
     def __init__(self, quantile: float) -> None:
@@ -30,6 +38,7 @@ class ConstantDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._quantile = quantile
         self._normal = statistics.NormalDist().inv_cdf(quantile)
+        self._num_draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make one operation, or give its constant."""
@@ -37,6 +46,9 @@ class ConstantDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn = self._drawn(func, args, kwargs)
             if drawn is not None:
+                self._num_draws += 1
+                if self._num_draws > _MOST_DRAWS:
+                    raise TooManyDraws
                 return drawn
         return func(*args, **kwargs)
 

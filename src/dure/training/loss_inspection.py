@@ -23,7 +23,7 @@ from dure.strategies.loss_traits import LossTraits
 from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial, is_equal
 from dure.training.call_watches import FedState, StateOfForward, StateOfModules
-from dure.training.constant_draws import ConstantDraws
+from dure.training.constant_draws import ConstantDraws, TooManyDraws
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
@@ -276,10 +276,13 @@ class LossInspection:
     def _additivity_of_constants(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
         for quantile in self._quantiles:
-            whole, *parts = (
-                self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
-                for part in (places, *_parts_of(places))
-            )
+            try:
+                whole, *parts = (
+                    self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                    for part in (places, *_parts_of(places))
+                )
+            except (Exception, TooManyDraws):
+                continue  # constants are not what it was written for
             if any(one.trial.has_drawn for one in (whole, *parts)):
                 return None  # by other means than torch's, so that it is another loss each time
             difference = self._difference(whole.value, [part.value for part in parts])

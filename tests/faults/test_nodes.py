@@ -167,6 +167,16 @@ def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_t
     assert all("stopped before the first checkpoint" in command.err for command in commands)
 
 
+def test_rank_when_it_is_held_on_one_host_then_a_second_look_confirms_it_and_all_start_again(hosts, tmp_path):
+    run = RunFiles(tmp_path / "runs/run")
+    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 2, "--hang-after", 2, "--task.pause-seconds", 0.05)
+    commands[0].wait_for(lambda: len(run.records(0)) > 3, "some steps")
+    os.kill(commands[1].ranks(1)[0], signal.SIGSTOP)
+    assert ended(commands) == [0, 0], [command.err for command in commands]
+    assert [event["rank"] for event in run.events("restart")] == [1]
+    assert "rank 1 was stopped from outside" in run.events("hang")[0]["message"]
+
+
 DEAF = """
 import os, signal, time
 for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)

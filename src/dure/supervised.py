@@ -110,7 +110,7 @@ def start_workers(
                 start=start,
                 expendable=_expendable(spec),
                 grace_seconds=spec.grace_seconds,
-                saves_snapshots=job["kind"] == "train",
+                saves_snapshots=_restart_policy(spec, job).most > 0,
                 on_stopping=lambda text: say(text, spec),
                 restarts=_restart_policy(spec, job),
                 on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),

@@ -351,3 +351,42 @@ def test_first_ctrl_c_when_a_step_is_long_then_it_says_what_it_waits_for(prewarm
     assert "A second Ctrl-C ends the ranks at once" in command.err
     command.send(signal.SIGINT)
     assert command.wait(2) == 130
+
+
+@pytest.mark.faults
+def test_signal_when_a_rank_is_held_and_then_killed_then_the_last_step_is_saved(prewarmed, tmp_path, undisturbed):
+    command, run = start(prewarmed, tmp_path)
+    run.wait_for("training", command)
+    command.wait_for(lambda: len(run.records(0)) > 3, "some steps")
+    held = command.ranks(2)[1]
+    os.kill(held, signal.SIGSTOP)
+    command.send(signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(held, signal.SIGKILL)
+    assert command.wait(5) == 130, command.err
+    assert run.checkpoints()
+    check_nothing_lost(prewarmed, tmp_path, run, undisturbed, may_undo=True)
+
+
+@pytest.mark.faults
+def test_signal_when_ranks_start_again_then_the_last_step_is_saved(prewarmed, tmp_path):
+    slow = ("--task.place", "build_model", "--task.fault", "none")
+    command, run = start(prewarmed, tmp_path, *slow)
+    run.wait_for("training", command)
+    command.wait_for(lambda: len(run.records(0)) > 3, "some steps")
+    os.kill(command.ranks(2)[1], signal.SIGKILL)
+    command.wait_for(lambda: run.events("restart"), "the restart")
+    command.send(signal.SIGTERM)
+    assert command.wait(5) == 143, command.err
+    assert run.checkpoints()
+
+
+@pytest.mark.faults
+def test_signal_when_there_are_no_restarts_then_a_step_has_the_whole_grace_time(prewarmed, tmp_path):
+    pace = ("--task.pause-seconds", 4, "--max-restarts", 0, "--grace-seconds", 6)
+    command = prewarmed.start(tmp_path, *BASE, "--name", "run", *pace)
+    run = RunFiles(tmp_path / "runs/run")
+    run.wait_for("training", command)
+    command.send(signal.SIGTERM)
+    assert command.wait(8) == 143, command.err
+    assert run.checkpoints() == ["samples-000000000008"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dure.heartbeat import PHASES, Heartbeats
-from dure.launch.verdict import WorkerEnd
+from dure.launch.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.workers import Launch
 
 _SAVE_FRACTION = 1 / 2
@@ -47,7 +47,9 @@ class StopLimit:
         if self._began is None:
             self._began = now
         seconds = self._launch.grace_seconds
-        if self._launch.saves_snapshots and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
+        launch = self._launch
+        is_followed = launch.saves_snapshots and launch.stopped_by is None
+        if is_followed and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
             seconds -= save_seconds(self._launch)
         return self._began + seconds - now
 
@@ -86,10 +88,20 @@ def save_seconds(launch: Launch) -> float:
     return min(_SAVE_SECONDS, launch.grace_seconds * _SAVE_FRACTION)
 
 
-def has_left_snapshots(launch: Launch, ends: Sequence[WorkerEnd], received: Sequence[int]) -> bool:
-    """Return whether ranks were ended after one stop signal that they did not follow, with snapshots left to save."""
+def has_left_snapshots(
+    launch: Launch, ends: Sequence[WorkerEnd], received: Sequence[int], *, has_begun: bool = True
+) -> bool:
+    """Return whether ranks ended after one stop signal without a checkpoint, so that snapshots may be left to save.
+
+    Args:
+        launch: Of the ranks.
+        ends: How they ended.
+        received: Stop signals that came.
+        has_begun: Whether a rank of this round has begun a step; before that ranks leave without a checkpoint.
+    """
     is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
-    return is_first and bool(ends) and all(end.was_stopped or end.is_tolerated for end in ends)
+    has_saved = any(end.exit_code == 0 or (end.exit_code > 0 and end.exit_code in STOP_ENDS) for end in ends)
+    return is_first and bool(ends) and not (has_saved and has_begun)
 
 
 def saving(launch: Launch, number: int) -> Launch:

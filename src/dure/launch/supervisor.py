@@ -44,7 +44,8 @@ def run_workers(launch: Launch) -> Outcome:
                 with _loopback_store() as store:
                     hang = run_round(launch, workers, memory, round_number, received, store, by_fork=by_fork)
                 ends = [worker.end for worker in workers if worker.end is not None]
-                if has_left_snapshots(launch, ends, received) and memory.has_begun(launch.num_processes):
+                has_begun = memory.has_begun(launch.num_processes)
+                if memory.has_snapshots() and has_left_snapshots(launch, ends, received, has_begun=has_begun):
                     workers.clear()
                     launch = saving(launch, received[0])
                     continue

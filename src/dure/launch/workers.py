@@ -208,6 +208,10 @@ class KeptMemory:
         """Return whether a rank has begun a step after the first one."""
         return any(self.heartbeats.last(rank).step > 0 for rank in range(num_ranks))
 
+    def has_snapshots(self) -> bool:
+        """Return whether ranks have left snapshots."""
+        return any(os.fstat(descriptor).st_size for descriptor in self.snapshot_fds)
+
     def forget(self) -> None:
         """Forget all snapshots: others have gone on meanwhile, from another one."""
         for descriptor in self.snapshot_fds:

@@ -276,19 +276,25 @@ class LossInspection:
     def _additivity_of_constants(self, places: range) -> str | None:
         """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
         for quantile in self._quantiles:
-            try:
-                whole, *parts = (
-                    self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
-                    for part in (places, *_parts_of(places))
-                )
-            except (Exception, TooManyDraws):
-                continue  # constants are not what it was written for
+            if (tried := self._tried_with_constants(places, quantile)) is None:
+                continue
+            whole, *parts = tried
             if any(one.trial.has_drawn for one in (whole, *parts)):
                 return None  # by other means than torch's, so that it is another loss each time
             difference = self._difference(whole.value, [part.value for part in parts])
             if difference := difference or self._difference_of_gradients(whole, parts):
                 return f"{difference} (with constants for its random numbers)"
         return None
+
+    def _tried_with_constants(self, places: range, quantile: float) -> "list[_Tried] | None":
+        """Try the loss of samples, and of their parts; None where it fails, for it was written for random numbers."""
+        try:
+            return [
+                self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                for part in (places, *_parts_of(places))
+            ]
+        except (Exception, TooManyDraws):
+            return None
 
     def late_difference(self, num_samples: int) -> str | None:
         """Compare the losses of samples with those of their parts, during the run; return figures, or None."""

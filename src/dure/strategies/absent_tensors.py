@@ -75,13 +75,25 @@ class _Absent:
 
 
 class UsedTensors(TorchFunctionMode):
-    """A context that notes of which tensors operations use the values."""
+    """A context that notes of which tensors operations use the values, and can put these back."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors by their names."""
         super().__init__()
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self.names: set[str] = set()
+        self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """Tensors that were used, by name: themselves, their memory, and a copy of it."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that were used."""
+        return {*self._before}
+
+    def put_back(self) -> None:
+        """Give the tensors the memory and the values that they had."""
+        with torch.no_grad():
+            for tensor, memory, values in self._before.values():
+                tensor.data = memory.copy_(values)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -93,8 +105,9 @@ class UsedTensors(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _note(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._names:
-            self.names.add(self._names[id(tensor)])
+        if (name := self._names.get(id(tensor))) is not None and name not in self._before:
+            memory = tensor.data
+            self._before[name] = tensor, memory, memory.clone()
         return tensor
 
 

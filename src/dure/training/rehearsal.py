@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dure import torchcompat
+from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.measure.checksum import checksum
 from dure.measure.records import Metric
@@ -33,12 +34,12 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         TaskInvalid: It is no function of samples, or uses weights of which this rank has a part.
     """
     strategy = session.strategy
-    before = ObjectState({**strategy.objects, "model": strategy.model}, sees_data=True)
+    before = ObjectState({**strategy.objects, "model": strategy.model, "schedule": given}, sees_data=True)
     copied = ObjectState(
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
     buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
-    with _without_weights(strategy):
+    with kept_global_randomness(*strategy.devices), _without_weights(strategy):
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
@@ -58,12 +59,13 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
 
 @contextmanager
 def _without_weights(strategy: Strategy) -> Iterator[None]:
-    """Refuse a call of the task's that uses the values of weights of which this rank has a part.
+    """Refuse a call of the task's that uses the values of weights of which this rank has a part; undo what others do.
 
     Raises:
         TaskInvalid: It does, whatever else it raises for that.
     """
     parameters = dict(strategy.model.named_parameters())
+    are_trained = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
     error: Exception | None = None
     with UsedTensors(parameters) as used:
         try:
@@ -78,6 +80,9 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
             f"the task's schedule uses the weights of {few_of(sorted(in_parts))}, of which a rank of "
             f"{strategy.info.name} has a part only: let the loss use them on every batch, or use ddp"
         ) from error
+    used.put_back()
+    for parameter, is_trained in are_trained:
+        parameter.requires_grad_(is_trained)
     if error is not None:
         raise error
 

@@ -390,3 +390,36 @@ def test_signal_when_there_are_no_restarts_then_a_step_has_the_whole_grace_time(
     command.send(signal.SIGTERM)
     assert command.wait(8) == 143, command.err
     assert run.checkpoints() == ["samples-000000000008"]
+
+
+TWICE = """
+import os, signal, sys, time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+received = []
+
+def save(number, frame):
+    received.append(number)
+    if len(received) > 1:
+        os._exit(9)
+    time.sleep(0.5)
+    open(f"saved{dist.get_rank()}", "w").close()
+    print("unfinished", end="")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
+open(f"ready{dist.get_rank()}", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.faults
+def test_script_when_its_whole_group_is_signalled_then_each_rank_gets_the_signal_once(prewarmed, tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+    command = prewarmed.start(tmp_path, "run", "--nproc", 2, "--name", "run", "twice.py")
+    command.wait_for(lambda: len(list(tmp_path.glob("ready?"))) == 2, "the ranks")
+    os.killpg(os.getpgid(command.pid), signal.SIGTERM)
+    command.wait(8)
+    assert len(list(tmp_path.glob("saved?"))) == 2, command.err
+    assert (command.out + command.err).count("unfinished") == 2

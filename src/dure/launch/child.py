@@ -148,8 +148,18 @@ class _MaybeRead(io.FileIO):
             return len(data)
 
 
+class _Unbuffered(io.BufferedWriter):
+    """Output that is handed to the system at once."""
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.flush()
+        return written
+
+
 def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
     raw = _MaybeRead(descriptor, "w", closefd=False)
     raw.name = name
     encoding = getattr(before, "encoding", None)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="replace", line_buffering=True)
+    # nothing waits in a buffer: it would be lost where a rank ends hard, the dots of a bar for one
+    return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors="replace", write_through=True)

@@ -1,5 +1,6 @@
 """Stop signals that a supervisor gets and its ranks are to follow."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -30,12 +31,21 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
             raise StoppedBeforeStart
         pass_on_signal(number, workers, is_first=len(received) == 1)
 
+    def pause(number: int, frame: FrameType | None) -> None:
+        for worker in workers:  # they may be in groups of their own, which Ctrl-Z does not reach
+            worker.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for worker in workers:
+            worker.send(signal.SIGCONT)
+
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
     end_if_unanswered()
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     # where children are not waited for (SIG_IGN), nobody would learn how they ended
+    if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield received
@@ -48,10 +58,18 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
 def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> None:
     """Ask workers to stop, or end them where they were asked before."""
     for worker in workers:
-        if is_first:
-            worker.send(number)
-        else:
+        if not is_first:
             worker.stop_at_once()
+        elif not (worker.keeps_terminal and number == signal.SIGINT and _is_in_foreground()):
+            worker.send(number)  # a rank at the terminal has got its Ctrl-C
+
+
+def _is_in_foreground() -> bool:
+    """Return whether this process's group is the one that a terminal sends Ctrl-C to."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -47,6 +47,10 @@ def main(job: Mapping[str, Any], place: Place) -> int:
             `num_nodes`.
         place: Where this rank is.
     """
+    if not os.isatty(0):
+        # a terminal, or `timeout`, signals the whole group, and the supervisor passes on what it gets: once is enough;
+        # and a script that signals its group is to reach its own processes
+        os.setpgrp()
     before_fork(job)  # of a spawned rank; a forked one has it
     os.environ.update(environment(job, place))
     _set_threads(place.threads)

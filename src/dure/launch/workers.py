@@ -122,6 +122,8 @@ class Worker:
     has_begun: Callable[[], bool] = lambda: True
     """Whether it has trained: before that all ranks need each other."""
     end: WorkerEnd | None = None
+    keeps_terminal: bool = False
+    """Whether its streams are those of the supervisor."""
     was_stopped: bool = False
     was_held: bool = False
 
@@ -282,6 +284,7 @@ def start_worker(
         process=process,
         pidfd=_pidfd(pid),
         is_expendable=rank in launch.expendable,
+        keeps_terminal=output.is_terminal,
         has_begun=lambda: memory.heartbeats.last(rank).step >= 0,
     )
 

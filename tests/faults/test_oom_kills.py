@@ -84,7 +84,7 @@ def started(prewarmed: Prewarmed, folder: Path, *more: object, group: Path | str
 def said_of(command: Command, folder: Path) -> str:
     assert command.wait() == 1
     said = RunFiles(folder / "runs/run").summary()["message"]
-    assert said in command.err
+    assert all(line in command.err for line in said.splitlines())
     return said
 
 

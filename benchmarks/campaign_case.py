@@ -11,7 +11,7 @@ STEPS = EPOCHS * -(-SAMPLES // BATCH)
 STEP_SECONDS = 0.015
 """Pause in each training loss."""
 HANG_AFTER_SECONDS = 2.0
-"""Limit for silence: in a shorter one a busy machine may not even import what the end of a run needs."""
+"""Limit for silence in runs that hang: in a shorter one a busy machine may not even import what their end needs."""
 
 OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ddp": ((), ("--backend", "gloo"), ("--check-replicas-every", "2")),
@@ -36,6 +36,9 @@ ADD_IN_ANY_ORDER = ("dp", "balanced_dp")
 """Strategies whose threads add gradients up in the order in which they are ready: equal to rounding only."""
 FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")
 """Strategies in which only rank 0 calls the loss."""
+CALL_UNEQUALLY = ("balanced_dp",)
+"""Strategies whose devices call the loss unequally often when a microbatch is halved, and which refuse a task that
+counts its calls then, as this one does."""
 DRAW_OTHERWISE = ("model_parallel", "pipeline", "rpc_model", *ADD_IN_ANY_ORDER)
 """Strategies whose dropout is not the same in each run."""
 ONE_HOST = ("single", "dp", "balanced_dp", "model_parallel", "parameter_server")
@@ -196,7 +199,10 @@ def draw_fault(
     draw: random.Random, strategy: str, num_ranks: int, has_servers: bool, is_on_hosts: bool, can_mount: bool
 ) -> tuple[Fault, int]:
     """Draw a fault that can happen to such a run, and the number of loader processes."""
-    kinds = {kind: weight for kind, weight in KINDS.items() if can_mount or kind != "full disk"}
+    left_out = {"full disk"} if not can_mount else set()
+    if strategy in CALL_UNEQUALLY:
+        left_out.add("out of memory")
+    kinds = {kind: weight for kind, weight in KINDS.items() if kind not in left_out}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     target = draw.choice([name for name in TARGETS if has_servers or name != "server"])
     moment = draw.choice(MOMENTS)

@@ -138,10 +138,12 @@ def disturbed_words(case: Case, folder: Path, runs: Path) -> tuple[object, ...]:
     fault = case.fault
     more: tuple[object, ...] = (
         *("--start", case.start, "--num-workers", case.num_workers, "--max-restarts", case.max_restarts),
-        *("--checkpoint-every-samples", case.checkpoint_every, "--hang-after", HANG_AFTER_SECONDS),
+        *("--checkpoint-every-samples", case.checkpoint_every),
         *("--task.paused-until", folder / "hurry", *PACES.get(fault.moment, USUAL_PACE)),
         "--checkpoint-async" if case.checkpoint_async else "--no-checkpoint-async",
     )
+    if fault.kind in ("SIGSTOP", "hang"):  # elsewhere a busy machine is slower than a few seconds
+        more = (*more, "--hang-after", HANG_AFTER_SECONDS)
     if case.snapshot_every is not None:
         more = (*more, "--snapshot-every", case.snapshot_every)
     if fault.kind in IN_THE_TASK:
@@ -194,7 +196,7 @@ def is_complete(run: RunFiles) -> bool:
 def resume(case: Case, seen: Seen, places: Places, folder: Path) -> None:
     """Go on with the run, the same way or another."""
     (folder / "hurry").touch()
-    argv: tuple[object, ...] = ("train", "--resume", seen.run.path, "--quiet")
+    argv: tuple[object, ...] = ("train", "--resume", seen.run.path, "--quiet", "--hang-after", 30)
     if case.resumed_as is not None:
         argv = (*argv, "--strategy", case.resumed_as[0], "--nproc", case.resumed_as[1])
     seen.resumed = places.server.start(folder, *argv)

@@ -101,7 +101,8 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
         if hit:
             return {-fault.signal} | late
         return {0} if case.nnodes == "1:2" else {1} | late
-    if fault.kind in ("cut", *STOPS) or (fault.signal == signal.SIGSTOP and fault.target in ("supervisor", "loader")):
+    is_only_held_up = fault.signal == signal.SIGSTOP and fault.target in ("supervisor", "loader")
+    if fault.kind == "cut" or fault.signal in STOPS or is_only_held_up:
         return {0}
     if fault.target == "rank again":
         return {0, 1}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from campaign_case import (
@@ -23,6 +24,7 @@ from campaign_case import (
 )
 from paired import HERE
 
+from dure.record_lines import read_lines
 from tests.commands import Command, Prewarmed, RunFiles, is_pump
 from tests.faults.test_kill_and_resume import listening
 from tests.two_hosts import Hosts, made_namespaces
@@ -59,6 +61,14 @@ class Places:
         """Return the names in `/dev/shm` as the commands see it: as root each server has one of its own."""
         servers = [self.server, *(self.hosts.servers if self.hosts else ())]
         return {name for server in servers for name in os.listdir(f"/proc/{server.process.pid}/root" / SHM)}
+
+
+@dataclass
+class WholeLines(RunFiles):
+    """A run's folder as dure reads it: a line that a crash or a full disk tore is left out."""
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        return list(read_lines(self.path / f"{name}.jsonl"))
 
 
 @dataclass
@@ -159,7 +169,7 @@ def carry_out(case: Case, places: Places, folder: Path) -> Seen:
     runs = folder / "runs"
     if case.fault.kind == "full disk":
         runs = places.disk / folder.name
-    seen = Seen(RunFiles(runs / "run"), ())
+    seen = Seen(WholeLines(runs / "run"), ())
     argv = disturbed_words(case, folder, runs)
     if case.is_on_hosts:
         seen.commands = tuple(

@@ -40,6 +40,7 @@ def completed(campaign, tmp_path):
     run = tmp_path / "runs/run"
     run.mkdir(parents=True)
     (run / "rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "events.jsonl").write_text('{"event": "training"}\n')
     (run / "summary.json").write_text(json.dumps(summary))
     commands = (Command(pid=0, output=tmp_path / "output-1", codes={0: 0}),)
     return campaign["campaign_run"].Seen(RunFiles(run), commands, happened=True, time=5.5, codes=(0,))

@@ -36,7 +36,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults zoo cluster gpu-check bench soak clean
+.PHONY: help demo test check format lint types floors slow faults zoo cluster gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -88,6 +88,9 @@ bench: $(BENCH) ## overhead per step beside the bare loop, DDP by hand, Accelera
 
 soak: $(DEMO) ## train for half an hour with a fault every 30 seconds
 	$(PY) benchmarks/soak.py
+
+campaign: $(DEV) ## disturb 300 runs, each with a random fault, and see whether every promise is kept
+	$(PY) benchmarks/campaign.py
 
 clean: ## remove the environment, caches and builds; runs stay
 	rm -rf $(VENV) $(CLUSTER_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

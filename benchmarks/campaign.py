@@ -30,7 +30,7 @@ os.environ.setdefault("DURE_TRUST_TASK", "true")
 
 from campaign_case import Case, draw_case
 from campaign_promises import Weights, broken_promises, check_control
-from campaign_run import Places, carry_out, places, words
+from campaign_run import Places, carry_out, is_complete, places, words
 from paired import HERE, describe_surroundings, surroundings, write_results
 from safetensors.torch import load_file
 
@@ -53,7 +53,7 @@ class Campaign:
     def run(self, case: Case) -> None:
         """Carry a case out, judge it, and print what came of it."""
         folder, begun = self.places.folder / f"case-{case.number}", time.monotonic()
-        found = self.judge(case, folder)
+        found = [text.replace(f"{HERE.parent}/", "") for text in self.judge(case, folder)]
         self.broken += [(case, text) for text in found]
         print(f"{time.monotonic() - begun:5.1f} s  case {case.number}: {case}", file=sys.stderr)
         for text in found:
@@ -77,7 +77,8 @@ class Campaign:
         self.counts["restarts"] += len(seen.run.events("restart"))
         self.counts["resumed"] += seen.resumed is not None
         self.counts["resumed another way"] += seen.resumed is not None and case.resumed_as is not None
-        is_at_its_end = 0 in seen.codes or (seen.resumed is not None and seen.resumed.code == 0)
+        # who is killed between the two leaves no summary
+        is_at_its_end = is_complete(seen.run) and (seen.run.path / "summary.json").exists()
         weights = weights_of(seen.run.path, folder) if is_at_its_end else None
         control, found = self.control(case)
         found += broken_promises(case, seen, folder, control, weights)
@@ -117,13 +118,16 @@ def table_of(campaign: Campaign) -> list[str]:
     strategies = sorted({name for row in campaign.drawn.values() for name in row})
     lines = [f"| | {' | '.join(strategies)} |", f"|---|{'---|' * len(strategies)}"]
     for fault, row in sorted(campaign.drawn.items()):
-        kept = campaign.kept[fault]
-        cells = [
-            "" if not row[name] else str(row[name]) if kept[name] == row[name] else f"**{kept[name]} of {row[name]}**"
-            for name in strategies
-        ]
+        cells = [cell_of(campaign.kept[fault][name], row[name]) for name in strategies]
         lines.append(f"| {fault} | {' | '.join(cells)} |")
     return lines
+
+
+def cell_of(kept: int, drawn: int) -> str:
+    """Return one cell of the table."""
+    if not drawn:
+        return ""
+    return str(drawn) if kept == drawn else f"**{kept} of {drawn}**"
 
 
 def page_of(campaign: Campaign, record: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ STEPS = EPOCHS * -(-SAMPLES // BATCH)
 STEP_SECONDS = 0.015
 """Pause in each training loss."""
 HANG_AFTER_SECONDS = 2.0
-"""Limit for silence: in a shorter one a busy machine may not even import what the end of a run needs."""
+"""Limit for silence in runs that hang: in a shorter one a busy machine may not even import what their end needs."""
 
 OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ddp": ((), ("--backend", "gloo"), ("--check-replicas-every", "2")),
@@ -36,6 +36,9 @@ ADD_IN_ANY_ORDER = ("dp", "balanced_dp")
 """Strategies whose threads add gradients up in the order in which they are ready: equal to rounding only."""
 FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")
 """Strategies in which only rank 0 calls the loss."""
+CALL_UNEQUALLY = ("balanced_dp",)
+"""Strategies whose devices call the loss unequally often when a microbatch is halved, and which refuse a task that
+counts its calls then, as this one does."""
 DRAW_OTHERWISE = ("model_parallel", "pipeline", "rpc_model", *ADD_IN_ANY_ORDER)
 """Strategies whose dropout is not the same in each run."""
 ONE_HOST = ("single", "dp", "balanced_dp", "model_parallel", "parameter_server")
@@ -150,15 +153,22 @@ class Case:
 
 
 def draw_case(seed: int, number: int, *, can_have_hosts: bool, can_mount: bool) -> Case:
-    """Draw one case; the same seed and number give the same case, whatever was drawn before."""
+    """Draw one case; the same seed and number give the same case, whatever was drawn before.
+
+    Args:
+        seed: The campaign's.
+        number: The case's.
+        can_have_hosts: True if network namespaces can be made; elsewhere other cases are drawn.
+        can_mount: True if a small disk can be mounted; elsewhere other cases are drawn.
+    """
     draw = random.Random(f"{seed}/{number}")
     strategy = draw.choice(list(STRATEGIES))
     info = STRATEGIES[strategy]
     options = draw.choice(OPTIONS.get(strategy, ((),)))
     nnodes = draw.choice(("2", "1:2")) if draw.random() < 0.12 else "1"
-    if strategy in ONE_HOST or not can_have_hosts or "gloo" in options or "shm" in options:
+    if strategy in ONE_HOST or not can_have_hosts or "gloo" in options:
         nnodes = "1"
-    nproc = draw.choice((2, 3)) if info.many_devices else 1
+    nproc = draw_nproc(draw, strategy)
     if nnodes != "1":
         nproc = 2
     num_processes = 1 if info.one_process else nproc
@@ -186,23 +196,37 @@ def draw_case(seed: int, number: int, *, can_have_hosts: bool, can_mount: bool) 
         dropout=0.2 if has_dropout else 0.0,
         nnodes=nnodes,
         fault=fault,
-        resumed_as=(other, draw.choice((2, 3)) if STRATEGIES[other].many_devices else 1)
-        if is_resumed_otherwise
-        else None,
+        resumed_as=(other, draw_nproc(draw, other)) if is_resumed_otherwise else None,
     )
+
+
+def draw_nproc(draw: random.Random, strategy: str) -> int:
+    """Draw a number of devices that a strategy can use."""
+    return draw.choice((2, 3)) if STRATEGIES[strategy].many_devices else 1
 
 
 def draw_fault(
     draw: random.Random, strategy: str, num_ranks: int, has_servers: bool, is_on_hosts: bool, can_mount: bool
 ) -> tuple[Fault, int]:
-    """Draw a fault that can happen to such a run, and the number of loader processes."""
-    kinds = {kind: weight for kind, weight in KINDS.items() if can_mount or kind != "full disk"}
+    """Draw a fault that can happen to such a run, and the number of loader processes.
+
+    Args:
+        draw: The case's random numbers.
+        strategy: Name in the table.
+        num_ranks: Ranks that have a device.
+        has_servers: True if there are processes without a device, too.
+        is_on_hosts: True if the run is on two hosts.
+        can_mount: True if the disk may be full.
+    """
+    left_out = {"full disk"} if not can_mount else set()
+    if strategy in CALL_UNEQUALLY:
+        left_out.add("out of memory")
+    kinds = {kind: weight for kind, weight in KINDS.items() if kind not in left_out}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     target = draw.choice([name for name in TARGETS if has_servers or name != "server"])
     moment = draw.choice(MOMENTS)
     if is_on_hosts:
         kind, target = draw.choice(ON_HOSTS).split()
-        kind = "cut" if kind == "cut" else kind
         moment = "step"
     num_workers = draw.choice((1, 2)) if target == "loader" else draw.choice((0, 0, 0, 1))
     if kind in IN_THE_TASK or kind == "full disk":
@@ -213,6 +237,5 @@ def draw_fault(
     if kind in IN_THE_TASK and strategy in FIRST_RANK_COMPUTES:
         rank = 0
     seconds = draw.choice((draw.uniform(0.05, 0.5), draw.uniform(2.3, 4.0)))
-    return Fault(
-        kind=kind, target=target, rank=rank, moment=moment, fraction=draw.random(), seconds=seconds
-    ), num_workers
+    fault = Fault(kind=kind, target=target, rank=rank, moment=moment, fraction=draw.random(), seconds=seconds)
+    return fault, num_workers

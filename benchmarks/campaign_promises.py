@@ -23,7 +23,7 @@ from campaign_case import (
     STOPS,
     Case,
 )
-from campaign_run import Seen
+from campaign_run import Seen, is_complete
 
 from dure.stopping import stop_exit_code
 from dure.strategies import STRATEGIES
@@ -90,6 +90,8 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
     if not seen.happened:
         return {0}
     late = {0} if seen.steps_done() >= STEPS - STEPS_TO_REACT else set()
+    if fault.signal in STOPS and is_complete(seen.run):
+        late.add(-fault.signal)  # when all is done dure listens no longer, and a shell reads this as the same number
     if fault.kind == "full disk":
         return {0, 2}
     if not seen.run.path.exists():  # before dure listens to signals, the system's own answer
@@ -101,7 +103,8 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
         if hit:
             return {-fault.signal} | late
         return {0} if case.nnodes == "1:2" else {1} | late
-    if fault.kind in ("cut", *STOPS) or (fault.signal == signal.SIGSTOP and fault.target in ("supervisor", "loader")):
+    is_only_held_up = fault.signal == signal.SIGSTOP and fault.target in ("supervisor", "loader")
+    if fault.kind == "cut" or fault.signal in STOPS or is_only_held_up:
         return {0}
     if fault.target == "rank again":
         return {0, 1}

@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from datetime import datetime
@@ -139,6 +140,20 @@ def test_event_when_the_disk_is_full_then_says_so(run: RunDir, monkeypatch: pyte
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(DiskFull, match="the disk is full; free some space"):
         run.append_event("x")
+
+
+def test_event_when_the_disk_takes_only_a_part_of_it_then_this_is_an_error_and_the_next_one_is_whole(tmp_path):
+    run = RunDir.create(tmp_path, "run")
+    run.append_event("one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((run.path / "events.jsonl").stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(RunInvalid, match=r"events\.jsonl cannot be written: File too large"):
+            run.append_event("two")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run.append_event("three")
+    assert [event["event"] for event in run.events()] == ["one", "three"]
 
 
 def test_events_when_a_crash_tore_a_line_then_the_others_are_read(run: RunDir) -> None:

@@ -259,12 +259,19 @@ class RunDir:
     # --- events
 
     def append_event(self, event: str, **fields: Any) -> None:
-        """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix."""
+        """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix.
+
+        Raises:
+            DiskFull: There is no space for all of it.
+            RunInvalid: The folder cannot be written.
+        """
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
         with saying(self.path / EVENTS, "written"):
             descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
-                os.write(descriptor, (_newline_after_torn_line(descriptor) + line).encode())
+                left = (_newline_after_torn_line(descriptor) + line).encode()
+                while left:  # a disk that becomes full takes a part first, and says so only when it is given the rest
+                    left = left[os.write(descriptor, left) :]
             finally:
                 os.close(descriptor)
 

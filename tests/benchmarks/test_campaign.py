@@ -40,6 +40,7 @@ def completed(campaign, tmp_path):
     run = tmp_path / "runs/run"
     run.mkdir(parents=True)
     (run / "rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "events.jsonl").write_text('{"event": "training"}\n')
     (run / "summary.json").write_text(json.dumps(summary))
     commands = (Command(pid=0, output=tmp_path / "output-1", codes={0: 0}),)
     return campaign["campaign_run"].Seen(RunFiles(run), commands, happened=True, time=5.5, codes=(0,))
@@ -75,6 +76,8 @@ def test_end_when_it_is_another_than_promised_then_it_is_a_broken_promise(campai
     assert promised_codes(with_fault(campaign), failed, 0) == {0}
     assert promised_codes(replace(with_fault(campaign), max_restarts=0), failed, 0) == {1}
     assert promised_codes(with_fault(campaign, target="supervisor"), failed, 0) == {-signal.SIGKILL}
+    deaf = replace(with_fault(campaign, kind="SIGHUP", target="loader"), max_restarts=0)
+    assert promised_codes(deaf, failed, 0) == {0}
 
 
 def test_samples_when_one_is_lost_or_used_twice_then_it_is_a_broken_promise(campaign, completed):

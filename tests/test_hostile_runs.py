@@ -151,3 +151,10 @@ def test_record_when_a_name_is_no_unicode_then_it_is_kept(tmp_path: Path) -> Non
     run.write_json("summary.json", {"name": "a\udc80\ud800두레"})
     assert run.read_json("summary.json") == {"name": "a\udc80\ud800두레"}
     assert RunDir.open(run.path).path == run.path
+
+
+def test_runs_when_the_lock_of_one_is_a_pipe_then_nobody_waits(tmp_path):
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped/.lock")
+    (tmp_path / "piped/spec.json").write_text("{}")
+    assert RunDir.open(tmp_path / "piped").is_active() is False

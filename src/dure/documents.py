@@ -56,6 +56,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
+def not_waiting(name: str, flags: int) -> int:
+    """Open a file without waiting for a writer, should it be a pipe: the `opener` of `open`."""
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def read_bytes(path: Path, *, at_most: int) -> bytes:
     """Read a regular file of limited size.
 
@@ -64,7 +69,7 @@ def read_bytes(path: Path, *, at_most: int) -> bytes:
         OSError: The system cannot read it.
     """
     # a pipe in its place would let the reader wait for ever
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=not_waiting) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise DocumentInvalid("is not a regular file")

@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dure.documents import DocumentInvalid, read_json
+from dure.documents import DocumentInvalid, not_waiting, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.own_files import PRIVATE, SHARED, make_folder, open_own
 from dure.record_lines import end_of_records_until, last_record, read_lines
@@ -357,7 +357,7 @@ class RunDir:
     def is_active(self) -> bool:
         """Tell whether a process is training into this run now."""
         try:
-            with (self.path / LOCK).open("rb") as file:
+            with open(self.path / LOCK, "rb", opener=not_waiting) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False

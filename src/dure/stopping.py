@@ -44,6 +44,13 @@ def stop_exit_code(number: int) -> int:
     return RESUMABLE if number == signal.SIGUSR1 else 128 + number
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name; those without one of their own are counted from SIGRTMIN."""
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    return signal.Signals(number).name
+
+
 def heeded_signals() -> tuple[signal.Signals, ...]:
     """Return the stop signals that this process was not told to ignore: `nohup` ignores SIGHUP."""
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

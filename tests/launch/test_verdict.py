@@ -10,6 +10,7 @@ import pytest
 
 from dure.launch.node_messages import end_from_json, end_to_json
 from dure.launch.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
+from dure.stopping import signal_name
 
 
 def end(
@@ -158,3 +159,11 @@ def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_
 
 def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():
     assert "rank 1 ended with exit code 0 before" in left_early([end(0, 0, 2.0), end(1, 0, 1.0)]).text
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 3, "SIGRTMIN+3"), (signal.SIGRTMAX, "SIGRTMAX")],
+)
+def test_every_signal_has_a_name(number, name):
+    assert signal_name(number) == name

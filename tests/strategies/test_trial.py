@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dure.strategies.object_state import ObjectState
 from dure.strategies.trial import Trial, is_equal
 
 
@@ -183,3 +184,13 @@ def test_trial_when_parameters_share_a_storage_then_the_one_that_was_written_to_
         model[1].weight.detach()[0].add_(1)
     assert list(trial.parameters) == ["0.weight", "1.weight"]
     assert not flat.any()
+
+
+def test_tensor_of_inference_mode_is_watched_by_its_values():
+    with torch.inference_mode():
+        held = types.SimpleNamespace(table=torch.zeros(3))
+    state = ObjectState({"held": held})
+    assert state.changed() == {}
+    with torch.inference_mode():
+        held.table.add_(1)
+    assert list(state.changed()) == ["held.table"]

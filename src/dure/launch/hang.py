@@ -2,7 +2,6 @@
 
 import linecache
 import os
-import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dure.frames import OWN_ROOT, Frame, users_frame
 from dure.launch.examination import RankState, state_from_json
 from dure.launch.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
 from dure.rundir import RunDir
+from dure.stopping import signal_name
 from dure.telling import tell
 
 _LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
@@ -132,7 +132,7 @@ def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
 def _where(state: RankState, world: Sequence[int]) -> Where:
     line = _users_line(state)
     if state.exit_code is not None:
-        how = f"exit code {state.exit_code}" if state.exit_code >= 0 else f"{signal.Signals(-state.exit_code).name}"
+        how = f"exit code {state.exit_code}" if state.exit_code >= 0 else signal_name(-state.exit_code)
         return Where(state=state, waits_in=None, what=f"has left with {how}", line=None)
     if state.is_stopped:
         said = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"

@@ -8,10 +8,10 @@ from typing import Any
 
 from dure.documents import DocumentInvalid, read_json
 from dure.frames import Frame, from_here, users_frame
-from dure.stopping import STOP_SIGNALS, stop_exit_code
+from dure.stopping import STOP_SIGNALS, signal_name, stop_exit_code
 from dure.units import format_bytes
 
-_SAID_BY_SIGNAL = {
+_SAID_BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
     signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
     signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
@@ -214,8 +214,8 @@ def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bo
     if end.was_stopped:
         return f"{who} did not answer, and the others waited in vain; it was ended"
     if end.exit_code < 0:
-        number = signal.Signals(-end.exit_code)
-        said = _SAID_BY_SIGNAL.get(number, f"ended by {number.name}")
+        number = -end.exit_code
+        said = _SAID_BY_SIGNAL.get(number, f"ended by {signal_name(number)}")
         if end.is_out_of_memory is not None:
             said = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
         line = users_frame(end.crash)

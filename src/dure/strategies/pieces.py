@@ -95,6 +95,11 @@ def memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
     return (*memory, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+def version_of(value: Tensor) -> int:
+    """Return the number of changes in place that a tensor's memory has seen; 0 where torch does not count them."""
+    return 0 if value.is_inference() else value._version
+
+
 def whole(tensor: Tensor) -> Piece:
     """Return a tensor as its own only piece."""
     return Piece(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))

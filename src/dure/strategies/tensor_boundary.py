@@ -16,11 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dure.torchcompat import is_transforming
 
 
-def version_of(value: Tensor) -> int:
-    """Return the number of changes in place that a tensor's memory has seen; 0 where torch does not count them."""
-    return 0 if value.is_inference() else value._version
-
-
 def storage_of(value: Any) -> Any:
     """Return the memory of a tensor, or of a DTensor's part; None if it has none of its own, as a sparse one."""
     local = value._local_tensor if isinstance(value, DTensor) else value

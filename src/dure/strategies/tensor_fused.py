@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dure.errors import TaskInvalid
 from dure.strategies.batches import map_tensors
-from dure.strategies.tensor_boundary import from_local, gathered, mark_as_copy, released, to_local, version_of
+from dure.strategies.pieces import version_of
+from dure.strategies.tensor_boundary import from_local, gathered, mark_as_copy, released, to_local
 
 
 def as_fused(local: Tensor, mesh: DeviceMesh) -> Tensor:

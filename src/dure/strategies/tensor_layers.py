@@ -14,7 +14,8 @@ from torch.nn import functional
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.strategies.module_replicas import Intercepted
-from dure.strategies.tensor_boundary import from_local, longest_part, redistributed, released, to_local, version_of
+from dure.strategies.pieces import version_of
+from dure.strategies.tensor_boundary import from_local, longest_part, redistributed, released, to_local
 from dure.strategies.tensor_fused import as_fused, whole_of_fused
 
 

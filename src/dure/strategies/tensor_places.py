@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dure.strategies.pieces import version_of
 from dure.strategies.state_places import Place, are_same_items, bits, comparable
 from dure.torchcompat import MODULE_CONTENTS
 
@@ -40,7 +41,7 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
         tensor: To be watched.
         is_most_often_constant: Of many elements only a few are compared, for the tensor is most likely a table.
     """
-    version, flag = tensor._version, tensor.requires_grad
+    version, flag = version_of(tensor), tensor.requires_grad
     most, sampled = (
         (_MOST_SAMPLED >> 4, _MOST_SAMPLED >> 4) if is_most_often_constant else (MOST_ELEMENTS, _MOST_SAMPLED)
     )
@@ -48,15 +49,15 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
     values = tensor.detach().clone() if is_small else None
     sample = _sample(tensor, sampled).clone() if _has_elements(tensor) and not is_small else None
     grad = _grad(tensor)
-    grad_version, grad_values = (None, None) if grad is None else (grad._version, grad.clone())
+    grad_version, grad_values = (None, None) if grad is None else (version_of(grad), grad.clone())
 
     def has_changed() -> bool:
         now = _grad(tensor)
-        if tensor.requires_grad is not flag or now is not grad or (now is not None and now._version != grad_version):
+        if tensor.requires_grad is not flag or now is not grad or (now is not None and version_of(now) != grad_version):
             return True
         if values is None:
             # a change through `.data` has no version
-            return bool(tensor._version != version) or not (
+            return (version_of(tensor) != version) or not (
                 sample is None or torch.equal(_sample(tensor, sampled), sample)
             )
         return not torch.equal(bits(tensor), bits(values))

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from dure.strategies.containers import tensors_in
 from dure.strategies.object_state import ObjectState
-from dure.strategies.pieces import memory_of
+from dure.strategies.pieces import memory_of, version_of
 from dure.strategies.trial import is_equal
 
 
@@ -100,7 +100,7 @@ class FedState:
     def _held(self) -> dict[Any, tuple[str, int]]:
         """Return the names and versions of tensors in attributes of the objects, by their memory."""
         return {
-            memory[:2]: (f"{root}.{name}", tensor._version)
+            memory[:2]: (f"{root}.{name}", version_of(tensor))
             for root, value in self._objects.items()
             if not isinstance(value, nn.Module | Optimizer)
             for name, attribute in getattr(value, "__dict__", {}).items()

@@ -17,7 +17,7 @@ from dure.launch.submit.job import Job
 from dure.launch.submit.ray_rank import Look, RayRank
 from dure.launch.verdict import STOP_ENDS
 from dure.rank import RankInfo
-from dure.stopping import heeded_signals, stop_exit_code
+from dure.stopping import heeded_signals, signal_name, stop_exit_code
 from dure.telling import pass_on, shell_word, tell
 
 _LOOK_SECONDS = 0.2
@@ -247,7 +247,7 @@ def _judge(code: int, plan: Plan) -> None:
             stop_exit_code(STOP_ENDS[code]),
         )
     if code:
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         raise WorkerFailed(f"a rank {how}; what it said is above", code if code > 0 else 1)
 
 

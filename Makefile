@@ -36,7 +36,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_PACKAGES := slurmctld slurmd slurm-client munge openmpi-bin
 CLUSTER_PROGRAMS := munged slurmctld slurmd srun mpirun
 
-.PHONY: help demo test check format lint types floors slow faults zoo cluster gpu-check bench soak campaign clean
+.PHONY: help demo test check format lint types floors slow faults hosts zoo cluster gpu-check bench soak campaign clean
 .DELETE_ON_ERROR:
 
 help: ## show these targets
@@ -67,6 +67,9 @@ slow: $(DEV) ## run the tests that take longer
 
 faults: $(DEV) ## run the tests that kill, hang and slow ranks
 	$(PY) -m pytest -m faults --count $(REPEAT) $(PYTEST_ARGS)
+
+hosts: $(DEV) ## cut the cables of three hosts, and reboot them (needs root)
+	$(PY) -m pytest -m hosts $(PYTEST_ARGS)
 
 zoo: $(ZOO) ## run every cell of the table of what works, those of timm and transformers too
 	$(PY) -m pytest $(TWO) -m "slow or zoo or not slow" tests/conformance/zoo $(PYTEST_ARGS)

@@ -13,7 +13,7 @@ from tests.commands import Command, RunFiles
 from tests.faults.test_elastic import is_each_sample_used, largest_difference, paused, train, wait_for_ranks
 from tests.two_hosts import HEAD, ROUNDING, SwitchedHosts, ended
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 DURE = Path(__file__).with_name("hosts_dure.py")
 HOST = os.uname().nodename
@@ -54,6 +54,7 @@ def check_undisturbed(hosts: SwitchedHosts, folder: Path, commands: list[Command
     assert largest_difference(run.path, folder / "runs/alone") < ROUNDING
 
 
+@pytest.mark.hosts
 def test_hosts_when_cables_are_cut_at_the_far_end_and_one_way_then_they_come_back_and_one_side_trains(
     switched: SwitchedHosts, tmp_path
 ):
@@ -98,6 +99,7 @@ def news(said: str) -> str | None:
     return said if "the run goes on without this node, which tries to come back for 30 s" in said else None
 
 
+@pytest.mark.hosts
 def test_hosts_when_clocks_differ_and_one_is_late_and_slow_and_each_reboots_then_the_weights_are_the_same(
     switched: SwitchedHosts, tmp_path
 ):
@@ -130,6 +132,7 @@ def num_joined(hosts: SwitchedHosts) -> int:
     return sum(words[1].endswith(":72D8") and words[3] == "01" for line in lines if (words := line.split()))
 
 
+@pytest.mark.faults
 def test_host_when_it_reboots_while_others_are_awaited_then_it_comes_again_and_all_begin(
     switched: SwitchedHosts, tmp_path
 ):

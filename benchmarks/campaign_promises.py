@@ -77,11 +77,19 @@ def of_the_end(case: Case, seen: Seen) -> Iterator[str]:
         yield f"the end took {seen.seconds:.1f} s, more than {bound:g}"
     if seen.resumed is not None and seen.resumed.code != 0:
         yield f"it cannot be resumed, exit code {seen.resumed.code}: {seen.resumed.err[-600:]!r}"
-    elif seen.resumed is None and 0 in seen.codes and seen.run.summary()["status"] != "completed":
-        yield f"status {seen.run.summary()['status']!r} with exit code 0"
-    statuses = {"completed"} if seen.resumed is not None else {"completed", "interrupted", "failed"}
-    if min(seen.codes) >= 0 and seen.run.path.exists() and seen.run.summary()["status"] not in statuses:
-        yield f"status {seen.run.summary()['status']!r} after it was resumed"
+    elif seen.run.path.exists() and min(seen.codes) >= 0:
+        yield from of_the_summary(seen)
+
+
+def of_the_summary(seen: Seen) -> Iterator[str]:
+    """Check that the summary is there and says how the run ended."""
+    if not (seen.run.path / "summary.json").exists():
+        yield "there is no summary.json"
+        return
+    is_done = seen.resumed is not None or 0 in seen.codes
+    statuses = {"completed"} if is_done else {"completed", "interrupted", "failed"}
+    if (status := seen.run.summary()["status"]) not in statuses:
+        yield f"status {status!r} in summary.json"
 
 
 def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:

@@ -34,7 +34,7 @@ START_SECONDS, TRAINING_SECONDS, LEAVING_SECONDS = 0.8, 1.0, 0.3
 """Durations of which a case draws a fraction."""
 PACES = {
     "evaluation": ("--task.pause-seconds", 0.0, "--task.eval-pause-seconds", 0.08),
-    "saving": ("--task.pause-seconds", STEP_SECONDS, "--task.write-seconds", 0.03),
+    "saving": ("--task.pause-seconds", STEP_SECONDS, "--task.write-seconds", 0.01),
 }
 """Pauses by which a run spends most of its time where the fault is to find it."""
 USUAL_PACE = ("--task.pause-seconds", STEP_SECONDS, "--task.eval-pause-seconds", 0.02)

@@ -16,6 +16,7 @@ from dure.strategies.optimizer_state import optimizer_to_names
 from dure.training.checkpoint import Checkpoint, Snapshot
 from tests.conformance.cases import records_of
 from tests.conformance.tasks import Regression
+from tests.faulty_task import Faulty
 from tests.training.checkpoint_cases import at, new_store
 
 
@@ -172,3 +173,13 @@ def test_run_when_no_checkpoint_could_hold_its_state_ends_after_its_first_step(t
         )
     assert failed.value.exit_code == 2
     assert len(records_of(tmp_path / "run")) == 1
+
+
+def test_run_when_resumed_by_ranks_that_must_draw_alike_and_drew_unequally_before_then_it_goes_on(tmp_path):
+    task, same = Faulty(num_samples=32, width=12), {"nproc": 2, "quiet": True, "threads": 1, "device": "cpu"}
+    # rank 0 alone calls the model, whose Dropout(0.0) draws without effect
+    first = dure.train(
+        task, strategy="rpc_model", samples=16, global_batch_size=8, runs_dir=tmp_path, name="run", start="fork", **same
+    )
+    last = dure.train(task, strategy="tensor_parallel", samples=32, resume=first.run, **same)
+    assert (last.status, last.samples) == ("completed", 32)

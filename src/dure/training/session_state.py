@@ -1,7 +1,8 @@
 """What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
 
 import functools
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,15 +119,27 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     # a generator whose draws cannot be continued begins anew from this position: all of them where there are other
     # ranks, or ranks that draw otherwise together; one of a device that was not there
     seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
-    is_continued = state is not None and all(group.all_gather_json(drew == strategy.random_stream))
+    generators = capture_random_state(strategy.devices).keys()
+    digest = "" if state is None else _digest(state[name] for name in generators if name in state)
+    said = group.all_gather_json([drew, strategy.random_stream, digest])
+    is_continued = state is not None and all(before == now for before, now, _ in said)
     if strategy.draws and not is_continued:
         session.notes.append(
             f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
         )
     if state is not None and is_continued:
-        restore_random_state(state, strategy.devices)
+        # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
+        if len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said}):
+            restore_random_state(state, strategy.devices)
         own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
         strategy.load_rank_state(own)
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _compare_identity(session: Session, checkpoint: Checkpoint) -> None:

@@ -123,16 +123,14 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     digest = "" if state is None else _digest(state[name] for name in generators if name in state)
     said = group.all_gather_json([drew, strategy.random_stream, digest])
     is_continued = state is not None and all(before == now for before, now, _ in said)
-    # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
-    are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
-    if strategy.draws:
-        is_continued = is_continued and are_alike
     if strategy.draws and not is_continued:
         session.notes.append(
             f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
         )
     if state is not None and is_continued:
-        if are_alike:
+        # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
+        are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
+        if strategy.draws or are_alike:
             restore_random_state(state, strategy.devices)
         own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
         strategy.load_rank_state(own)

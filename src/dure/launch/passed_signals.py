@@ -84,5 +84,5 @@ def signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    for number in received[:1]:
-        signal.raise_signal(number)
+    if received:
+        signal.raise_signal(received[0])

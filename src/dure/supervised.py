@@ -12,6 +12,7 @@ from dure.launch.child import Output
 from dure.launch.fork_safety import reason_fork_would_fail
 from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
+from dure.launch.passed_signals import signals_put_off
 from dure.launch.rank_logs import RankLogs, Relay, Voice
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
@@ -210,8 +211,11 @@ def signal_of(outcome: Outcome) -> int | None:
     return outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
 
 
+@signals_put_off()
 def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True) -> RunSummary:
     """Write the summary, whatever came of the run, and raise what is not success.
+
+    A stop signal waits until it is written: the ranks have ended, and there is nothing else to stop.
 
     Args:
         run: Its folder.

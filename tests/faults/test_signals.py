@@ -9,7 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import dure
+from dure.measure.records import RunSummary
+from dure.report.summary import summarise
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
+from tests.faulty_task import Faulty
 from tests.two_hosts import ended
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
@@ -423,3 +427,14 @@ def test_script_when_its_whole_group_is_signalled_then_each_rank_gets_the_signal
     command.wait(8)
     assert len(list(tmp_path.glob("saved?"))) == 2, command.err
     assert (command.out + command.err).count("unfinished") == 2
+
+
+def test_summary_when_a_signal_comes_while_it_is_made_then_it_is_written_all_the_same(tmp_path, monkeypatch):
+    def interrupted(*args: object) -> RunSummary:
+        os.kill(os.getpid(), signal.SIGINT)
+        return summarise(*args)
+
+    monkeypatch.setattr("dure.supervised.summarise", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        dure.train(Faulty(), start="fork", threads=1, quiet=True, runs_dir=tmp_path, name="run")
+    assert RunFiles(tmp_path / "run").summary()["status"] == "completed"

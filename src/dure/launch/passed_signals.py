@@ -80,3 +80,27 @@ def signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Deliver a stop signal afterwards; an error that ends this anyway takes its place.
+
+    By handlers: a signal that the main thread blocks is delivered to another thread, as libraries have them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def put_off(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, put_off) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if received:
+        signal.raise_signal(received[0])

@@ -70,7 +70,9 @@ def of_the_end(case: Case, seen: Seen) -> Iterator[str]:
             yield f"exit code {code} instead of {' or '.join(map(str, sorted(codes)))}: {last!r}"
         elif code > 0 and not any(word in command.err for word in promised_words(case, code)):
             yield f"exit code {code} with a message that does not say why: {last!r}"
-        if "Traceback" in command.err and not (code == 1 and case.fault.kind in IN_THE_TASK):
+        # the task's own failure has one, and so has torch's of a loader, which comes in the midst of the task's line
+        may_have_traceback = code == 1 and (case.fault.kind in IN_THE_TASK or case.fault.target == "loader")
+        if "Traceback" in command.err and not may_have_traceback:
             yield f"a traceback: {last!r}"
     bound = BOUND_SECONDS.get(case.fault.kind, OTHER_BOUND_SECONDS)
     if seen.seconds > bound:

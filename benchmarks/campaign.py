@@ -44,7 +44,7 @@ class Campaign:
         self.places, self.seed = places, seed
         self.counts: Counter[str] = Counter()
         self.kept: dict[str, Counter[str]] = defaultdict(Counter)
-        """By fault and strategy: cases in which no promise was broken, …"""
+        """Cases in which no promise was broken, by fault and strategy, …"""
         self.drawn: dict[str, Counter[str]] = defaultdict(Counter)
         """… and all."""
         self.broken: list[tuple[Case, str]] = []

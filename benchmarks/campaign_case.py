@@ -56,7 +56,7 @@ KINDS = {
     "hang": 1,
     "full disk": 2,
 }
-"""What happens, and how often it is drawn."""
+"""Kinds of faults, and how often each is drawn."""
 TARGETS = ("rank", "rank", "all ranks", "two ranks", "rank again", "server", "loader", "supervisor", "everybody")
 """Receivers of signals; `everybody` is the process group, as when a terminal sends it."""
 ON_HOSTS = ("SIGKILL rank", "SIGKILL everybody", "SIGTERM supervisor", "SIGINT supervisor", "SIGUSR1 rank", "cut cable")
@@ -65,7 +65,7 @@ MOMENTS = ("start", "step", "step", "step", "evaluation", "saving", "leaving")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that happens."""
+    """One fault that happens to a run."""
 
     kind: str
     """Name of a signal, or one of `KINDS`."""

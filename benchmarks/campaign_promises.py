@@ -1,4 +1,4 @@
-"""What README and the table of strategies promise of a run that is disturbed, checked on one case.
+"""Promises that README and the table of strategies make of a disturbed run, checked on one case.
 
 Each function yields a sentence for every promise that was broken.
 """
@@ -36,7 +36,7 @@ STEPS_TO_REACT = 6
 """Steps from the end of a run within which a fault may come too late to change how it ends."""
 BOUND_SECONDS = {"hang": 25.0, "SIGSTOP": 30.0, "full disk": 15.0, "cut": 30.0}
 OTHER_BOUND_SECONDS = 15.0
-"""From the fault to the end of the run, the rest of training (about 2 s) and a busy machine included."""
+"""Seconds from the fault to the end of the run, the rest of training (about 2 s) and a busy machine included."""
 WORDS = {"SIGKILL": "SIGKILL", "SIGSEGV": "SIGSEGV", "raise": "a planned failure", "hang": "because they hung"}
 """Parts of the message by which a run that is not started again names what ended it."""
 MOST_RANKS = 8

@@ -1,4 +1,4 @@
-"""How a case of the campaign is carried out: its run is started, the fault happens, and the run is resumed."""
+"""Execution of one case of the campaign: its run is started, the fault happens, and the run is resumed."""
 
 import math
 import os
@@ -73,7 +73,7 @@ class WholeLines(RunFiles):
 
 @dataclass
 class Seen:
-    """What came of a case."""
+    """Outcome of a case."""
 
     run: RunFiles
     commands: tuple[Command, ...]

@@ -1,4 +1,4 @@
-"""How often the verdict over a hang is right, and a healthy twin is left alone: the corpus of `tests/faults/hangs`.
+"""Fractions of hangs with the right verdict, and of healthy twins left alone, over the corpus of `tests/faults/hangs`.
 
     python benchmarks/hang_corpus.py               all scripts and tasks, hanging and slow; about a quarter of an hour
     python benchmarks/hang_corpus.py --only ring   those whose name has that in it

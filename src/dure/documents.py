@@ -15,14 +15,14 @@ from typing import Any
 from dure.units import format_bytes
 
 MOST_BYTES = 64 * 2**20
-"""Of a JSON document."""
+"""Size limit of a JSON document."""
 MOST_TOML_BYTES = 2**20
 MOST_DEPTH = 100
 """Lists and objects in one another. Python's own code for what is read goes as deep again, several frames each."""
 
 
 class DocumentInvalid(ValueError):
-    """What is wrong with a document, as the rest of a sentence that began with its name."""
+    """Fault of a document, as the rest of a sentence that began with its name."""
 
 
 def read_json(path: Path, *, at_most: int = MOST_BYTES) -> Any:

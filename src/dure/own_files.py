@@ -10,7 +10,7 @@ from pathlib import Path
 
 PRIVATE = 0o700
 SHARED = 0o777
-"""As far as the umask lets it be."""
+"""Mode of what others may read as far as the umask lets them."""
 
 
 def make_folder(path: Path, *, exist_ok: bool = False) -> None:

@@ -66,7 +66,7 @@ class ScriptSettings:
     runs_dir: Path = Path("runs")
     name: str | None = None
     share_run: bool = False
-    """Whether others may read the run's folder."""
+    """True if others may read the run's folder."""
     shown_ranks: str | None = None
     """Local ranks whose output is shown, as `0,1`; None: all."""
     role: str = "default"

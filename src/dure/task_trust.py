@@ -1,4 +1,4 @@
-"""Whether the code of a task may be run that nobody but a run's record names."""
+"""Trust in the code of a task that only the record of a run names."""
 
 import importlib.machinery
 import os

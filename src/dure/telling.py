@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 _INDENT = "  "
-"""In front of further lines of a message: only dure's own begin at the left margin."""
+"""Indent of further lines of a message: only dure's own begin at the left margin."""
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
@@ -184,12 +184,12 @@ class LiveLine:
         self._stream = stream or sys.stderr
         self._is_relayed = is_relayed
         self.is_live = is_relayed or has_live_line(self._stream)
-        """Whether it can be written over; otherwise each state is a line that stays."""
+        """True if it can be written over; otherwise each state is a line that stays."""
         self.is_in_notebook = is_notebook(self._stream)
         self._has_color = self.is_live and not os.environ.get("NO_COLOR")
         self._erase = "" if self.is_in_notebook else "\x1b[K"
         self._drawn_columns = 0
-        """Of the open line; 0: there is none."""
+        """Width of the open line; 0 where there is none."""
 
     def show(self, line: str, num_colored: int = 0) -> None:
         """Write a state of the line, the first characters coloured.

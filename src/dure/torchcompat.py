@@ -245,7 +245,7 @@ def _described_call(inside: Sequence[FrameType]) -> dict[str, Any]:
 
 
 _TRANSFERS = {12: "isend", 13: "irecv", 14: "irecv"}
-"""By torch's number of the operation: what a `Work` that belongs to no collective waits for."""
+"""Operations that a `Work` outside of collectives waits for, by torch's number of the operation."""
 
 
 def _awaited_transfer(frame: FrameType) -> dict[str, Any] | None:
@@ -872,7 +872,7 @@ _SIGNS_OF_ANOTHER_TORCH = re.compile(
     r"operator \w+::\w+ does not exist|undefined symbol: \w*(torch|c10|at)|"
     r"module 'torch[\w.]*' has no attribute|cannot import name '\w+' from 'torch"
 )
-"""What Python and torch say when a library was made for another version or build of torch."""
+"""Words of Python and torch for a library that was made for another version or build of torch."""
 
 
 def library_for_another_torch(error: BaseException) -> str | None:

@@ -387,13 +387,17 @@ def test_signal_when_ranks_start_again_then_the_last_step_is_saved(prewarmed, tm
 
 @pytest.mark.faults
 def test_signal_when_there_are_no_restarts_then_a_step_has_the_whole_grace_time(prewarmed, tmp_path):
-    pace = ("--task.pause-seconds", 4, "--max-restarts", 0, "--grace-seconds", 14)
+    pace = ("--task.pause-seconds", 8, "--max-restarts", 0, "--grace-seconds", 14)
     command = prewarmed.start(tmp_path, *BASE, "--name", "run", *pace)
     run = RunFiles(tmp_path / "runs/run")
     run.wait_for("training", command)
     command.send(signal.SIGTERM)
     assert command.wait(16) == 143, command.err
-    assert run.checkpoints()
+    (checkpoint,) = run.checkpoints()
+    assert checkpoint == f"samples-{run.records(0)[-1]['samples_seen']:012d}"
+    assert not (run.path / "undone.jsonl").exists()
+    assert "faulty_task.py" in command.err  # where the ranks are at half time...
+    assert run.events("hang") == []  # ...though a long step is no hang
 
 
 TWICE = """

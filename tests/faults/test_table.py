@@ -210,7 +210,7 @@ TABLE = [
         says_elsewhere="the run goes on without this node, which tries to come back"),
     Row(what="the cable is cut for good", happens=cable_cut(math.inf), on_hosts=True, events={"nodes": 1},
         within_seconds=MOST_SILENCE_SECONDS, repeats_steps=1, difference=ROUNDING,
-        says_elsewhere="nothing is heard of node 0"),
+        says_elsewhere="meanwhile the run was completed"),
     # the supervisor alone, or everything
     Row(what="the supervisor is killed", happens=supervisor_killed, flags=CHECKPOINTS, code=-KILL, **ENDS),
     Row(what="everything is killed", happens=signalled(KILL, "everybody"), flags=CHECKPOINTS, code=-KILL, **ENDS),

@@ -1,6 +1,7 @@
 """Inspection of a loss: every trait is found by trying, and nothing stays behind."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import dure
+from dure.training import constant_draws, loss_inspection
 from dure.training.loss_inspection import LossInspection
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -168,6 +170,18 @@ def test_loss_that_draws_until_a_condition_holds_is_not_waited_for(changed):
     assert traits.reason_unknown is None
 
 
+def test_loss_that_computes_much_between_draws_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(constant_draws, "_MOST_SECONDS", 0.05)
+
+    def loss(model, x, task):
+        while True:
+            model(x)
+            if bool(torch.rand(()) > 0.6):  # which no constant is
+                return model(x).square().mean()
+
+    assert traits_of(loss).draws
+
+
 def test_loss_that_fails_with_constants_for_its_random_numbers_keeps_its_other_traits():
     def loss(model, x, task):
         if torch.rand(8).unique().numel() == 1:
@@ -200,8 +214,11 @@ RARE[150, 0] = 0
 
 
 @pytest.mark.parametrize("layer", [None, nn.BatchNorm1d(4), Learning()])
-def test_mean_that_leaves_out_one_sample_of_a_few_hundred_is_found(layer):
-    assert "samples at once" in traits_of(of_nonzero, layer, x=RARE).not_additive  # 64 where the machine is quiet
+def test_mean_that_leaves_out_one_sample_of_a_few_hundred_is_found(layer, monkeypatch):
+    monkeypatch.setattr(
+        loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0)
+    )  # or a busy machine takes fewer
+    assert "for 64 samples at once" in traits_of(of_nonzero, layer, x=RARE).not_additive
     assert traits_of(of_nonzero, layer, x=MANY).not_additive is None
 
 

@@ -1,4 +1,4 @@
-"""What commands have in common: `--json`, and which process speaks."""
+"""Parts that commands have in common: `--json`, and which process prints."""
 
 from typing import Annotated
 

@@ -16,7 +16,7 @@ SAME = {
     "rdzv-endpoint": "--rendezvous",
     "local-ranks-filter": "--local-ranks-filter",
 }
-"""What it is called here."""
+"""Names of torchrun's flags here."""
 
 WITHOUT_EFFECT = {
     "standalone": "one node meets by itself",
@@ -47,10 +47,10 @@ REFUSED = {
     "shutdown-timeout": "a rank has 30 s after a signal, and as long as it likes until then: leave it out",
     "virtual-local-rank": "every rank sees all devices: let the script take device LOCAL_RANK, and leave it out",
 }
-"""What takes its place."""
+"""Flags that are refused, and what takes their place."""
 
 TRUTHS = frozenset({"standalone", "module", "m", "no-python", "run-path", "virtual-local-rank"})
-"""Those without a value."""
+"""Flags without a value."""
 
 _TOGETHER = ("master-addr", "master-port")
 """An address in two flags, which is one of ours. It was never more than one node's own affair."""

@@ -74,7 +74,7 @@ class Call:
     tag: int
     sizes: list[Any]
     is_main: bool
-    """Whether it is the main thread's."""
+    """True if it is the main thread's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ class RankState:
     collectives: tuple[Collective, ...] | None = None
     """The last ones, oldest first; None where it could not answer."""
     call: Call | None = None
-    """What a thread of its own is in."""
+    """Call that a thread of the script is in."""
     called: str | None = None
-    """What the main thread's innermost line calls, by name, where the source says it."""
+    """Name of what the main thread's innermost line calls, where the source says it."""
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The ranks of each process group that it knows, by the group's name."""
     calls: int = -1
@@ -112,7 +112,7 @@ class RankState:
 
     @property
     def whereabouts(self) -> tuple[object, ...]:
-        """What changes when it gets on."""
+        """Values of which one changes when the rank gets on."""
         return self.step, self.calls, self.main, self.exit_code
 
     def to_json(self) -> dict[str, Any]:

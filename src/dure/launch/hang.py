@@ -39,12 +39,12 @@ class Where:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Return whether it waits for other ranks."""
         return self.waits_in is not None
 
     @property
     def will_not_go_on(self) -> bool:
-        """Whether it never does by itself; one that computes, loads data or sleeps may only be slow."""
+        """Return whether it never does by itself; one that computes, loads data or sleeps may only be slow."""
         return self.state.exit_code is not None or self.state.is_stopped
 
 
@@ -57,13 +57,13 @@ class HangVerdict:
     culprits: tuple[int, ...]
     """Ranks that the others wait for; empty where none can be named."""
     is_certain: bool
-    """Whether it will not end by itself; a rank that computes, loads data or sleeps may only be slow."""
+    """True if it will not end by itself; a rank that computes, loads data or sleeps may only be slow."""
     states: tuple[RankState, ...]
     is_waited: bool = True
-    """Whether any rank waits for another."""
+    """True if any rank waits for another."""
 
     def has_moved(self, later: Sequence[RankState]) -> bool:
-        """Whether a rank that is to blame is elsewhere, has made other calls, or is not seen in a later look."""
+        """Return whether a rank that is to blame is elsewhere, has made other calls, or is not seen in a later look."""
         now = {state.rank: state.whereabouts for state in later}
         before = [state for state in self.states if state.rank in self.culprits]
         return any(now.get(state.rank) != state.whereabouts for state in before)

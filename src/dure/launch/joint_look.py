@@ -46,7 +46,7 @@ class JointLook:
         self._deadline: float | None = None
         self._not_before = 0.0
         self._number = 0
-        """Of the look that is on: an answer to an earlier one comes too late."""
+        """Number of the look that is under way: an answer to an earlier one comes too late."""
         self._states: list[RankState] = []
         self._looked: set[int] = set()
         self._suspicion: HangVerdict | None = None

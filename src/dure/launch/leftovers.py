@@ -15,7 +15,7 @@ from contextlib import suppress
 MARK_VARIABLE = "DURE_RANK_MARK"
 _PATIENCE_SECONDS = 1.0
 _END_BY_THEMSELVES = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""They take away the shared memory of processes that are gone, and then end."""
+"""Programs that take away the shared memory of processes that are gone, and then end."""
 
 
 def mark_of(descriptor: int) -> str:

@@ -85,7 +85,7 @@ def exit_code_of(leave: SystemExit) -> int:
 
 
 _MORE_FILES = (("tempfile", "_TemporaryFileWrapper"), ("zipfile", "ZipFile"))
-"""What ends with its object and is no file by class."""
+"""Classes that are no files by their bases, and are finished when they are closed."""
 
 
 def finish_files(marker: list[object]) -> None:

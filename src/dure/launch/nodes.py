@@ -32,7 +32,7 @@ SILENCE_SECONDS = 15.0
 LOST_SECONDS = 13.0
 """The same where the others go on without it: the whole must be over within 15 s."""
 LEADER_LOST_SECONDS = 10.5
-"""After which the ranks of a node that hears nothing of the leader are ended: before the others go on without them.
+"""Silence of the leader after which a node's ranks are ended: before the others go on without them.
 
 Where a cut lets one direction through, that node hears one more beat than the leader, and the leader one less: the two
 limits are more than two beats apart.
@@ -98,7 +98,7 @@ class Nodes(Roster, Links):
         """Number, and the how many-th it was where it came."""
         self._told_signals = 0
         self.is_stopping = False
-        """Whether a stop signal has come: ranks are not ended any more for nodes that come."""
+        """True if a stop signal has come: ranks are not ended any more for nodes that come."""
         self._is_running = False
         self._gathered: dict[int, list[Any]] = {}
         self._answers: list[list[Any]] = []

@@ -28,7 +28,7 @@ MOST_COLLECTIVES = 64
 """Of the last ones: more would only be read by machines, and a rank that waits has not gone on since."""
 
 STATE, COUNT = "state", "count"
-"""What can be asked: where the rank is, or only how many calls of process groups it has made."""
+"""Questions that can be asked: where the rank is, or only how many calls of process groups it has made."""
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096

@@ -18,7 +18,7 @@ _MOST_BYTES = 2**20
 
 
 class Questions:
-    """What was asked of a rank and has come back; nothing here waits."""
+    """Questions to a rank, and its answers; nothing here waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -26,9 +26,9 @@ class Questions:
         self._data = bytearray()
         self._answers: dict[int, dict[str, Any]] = {}
         self.is_over = False
-        """Whether the rank has closed its end."""
+        """True if the rank has closed its end."""
         self.is_free = True
-        """Whether nothing is being asked; a rank that cannot answer is not to find a thousand questions."""
+        """True if nothing is being asked; a rank that cannot answer is not to find a thousand questions."""
 
     def ask(self, what: str) -> int:
         """Ask, and return the question's number; an answer to an earlier question is not taken for one to this."""
@@ -81,13 +81,13 @@ def wait_for_answers(questions: Sequence[Questions], most_seconds: float) -> Non
 
 
 class CallCounts:
-    """How many calls of process groups ranks have made, asked of each as often as it matters."""
+    """Counts of the process-group calls that ranks have made, requested as often as it matters."""
 
     def __init__(self, watchdog: "Watchdog", every_seconds: float) -> None:
         self._watchdog = watchdog
         self._every_seconds = every_seconds
         self._asked: dict[int, tuple[int, float]] = {}
-        """By rank: the question that has no answer yet, or the last one, and when it was asked."""
+        """Number and time, by rank, of the question that has no answer yet, or the last one, and when it was asked."""
 
     def go_on(self, workers: "Sequence[Worker]") -> None:
         """Take what has been answered, and ask those who have had time to make another call."""

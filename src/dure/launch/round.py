@@ -30,7 +30,7 @@ _RESTART_GRACE_SECONDS = 0.1
 """What they get where all are started again anyway and the first to fail has said why."""
 _POLL_SECONDS = 0.02
 _COUNTS_OF_A_LIMIT = 0.25
-"""How often ranks are asked for their calls, as a part of the limit."""
+"""Interval between requests for the ranks' call counts, as a fraction of the limit."""
 _LOOK_SECONDS = 0.5
 """The longest sleep: a bound on what a missed wake-up could cost."""
 _STOP_LOOK_SECONDS = 0.1
@@ -52,7 +52,7 @@ class Outcome:
     lost: str | None = None
     """The sentence about a node that went away, or did not go on."""
     is_cut_off: bool = False
-    """Whether this node could not reach the one that leads when it ended."""
+    """True if this node could not reach the one that leads when it ended."""
 
 
 def run_round(
@@ -156,15 +156,21 @@ def _time_to_stop(
     last = min(memory.heartbeats.last(rank).time for rank in alive)
     if stop.is_half_over(seconds) and launch.hangs is not None and last:
         if look is None:
-            report_hang(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last))
+            _report_stop(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last).text)
         else:
             look.ask(time.monotonic() - last, is_confirmed=False)
     if look is not None and (found := look.advance()) is not None:
-        report_hang(launch, workers, found[0])
-    if launch.on_stopping is not None and (text := stop.words(alive)) is not None:
+        _report_stop(launch, workers, found[0].text)
+    if (text := stop.words(alive)) is not None:
+        _report_stop(launch, workers, text)
+    return seconds
+
+
+def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
+    """Print what a stop waits for; a step that is merely long is recorded as no hang."""
+    if launch.on_stopping is not None:
         show_what_was_said(launch, workers)
         launch.on_stopping(text)
-    return seconds
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
@@ -243,7 +249,7 @@ def _hang(
 
 
 def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
-    """Whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
+    """Return whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
     return not watchdog.is_known and seconds < UNKNOWN_SECONDS
 
 

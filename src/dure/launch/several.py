@@ -97,7 +97,7 @@ class _Rounds:
         self.hope = 0.0
         """Until when it waits for those that cannot be reached, too."""
         self.is_saving = False
-        """Whether a stop signal has come, and the next round is one that saves what the ranks have left in memory."""
+        """True if a stop signal has come, and the next round is one that saves what the ranks have left in memory."""
         self.is_waiting = False
         """Whether people were told that too few are there."""
 

@@ -17,14 +17,14 @@ _TRANSFERS = {
     "send": "recv", "isend": "recv", "send_object_list": "recv",
     "recv": "send", "irecv": "send", "recv_object_list": "send",
 }  # fmt: skip
-"""By operation between two ranks: what the other one has to do."""
+"""Operation that the other rank has to do, by operation between two ranks."""
 _LIKE = {"isend": "send", "irecv": "recv", "send_object_list": "send", "recv_object_list": "recv"}
 _SIZES_MAY_DIFFER = ("scatter", "gather", "all_to_all", "alltoall", "alltoall_base", "reduce_scatter")
-"""Of these the ranks need not bring as much as each other."""
+"""Operations to which ranks may bring unequal sizes."""
 _NCCL_TRANSFER = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
-"""How NCCL's record names what two ranks do together, by their places in the group."""
+"""Names of transfers between two ranks in NCCL's record, by their places in the group."""
 _WAITS_BY_NAME = ("wait", "item", "synchronize", "backward", "tolist", "cpu", "numpy", "result")
-"""What a line calls that waits for a collective which was asked for before."""
+"""Names that a line calls when it waits for a collective that was launched before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,19 @@ class Wait:
     sizes: tuple[tuple[int, ...], ...] = ()
     members: frozenset[int] | None = None
     is_of_default: bool = True
-    """Whether its group is the one of all ranks that torch begins with."""
+    """True if its group is the one of all ranks that torch begins with."""
     is_main: bool = True
-    """Whether the rank does nothing else meanwhile."""
+    """True if the rank does nothing else meanwhile."""
     line: Frame | None = None
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it is between two ranks."""
+        """Return whether it is between two ranks."""
         return self.op in _TRANSFERS
 
     @property
     def is_followed(self) -> bool:
-        """Whether it is known for whom it waits."""
+        """Return whether it is known for whom it waits."""
         return self.recorded is not None or (self.is_transfer and self.role is not None)
 
     def describe(self, world: Iterable[int]) -> str:
@@ -80,7 +80,7 @@ class Wait:
         return f" in group {self.group} ({'all ranks' if self.members >= set(world) else f'ranks {shown}'})"
 
     def is_same_as(self, other: "Wait") -> bool:
-        """Whether two ranks are in one call, so far as is known."""
+        """Return whether two ranks are in one call, so far as is known."""
         return (self.group, self.sequence, _LIKE.get(self.op, self.op)) == (
             other.group, other.sequence, _LIKE.get(other.op, other.op),
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _recorded_transfer(
 
 
 def _may_wait_for_collective(state: RankState) -> bool:
-    """Whether the main thread may be waiting for a collective that it asked for before: `work.wait()`, a backward."""
+    """Return whether the main thread may wait for a collective that it launched (`work.wait()`, a backward)."""
     inner = state.main[0] if state.main else None
     if inner is None or state.called is None:
         return True
@@ -193,7 +193,7 @@ def awaited_by(rank: int, waits: Mapping[int, Wait], states: Mapping[int, RankSt
 
 
 def _answers(wait: Wait, rank: int, other: Wait | None) -> bool:
-    """Whether another rank does its part of what two do together."""
+    """Return whether another rank does its part of what two do together."""
     return (
         other is not None
         and _LIKE.get(other.op, other.op) == _TRANSFERS[wait.op]
@@ -203,7 +203,7 @@ def _answers(wait: Wait, rank: int, other: Wait | None) -> bool:
 
 
 def _has_come(wait: Wait, others_wait: Wait | None, state: RankState) -> bool:
-    """Whether a rank has made the call too, and with the same arguments so far as is known."""
+    """Return whether a rank has made the call too, and with the same arguments so far as is known."""
     if wait.recorded is None:
         return others_wait is not None and wait.is_same_as(others_wait) and not differ_in_peer(wait, others_wait)
     calls = [
@@ -221,14 +221,14 @@ def _has_come(wait: Wait, others_wait: Wait | None, state: RankState) -> bool:
 
 
 def agree(one: Collective, other: Collective) -> bool:
-    """Whether two ranks made the same call."""
+    """Return whether two ranks made the same call."""
     if one.op != other.op:
         return False
     return one.op.lstrip("_") in _SIZES_MAY_DIFFER or one.signature == other.signature
 
 
 def differ_in_peer(one: Wait, other: Wait) -> bool:
-    """Whether two ranks name another `src` or `dst`."""
+    """Return whether two ranks name another `src` or `dst`."""
     return None not in (one.peer, other.peer) and (one.role, one.peer) != (other.role, other.peer)
 
 

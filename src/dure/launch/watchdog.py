@@ -36,10 +36,10 @@ class HangPolicy:
     """`restart`, `stop` or `wait`."""
 
     counts_calls: bool = False
-    """Whether a call of a process group is news too: of a script nobody knows what its steps are."""
+    """True if a call of a process group is news too: of a script nobody knows what its steps are."""
 
     def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
-        """Whether it is time to do something. A rank that may only be slow gets longer."""
+        """Return whether it is time to do something. A rank that may only be slow gets longer."""
         return seconds > self.patience(threshold, is_certain=is_certain)
 
     def patience(self, threshold: float, *, is_certain: bool) -> float:
@@ -67,7 +67,7 @@ class _Calls:
     time: float = 0.0
     """When the last one was noticed."""
     longest_seconds: float = 0.0
-    """Between two."""
+    """Longest time between two calls."""
 
 
 class Watchdog:
@@ -95,7 +95,7 @@ class Watchdog:
         self.mute: set[int] = set()
         """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
         self.is_known = True
-        """Whether that rank's limit is known from what it did before, or was given."""
+        """True if that rank's limit is known from what it did before, or was given."""
         self._tell_at = 0.0
         """Silence below this has been told already."""
 

@@ -62,7 +62,7 @@ class Launch:
     grace_seconds: float = 30.0
     """Seconds from a stop signal until ranks that have not ended are ended."""
     saves_snapshots: bool = False
-    """Whether the snapshots in memory of ranks that had to be ended are saved by ranks that are started once more."""
+    """True if the snapshots in memory of ranks that had to be ended are saved by ranks that are started once more."""
     stopped_by: int | None = None
     """The stop signal after which the ranks only save the snapshots in memory."""
     end_grace_seconds: float | None = 10.0
@@ -74,7 +74,7 @@ class Launch:
     on_hang: Callable[["HangVerdict"], None] | None = None
     """Told of each hang, before anything is done about it."""
     on_stopping: Callable[[str], None] | None = None
-    """Told what a stop waits for, if that takes a while."""
+    """Callback that gets what a stop waits for, if that takes a while."""
     on_restart: Callable[[Restart], None] | None = None
     """Told of each restart before it happens."""
     microbatch_size: int | None = None
@@ -114,7 +114,7 @@ class Worker:
     stacks_fd: int
     """An unnamed file in which its Python stacks are written, when it is asked for them or crashes."""
     questions: Questions
-    """By which it can be asked what it is at."""
+    """Channel on which the rank can be asked where it is."""
     process: "subprocess.Popen[bytes] | None" = None
     """Of a spawned worker; a forked one has none."""
     pidfd: int | None = None
@@ -123,7 +123,7 @@ class Worker:
     """Whether it has trained: before that all ranks need each other."""
     end: WorkerEnd | None = None
     keeps_terminal: bool = False
-    """Whether its streams are those of the supervisor."""
+    """True if its streams are those of the supervisor."""
     was_stopped: bool = False
     was_held: bool = False
 

@@ -27,7 +27,6 @@ from dure.training.durable_files import (
     open_regular,
     raise_if_full,
     sync_directory,
-    words_of_others,
     write_new_file,
 )
 from dure.training.host_copies import HostCopies
@@ -148,13 +147,13 @@ class CheckpointWriter:
                 what = f"{error.strerror or error}{f' ({Path(error.filename).name})' if error.filename else ''}"
                 raise CheckpointNotWritten(
                     f"the checkpoint at {self.position.samples_seen} samples could not be written to {self.root}:"
-                    f" {what}; {words_of_others(self.root)}: mend the disk and go on with `dure train --resume`"
+                    f" {what}; {_words_of_others(self.root)}: mend the disk and go on with `dure train --resume`"
                 ) from error
         except DiskFull as error:
             if not self._needed or FULL_WORDS not in str(error):
                 raise
             needed = format_bytes(self._needed)
-            raise DiskFull(f"a checkpoint needs {needed}, and {error}; {words_of_others(self.root)}") from error
+            raise DiskFull(f"a checkpoint needs {needed}, and {error}; {_words_of_others(self.root)}") from error
 
     def _describe(self, copies: HostCopies | None) -> Any:
         self._share = share_of(self._snapshot, self.rank)
@@ -192,7 +191,7 @@ class CheckpointWriter:
             raise DiskFull(
                 f"a checkpoint needs {format_bytes(self._needed)} but {format_bytes(free)} is free in {self.root}:"
                 " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir;"
-                f" {words_of_others(self.root)}"
+                f" {_words_of_others(self.root)}"
             )
         return f"{WRITING}{base_name(self.position)}-{secrets.token_hex(8)}"
 
@@ -361,6 +360,13 @@ def is_being_written(directory: Path) -> bool:
 def base_name(position: Position) -> str:
     """Name a checkpoint by its position."""
     return f"samples-{position.samples_seen:012d}"
+
+
+def _words_of_others(root: Path) -> str:
+    """Return the clause about the checkpoints of a folder, for one that could not be written."""
+    if any(root.glob("samples-*")):
+        return "the checkpoints before it are untouched"
+    return "there is no checkpoint before it"
 
 
 def free_name(root: Path, position: Position) -> str:

@@ -6,6 +6,7 @@ With constant draws it can.
 
 import math
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 _MOST_DRAWS = 10_000
-"""Draws of one call of a loss; one that draws until a condition holds would go on for ever."""
+"""Draws of one call of a loss; one that draws until a condition holds would go on for ever..."""
+_MOST_SECONDS = 4.0
+"""...or, where much is computed between two of them, for very long."""
 
 
 class TooManyDraws(BaseException):
@@ -39,6 +42,7 @@ class ConstantDraws(TorchDispatchMode):
         self._quantile = quantile
         self._normal = statistics.NormalDist().inv_cdf(quantile)
         self._num_draws = 0
+        self._begun_at = time.monotonic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make one operation, or give its constant."""
@@ -47,7 +51,7 @@ class ConstantDraws(TorchDispatchMode):
             drawn = self._drawn(func, args, kwargs)
             if drawn is not None:
                 self._num_draws += 1
-                if self._num_draws > _MOST_DRAWS:
+                if self._num_draws > _MOST_DRAWS or time.monotonic() > self._begun_at + _MOST_SECONDS:
                     raise TooManyDraws
                 return drawn
         return func(*args, **kwargs)

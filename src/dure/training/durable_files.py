@@ -78,13 +78,6 @@ def raise_if_full(error: OSError, path: Path) -> None:
         ) from error
 
 
-def words_of_others(root: Path) -> str:
-    """Return the clause about the checkpoints of a folder, for one that could not be written."""
-    if any(root.glob("samples-*")):
-        return "the checkpoints before it are untouched"
-    return "there is no checkpoint before it"
-
-
 def open_regular(path: Path, num_bytes: int | None = None, at_most: int | None = None) -> int:
     """Open a file for reading that is a regular one of the expected size, and return its descriptor.
 

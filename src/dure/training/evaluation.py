@@ -79,7 +79,7 @@ def evaluate(
         stack.enter_context(kept_global_randomness(*devices))
         stack.callback(_put_back, strategy, models, modes)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
-        for model in models * strategy.takes_samples:
+        for model in models if strategy.takes_samples else ():  # a server has no whole model
             strategy.computed(model.eval)
         stack.enter_context(torch.no_grad())
         batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
@@ -106,7 +106,7 @@ def evaluate(
 def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
     """Put modules back into their modes, by `train`, which some do work in (LoRA takes its merged weights apart)."""
     before = {id(module): mode for module, mode in modes}
-    for model in models * strategy.takes_samples:
+    for model in models if strategy.takes_samples else ():
         strategy.computed(model.train, before[id(model)])
     for module, mode in modes:
         if module.training is not mode:

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -146,8 +146,9 @@ def _naming(doing: str, indices: Sequence[int], samples: Sequence[Any] = ()) -> 
         named = ", ".join(map(str, indices[:_MOST_NAMED]))
         more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
         error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
-        if samples and (text := odd_samples(samples, indices)) is not None:
-            error.add_note(text)
+        with suppress(Exception):  # samples of a class of their own, of which only the task's error counts
+            if samples and (text := odd_samples(samples, indices)) is not None:
+                error.add_note(text)
         raise
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -54,7 +55,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     before.put_back()
     for buffer, value in buffers:
         buffer.copy_(value)
-    return schedule, found
+    return None if schedule is None else partial(strategy.computed, schedule), found
 
 
 @contextmanager

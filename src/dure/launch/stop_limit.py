@@ -17,7 +17,7 @@ _SAID_AFTER_SECONDS = 0.3
 
 _STARTING, _TRAINING, _EVALUATING, _SAVING, _LEAVING = PHASES
 _WAITS_FOR = {
-    _TRAINING: "step {step} to end",
+    _TRAINING: "step {step} and the next one to end",  # in which the ranks agree on it
     _EVALUATING: "the evaluation to end",
     _SAVING: "the checkpoint to be written",
     _LEAVING: "the ranks to leave",

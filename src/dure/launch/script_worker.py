@@ -47,7 +47,7 @@ def main(job: Mapping[str, Any], place: Place) -> int:
             `num_nodes`.
         place: Where this rank is.
     """
-    if not os.isatty(0):
+    if not os.isatty(0) and os.getpgrp() != os.getpid():  # torchrun and mpirun gave it a group of its own already
         # a terminal, or `timeout`, signals the whole group, and the supervisor passes on what it gets: once is enough;
         # and a script that signals its group is to reach its own processes
         os.setpgrp()

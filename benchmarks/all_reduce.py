@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
-from dure.comm.algorithms import ALGORITHMS, open_all_reduce, segments
+from dure.comm.algorithms import segments
+from dure.comm.algorithms.opening import open_all_reduce
+from dure.comm.algorithms.table import ALGORITHMS
 from dure.comm.groups import ProcessGroup, open_group
 from dure.place import StoreAddress
 from dure.rank import RankInfo

@@ -215,7 +215,7 @@ def beat_microseconds() -> float:
     import torch.distributed as dist
 
     from dure.heartbeat import Heartbeats
-    from dure.launch.workers import unnamed_file
+    from dure.launch.worker_process import unnamed_file
     from dure.torchcompat import SequenceNumber
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

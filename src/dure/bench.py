@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, ReduceOp, find_algorithm
+from dure.comm.algorithms.base import REDUCE_OPS, ReduceOp
+from dure.comm.algorithms.table import ALGORITHMS, find_algorithm
 from dure.documents import parse_json
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
 from dure.launch.child import Output
+from dure.launch.request import Launch
 from dure.launch.supervisor import run_workers
 from dure.launch.verdict import judge, stop_signal
-from dure.launch.workers import Launch
 from dure.machine import check_devices, count_cores, resolve_device
 from dure.measure.machine_record import LinkCost, fit_cost, write_costs
 from dure.spec import unknown_name

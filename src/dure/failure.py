@@ -15,7 +15,7 @@ import torch
 
 from dure.device_errors import AskDriver, DeviceError, device_error
 from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
-from dure.frames import OWN_ROOT, shown_name, traceback_in_user_code, users_first
+from dure.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
 from dure.gpu_health import gpu_health
 from dure.place import DEPARTURE
 from dure.torchcompat import library_for_another_torch
@@ -43,7 +43,7 @@ _PEER_LOST_WORDS = (
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
 _OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
-_EVALUATION = os.path.join("dure", "training", "evaluation.py")
+_EVALUATION = own_file("dure.training.evaluation")
 _OUT_OF_MEMORY = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -202,7 +202,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
     """Return what the exception says, without the allocator's advice, and what helps."""
     said = message.partition(" Of the allocated memory")[0] or "out of memory"
-    if any(frame.filename.endswith(_EVALUATION) for frame in traceback.extract_tb(error.__traceback__)):
+    if any(frame.filename == _EVALUATION for frame in traceback.extract_tb(error.__traceback__)):
         return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
     if microbatch_size == 1:
         return said, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"

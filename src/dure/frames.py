@@ -20,6 +20,15 @@ _TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
 _ENGINES = tuple(f"site-packages/{name}/" for name in ("torch", "numpy"))
 
 
+def own_file(module: str) -> str:
+    """Return the file of one of dure's modules, as it stands in frames; a test sees to it that there is one.
+
+    Args:
+        module: Its dotted name. It is not imported.
+    """
+    return f"{OWN_ROOT}{os.path.join(*module.split('.')[1:])}.py"
+
+
 def is_foreign(file: str) -> bool:
     """Whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
     if file.startswith(_TYPED):

@@ -18,12 +18,12 @@ from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
 from dure.launch.rank_logs import RankLogs, Voice
 from dure.launch.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
+from dure.launch.request import Launch
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.shared_folder import meet_in_folder
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import judge, stop_signal
 from dure.launch.watchdog import HangPolicy
-from dure.launch.workers import Launch
 from dure.lifeline import die_with_parent
 from dure.machine import count_accelerators, count_cores, crowding
 from dure.place import Place

@@ -14,12 +14,12 @@ from dure.launch.hang import tell_of_hang
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import signals_put_off
 from dure.launch.rank_logs import RankLogs, Relay, Voice
+from dure.launch.request import Launch
 from dure.launch.restarts import Restart, RestartPolicy
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
 from dure.launch.watchdog import HangPolicy
 from dure.launch.way_back import WayBack
-from dure.launch.workers import Launch
 from dure.machine import count_cores, crowding
 from dure.measure.records import RunSummary
 from dure.place import Place

@@ -459,18 +459,19 @@ def divide_optimizer(
 # -- hooks on the step of optimisers ---------------------------------------------------------------------------------
 
 
+_OPTIMIZERS: Any = importlib.import_module("torch.optim.optimizer")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Registries of an optimiser's hooks, which one that does not call `Optimizer.__init__` lacks."""
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return what runs before and after an optimiser's step, but for torch's own (private in torch)."""
-    module = importlib.import_module("torch.optim.optimizer")
-    hooks = [
-        *(hook for name in _STEP_HOOKS for hook in getattr(optimizer, name, {}).values()),
-        *module._global_optimizer_pre_hooks.values(),
-        *module._global_optimizer_post_hooks.values(),
-    ]
+    # the usual answer, which is wanted before every step, comes without a loop
+    before, after = _OPTIMIZERS._global_optimizer_pre_hooks, _OPTIMIZERS._global_optimizer_post_hooks
+    own_before, own_after = getattr(optimizer, _STEP_HOOKS[0], {}), getattr(optimizer, _STEP_HOOKS[1], {})
+    if not (own_before or own_after or before or after):
+        return []
+    hooks = [hook for registry in (own_before, own_after, before, after) for hook in registry.values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 
@@ -482,10 +483,9 @@ def is_step_replaced(optimizer: Optimizer) -> bool:
 def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
     """Return an optimiser's step, but without its hooks (private in torch)."""
     step = optimizer.step
-    module = importlib.import_module("torch.optim.optimizer")
     places = [
         *((optimizer, name) for name in _STEP_HOOKS),
-        *((module, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+        *((_OPTIMIZERS, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
     ]
 
     def step_alone(*args: Any, **kwargs: Any) -> Any:
@@ -519,8 +519,10 @@ def share_step_hooks(
 @contextmanager
 def kept_global_step_hooks() -> Iterator[None]:
     """Forget the hooks on the step of every optimiser that are registered inside (private in torch)."""
-    module = importlib.import_module("torch.optim.optimizer")
-    hooks: list[dict[int, Any]] = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
+    hooks: list[dict[int, Any]] = [
+        _OPTIMIZERS._global_optimizer_pre_hooks,
+        _OPTIMIZERS._global_optimizer_post_hooks,
+    ]
     before = [dict(registered) for registered in hooks]
     try:
         yield

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, open_all_reduce, sent_elements
+from dure.comm.algorithms.base import REDUCE_OPS
+from dure.comm.algorithms.opening import open_all_reduce
+from dure.comm.algorithms.table import ALGORITHMS, sent_elements
 
 OVER_WIRE = [name for name, info in ALGORITHMS.items() if ":" not in info.implementation]
 OVER_SOCKETS = [*OVER_WIRE, "backend"]

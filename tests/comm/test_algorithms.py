@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dure.comm.algorithms import ALGORITHMS, REDUCE_OPS, find_algorithm, open_all_reduce, segments, sent_elements
+from dure.comm.algorithms import segments
+from dure.comm.algorithms.base import REDUCE_OPS
+from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.algorithms.over_wire import AllReduceOverWire
+from dure.comm.algorithms.table import ALGORITHMS, find_algorithm, sent_elements
 from dure.comm.algorithms.trace import trace
 from dure.comm.thread_wire import on_threads
 from dure.errors import PeerLost, SpecInvalid
@@ -254,7 +257,7 @@ def test_trace_of_what_sends_no_messages_of_its_own_is_refused():
 
 
 def test_table_when_imported_then_torch_is_not_loaded():
-    code = "import sys, dure.comm.algorithms as a; a.ALGORITHMS['ring'].to_json(); print('torch' in sys.modules)"
+    code = "import sys, dure.comm.algorithms.table as a; a.ALGORITHMS['ring'].to_json(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dure.comm import choice
-from dure.comm.algorithms import open_all_reduce
+from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.choice import choose_algorithm, host_numbers, open_chosen
 from dure.comm.groups import Solo
 from dure.errors import EnvironmentLacks, SpecInvalid

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dure.comm.algorithms import AllReduce, open_all_reduce
+from dure.comm.algorithms.base import AllReduce
+from dure.comm.algorithms.opening import open_all_reduce
 from tests.comm.all_reduce_cases import OVER_SOCKETS, hosts_of
 from tests.comm.gloo_ranks import on_ranks
 from tests.comm.network_namespace import enter, loopback_bytes, why_not

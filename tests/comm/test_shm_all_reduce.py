@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dure.comm.algorithms import REDUCE_OPS, open_all_reduce, sent_elements, shm
+from dure.comm.algorithms import shm
+from dure.comm.algorithms.base import REDUCE_OPS
+from dure.comm.algorithms.opening import open_all_reduce
+from dure.comm.algorithms.table import sent_elements
 from dure.errors import PeerLost
 from tests.comm.gloo_ranks import on_ranks
 

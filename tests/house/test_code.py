@@ -1,6 +1,7 @@
 """Gates over the source text: what no file of dure may contain."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +153,28 @@ def test_texts_of_others_when_parsed_then_the_one_reader_does_it() -> None:
     }
     assert {name: found for name, found in parsing.items() if name not in OWN_TEXTS} == {}
     assert set(OWN_TEXTS) == set(parsing)
+
+
+MODULE_NAME = re.compile(r"dure(\.[a-z][a-z0-9_]*)+")
+NO_MODULES = {"dure.train", "dure.evaluate", "dure.submit"}
+"""Functions of the package, and the value of a label in Kubernetes."""
+
+
+def named_modules() -> Iterator[tuple[str, str]]:
+    """Yield each file and the name of a module of dure that stands in a text of it."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value.partition(":")[0]
+                if MODULE_NAME.fullmatch(name) and name not in NO_MODULES:
+                    yield str(path.relative_to(ROOT)), name
+
+
+def test_modules_when_a_text_names_them_then_they_exist() -> None:
+    named = list(named_modules())
+    assert len(named) > 40
+    base = ROOT / "src"
+    files = {
+        str(path.relative_to(base).with_suffix("")).replace("/", ".").removesuffix(".__init__") for path in SOURCES
+    }
+    assert [(file, name) for file, name in named if name not in files] == []

@@ -14,10 +14,10 @@ import pytest
 
 from dure.frames import Frame
 from dure.heartbeat import Heartbeats
-from dure.launch.examination import examine
 from dure.launch.observer import LENGTH, STACKS_SIGNAL
+from dure.launch.probe import examine
 from dure.launch.questions import Questions
-from dure.launch.workers import Worker, unnamed_file
+from dure.launch.worker_process import Worker, unnamed_file
 
 ANSWER = {
     "main": [["/home/me/train.py", 33, "train"]], "others": [], "collectives": [], "call": None, "called": None,

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dure.frames import OWN_ROOT, Frame
-from dure.launch.examination import Call, Collective, RankState, parse_stacks, state_from_json
 from dure.launch.hang import explain, verdict_from_json
+from dure.launch.rank_state import Call, Collective, RankState, state_from_json
+from dure.launch.stacks import parse_stacks
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dure.launch import joint_look
-from dure.launch.examination import RankState
 from dure.launch.hang import HangVerdict
 from dure.launch.joint_look import JointLook
 from dure.launch.member import Member
+from dure.launch.rank_state import RankState
 from dure.launch.round_news import RoundNews
 from tests.launch.test_hang import call, rank
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from dure.launch.leftovers import MARK_VARIABLE, end_leftovers, mark_of, started_at
-from dure.launch.workers import unnamed_file
+from dure.launch.worker_process import unnamed_file
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 

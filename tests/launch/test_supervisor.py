@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from dure.launch.child import Output
+from dure.launch.kept_memory import KeptMemory
+from dure.launch.request import Launch
 from dure.launch.restarts import Restart
 from dure.launch.supervisor import Outcome, as_decided, run_workers
-from dure.launch.workers import KeptMemory, Launch
 from tests.commands import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 from dure.heartbeat import Heartbeats
 from dure.launch import watchdog as module
 from dure.launch.watchdog import HangPolicy, Watchdog
-from dure.launch.workers import unnamed_file
+from dure.launch.worker_process import unnamed_file
 
 
 class Ranks:

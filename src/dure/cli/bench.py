@@ -15,7 +15,7 @@ from dure.styled import draw, styled, styled_lines
 from dure.telling import print_json, print_text
 
 if TYPE_CHECKING:
-    from dure.comm.algorithms import ReduceOp
+    from dure.comm.algorithms.base import ReduceOp
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 

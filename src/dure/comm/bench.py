@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.comm.algorithms import open_all_reduce
+from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.choice import choose_algorithm, host_numbers
 from dure.comm.groups import ProcessGroup
 from dure.comm.wire import Wire

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dure.comm.algorithms import AllReduce, open_all_reduce
+from dure.comm.algorithms.base import AllReduce
+from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.groups import Group
 from dure.errors import EnvironmentLacks, SpecInvalid
 

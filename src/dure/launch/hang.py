@@ -10,7 +10,7 @@ from typing import Any
 
 from dure.errors import DureError
 from dure.frames import OWN_ROOT, Frame, users_frame
-from dure.launch.examination import RankState, state_from_json
+from dure.launch.rank_state import RankState, state_from_json
 from dure.launch.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
 from dure.rundir import RunDir
 from dure.stopping import signal_name

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dure.launch.examination import RankState, state_from_json
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.nodes import Nodes
+from dure.launch.rank_state import RankState, state_from_json
 
 _PATIENCE_SECONDS = 5.0
 """A node that has not looked by then is left out."""

@@ -9,20 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dure.errors import DureError, WorkerFailed
 from dure.launch.channel import Channel, ChannelClosed
+from dure.launch.lease import Lease
 from dure.launch.links import Links
 from dure.launch.member import Member, StoppedByPeer
 from dure.launch.node_messages import end_from_json, end_to_json, refusal_of, refused_error
+from dure.launch.reception import Reception
 from dure.launch.roster import Roster
 from dure.launch.round_news import RoundNews
 from dure.launch.verdict import WorkerEnd
-
-if TYPE_CHECKING:
-    from dure.launch.lease import Lease
-    from dure.launch.reception import Reception
 
 __all__ = ["Member", "Nodes", "StoppedByPeer"]
 
@@ -53,7 +51,7 @@ class Nodes(Roster, Links):
         *,
         fewest: int | None = None,
         most: int | None = None,
-        reception: "Reception | None" = None,
+        reception: Reception | None = None,
         leader: int = 0,
     ) -> None:
         """Take over the connections of nodes that have met.
@@ -325,6 +323,10 @@ class Nodes(Roster, Links):
         """Whether there is a node with that rank."""
         return rank == self.me.node_rank or rank in self._channels
 
+    def yield_to(self, round_number: int) -> None:
+        """Take note, as a new leader, that a node which came has gone on for longer than this one."""
+        self.round, self.is_outdated = round_number, True
+
     def follow(self, channel: Channel, leader: int) -> None:
         """Go on under a leader that let this node in."""
         channel.last_heard = time.monotonic()
@@ -333,7 +335,7 @@ class Nodes(Roster, Links):
         self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
         self.news = RoundNews()
 
-    def lead(self, reception: "Reception") -> None:
+    def lead(self, reception: Reception) -> None:
         """Go on as the leader, alone until others come in."""
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None

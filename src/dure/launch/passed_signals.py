@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dure.launch.workers import Worker
+from dure.launch.worker_process import Worker
 from dure.stopping import STOP_SIGNALS, end_if_unanswered, heeded_signals, is_said_again
 
 

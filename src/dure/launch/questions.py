@@ -2,17 +2,15 @@
 
 import select
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dure.documents import parse_json
-from dure.launch.observer import COUNT, LENGTH
+from dure.launch.observer import LENGTH
 
 if TYPE_CHECKING:
-    from dure.launch.watchdog import Watchdog
-    from dure.launch.workers import Worker
+    pass
 
 _MOST_BYTES = 2**20
 
@@ -78,29 +76,3 @@ def wait_for_answers(questions: Sequence[Questions], most_seconds: float) -> Non
     for one in questions:
         poll.register(one.fileno(), select.POLLIN)
     poll.poll(most_seconds * 1000)
-
-
-class CallCounts:
-    """Counts of the process-group calls that ranks have made, requested as often as it matters."""
-
-    def __init__(self, watchdog: "Watchdog", every_seconds: float) -> None:
-        self._watchdog = watchdog
-        self._every_seconds = every_seconds
-        self._asked: dict[int, tuple[int, float]] = {}
-        """Number and time, by rank, of the question that has no answer yet, or the last one, and when it was asked."""
-
-    def go_on(self, workers: "Sequence[Worker]") -> None:
-        """Take what has been answered, and ask those who have had time to make another call."""
-        now = time.monotonic()
-        for worker in workers:
-            number, asked_at = self._asked.get(worker.rank, (0, 0.0))
-            answer = worker.questions.take(number)
-            if answer is not None:
-                self._watchdog.note_calls(worker.rank, answer["calls"])
-                self._watchdog.mute.discard(worker.rank)
-            if now - asked_at <= self._every_seconds:
-                continue
-            if worker.questions.is_free:
-                self._asked[worker.rank] = worker.questions.ask(COUNT), now
-            else:
-                self._watchdog.mute.add(worker.rank)

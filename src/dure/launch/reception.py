@@ -4,16 +4,48 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from dure.errors import Misuse
 from dure.launch.channel import Channel, ChannelClosed, Door
+from dure.launch.lease import Lease
+from dure.launch.member import Member
 from dure.launch.node_messages import refusal_of
-from dure.launch.nodes import Member, Nodes
+from dure.launch.round_news import RoundNews
 
 _MOST_UNNAMED = 16
 _UNNAMED_SECONDS = 10.0
 """Within which who has proved itself says who it is."""
+
+
+class Peers(Protocol):
+    """Part of `Nodes` that a reception needs to welcome a node."""
+
+    round: int
+    leader: int
+    members: tuple[Member, ...]
+    lease: Lease | None
+    news: RoundNews
+    ready: set[int]
+    is_over: bool
+    is_stopping: bool
+    is_new_leader: bool
+
+    def is_known(self, rank: int) -> bool:
+        """Return whether there is a node with that rank."""
+        ...
+
+    def add(self, rank: int, channel: Channel) -> None:
+        """Take up a node that has come."""
+        ...
+
+    def yield_to(self, round_number: int) -> None:
+        """Take note that a node which came has gone on for longer than this one."""
+        ...
+
+    def shake(self, why: str) -> None:
+        """End the round, so that the next one begins with other nodes."""
+        ...
 
 
 class Reception:
@@ -59,7 +91,7 @@ class Reception:
                 self.unnamed.remove(channel)
         return named
 
-    def let_in(self, nodes: Nodes) -> None:
+    def let_in(self, nodes: "Peers") -> None:
         """Welcome who comes while the run goes on; on the leader, again and again.
 
         It is of the next round when it has imported what its ranks need; then this round is ended.
@@ -76,7 +108,7 @@ class Reception:
                     continue
                 theirs = int(said.get("round", -1))
                 if nodes.is_new_leader and theirs > nodes.round:
-                    nodes.round, nodes.is_outdated = theirs, True
+                    nodes.yield_to(theirs)
                 channel.send(
                     {
                         "kind": "welcome",

@@ -9,19 +9,23 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 from dure.errors import EnvironmentLacks
-from dure.launch.examination import RankState, examine
+from dure.launch.call_counts import CallCounts
 from dure.launch.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.hang import HangVerdict, explain
 from dure.launch.joint_look import JointLook
+from dure.launch.kept_memory import KeptMemory
 from dure.launch.leftovers import end_leftovers
 from dure.launch.nodes import Nodes
 from dure.launch.passed_signals import pass_on_signal, signals_held_back
-from dure.launch.questions import CallCounts
+from dure.launch.probe import examine
+from dure.launch.rank_state import RankState
+from dure.launch.request import Launch, StoreSocket
+from dure.launch.start import start_worker
 from dure.launch.stop_limit import StopLimit
 from dure.launch.store_server import StoreServer
 from dure.launch.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
-from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker, start_worker
+from dure.launch.worker_process import Worker
 from dure.telling import end_open_line
 
 _FAILURE_GRACE_SECONDS = 1.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dure.heartbeat import Heartbeats
-from dure.launch.examination import collective_from
 from dure.launch.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
+from dure.launch.rank_state import collective_from
 from dure.place import Place
 from dure.stopping import STOP_SIGNALS, heeded_signals
 from dure.telling import print_traceback

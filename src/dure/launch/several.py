@@ -12,8 +12,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dure.launch.hang import HangVerdict
+from dure.launch.kept_memory import KeptMemory
 from dure.launch.nodes import Member, Nodes, StoppedByPeer
 from dure.launch.passed_signals import StoppedBeforeStart, passing_signals_on
+from dure.launch.request import Launch, StoreSocket
 from dure.launch.restarts import Restart, Restarts
 from dure.launch.round import (
     Outcome,
@@ -29,7 +31,7 @@ from dure.launch.round import (
 from dure.launch.stop_limit import has_left_snapshots, save_seconds, saving
 from dure.launch.verdict import WorkerEnd, stop_signal
 from dure.launch.way_back import NOBODY
-from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
+from dure.launch.worker_process import Worker
 
 _PREPARATION_SECONDS = 600.0
 """Within which all nodes of a first round have imported what their ranks need."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dure.heartbeat import PHASES, Heartbeats
+from dure.launch.request import Launch
 from dure.launch.verdict import STOP_ENDS, WorkerEnd
-from dure.launch.workers import Launch
 
 _SAVE_FRACTION = 1 / 2
 """Part of the grace time that is left for saving what ranks that do not end have in memory..."""

@@ -7,12 +7,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from dure.launch.hang import HangVerdict
+from dure.launch.kept_memory import KeptMemory
 from dure.launch.passed_signals import StoppedBeforeStart, passing_signals_on
+from dure.launch.request import Launch, StoreSocket
 from dure.launch.restarts import Restart, Restarts
 from dure.launch.round import Outcome, decide_to_fork, kill_all, listening_on, run_round, show_what_was_said
 from dure.launch.several import run_on_nodes
 from dure.launch.stop_limit import has_left_snapshots, saving
-from dure.launch.workers import KeptMemory, Launch, StoreSocket, Worker
+from dure.launch.worker_process import Worker
 
 __all__ = ["Outcome", "as_decided", "run_workers"]
 

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dure.frames import OWN_ROOT, Frame, users_frame
-from dure.launch.examination import Call, Collective, RankState
+from dure.frames import Frame, own_file, users_frame
+from dure.launch.rank_state import Call, Collective, RankState
 
 BUSY_FRACTION = 0.5
-_SHARED_MEMORY_FILE = f"{OWN_ROOT}comm{os.sep}shm_tensors.py"
+_SHARED_MEMORY_FILE = own_file("dure.comm.shm_tensors")
 _TORCH = f"{os.sep}torch{os.sep}"
-_WAITING_FOLDERS = (f"{_TORCH}distributed{os.sep}", f"{OWN_ROOT}comm{os.sep}")
+_WAITING_FOLDERS = (f"{_TORCH}distributed{os.sep}", os.path.dirname(_SHARED_MEMORY_FILE) + os.sep)
 _LOADER_FILE = f"{_TORCH}utils{os.sep}data{os.sep}"
 _TRANSFERS = {
     "send": "recv", "isend": "recv", "send_object_list": "recv",

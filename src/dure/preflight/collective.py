@@ -12,9 +12,10 @@ from dure.documents import parse_json
 from dure.errors import Interrupted
 from dure.launch.child import Output
 from dure.launch.nodes import Nodes
+from dure.launch.request import Launch
 from dure.launch.supervisor import Outcome, run_workers
 from dure.launch.verdict import WorkerEnd, in_brief, stop_signal
-from dure.launch.workers import Launch, unnamed_file
+from dure.launch.worker_process import unnamed_file
 from dure.machine import count_accelerators, count_cores
 from dure.preflight.findings import Finding, failure, ok
 from dure.preflight.settings import PreflightSettings

@@ -323,7 +323,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         ),
         StrategyInfo(
             name="parameter_server",
-            implementation="dure.strategies.parameter_server:ParameterServer",
+            implementation="dure.strategies.parameter_server_roles:ParameterServer",
             summary="workers push gradients, servers without a device keep the parameters and step them",
             divides="each global batch over the workers; parameters and optimiser state over the servers, by rows",
             synchronises=(

@@ -116,6 +116,11 @@ class Strategy(ABC):
         self.distribute()
         self.watch = self.watched_parameters()
 
+    @classmethod
+    def role_for(cls, group: Group, options: StrategyOptions) -> "type[Strategy]":
+        """Return the class of this rank's part in the strategy, where ranks have different ones."""
+        return cls
+
     def watched_parameters(self) -> ParameterWatch:
         """Begin to watch over what the loss does to parameters."""
         return ParameterWatch(self.model, self.info.name, sees_writes=self.undoes_writes)

@@ -36,22 +36,8 @@ from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
 
-class ParameterServer(LocalSums):
-    """One rank of it: making one gives the class of the rank's role."""
-
-    def __new__(
-        cls, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
-    ) -> "ParameterServer":  # fmt: skip
-        """Choose the role: worker or server, in step or not."""
-        from dure.strategies.parameter_server_async import AsyncWorker
-        from dure.strategies.parameter_server_serving import AsyncServer
-        from dure.strategies.parameter_server_sync import SyncServer, SyncWorker
-
-        worker, server = (SyncWorker, SyncServer) if options.sync else (AsyncWorker, AsyncServer)
-        is_server = group.rank >= num_workers_of(group.world_size, options)
-        role: type[ParameterServer] = server if is_server else worker
-        return super().__new__(role if cls is ParameterServer else cls)
+class ServedRank(LocalSums):
+    """Base of the roles that a rank can have: worker or server, with every step together or at its own pace."""
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
@@ -170,7 +156,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-class Worker(ParameterServer):
+class Worker(ServedRank):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
     undoes_writes = True
@@ -288,7 +274,7 @@ class Worker(ParameterServer):
         return replace(super().needs(), optimizer={})
 
 
-class Server(ParameterServer):
+class Server(ServedRank):
     """A rank without a device: keeps some rows of the parameters, and steps them."""
 
     num_push_numbers: int

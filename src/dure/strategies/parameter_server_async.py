@@ -27,7 +27,7 @@ from dure.strategies.batches import Microbatch
 from dure.strategies.common_buffers import common_buffers
 from dure.strategies.info import StrategyInfo
 from dure.strategies.options import StrategyOptions
-from dure.strategies.parameter_server import ParameterServer, Worker
+from dure.strategies.parameter_server import ServedRank, Worker
 from dure.strategies.precision import Precision
 from dure.strategies.saved_state import StateSource
 from dure.strategies.step_facts import LostShare, Requests, StepFacts
@@ -75,7 +75,7 @@ class PullNumbers(NamedTuple):
     """After which all stop, or save; agreed."""
 
 
-class InPace(ParameterServer):
+class InPace(ServedRank):
     """What workers and servers have in common."""
 
     is_in_step = False

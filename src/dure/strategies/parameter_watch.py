@@ -58,7 +58,7 @@ class ParameterWatch:
         self._named = named
         self._sees_writes = sees_writes
         self._list(named() if named is not None else model.named_parameters())
-        self._flags = self._flags_now()
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._num_calls = 0
         self._versions: list[int] = []
         self._sums: list[int] | None = None
@@ -77,9 +77,6 @@ class ParameterWatch:
     def _list(self, named: NamedParameters) -> None:
         pairs = list(named)
         self._names, self._parameters = [name for name, _ in pairs], [parameter for _, parameter in pairs]
-
-    def _flags_now(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
 
     def _refuse_replacing(self, module: nn.Module, name: str, new: Any) -> None:
         """Refuse a parameter or module that is registered during the run; called by torch for any module."""
@@ -147,7 +144,7 @@ class ParameterWatch:
 
     def freezing(self) -> Freezing | None:
         """Return which parameters were frozen or unfrozen since it was asked last, or None."""
-        now = self._flags_now()
+        now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._flags:
             return None
         triples = list(zip(self._names, self._flags, now, strict=True))

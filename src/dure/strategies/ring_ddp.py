@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dure.comm.algorithms import AllReduce, ReduceOp
+from dure.comm.algorithms.base import AllReduce, ReduceOp
 from dure.comm.buckets import Bucket, FlatGradients
 from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid

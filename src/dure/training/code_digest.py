@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from dure.frames import OWN_ROOT
 from dure.training.digests import class_digest
 
 _MOST_DEFINITIONS = 2000
@@ -255,11 +256,9 @@ def _digest(text: str) -> str:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    import dure
-
     paths = sysconfig.get_paths()
     folders = [Path(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(str(folder.resolve()) for folder in [*folders, Path(dure.__file__).parent])
+    return tuple(str(folder.resolve()) for folder in [*folders, Path(OWN_ROOT)])
 
 
 def _is_library(module_name: str) -> bool:

@@ -266,7 +266,8 @@ def check_parts(session: Session, samples_seen: int) -> None:
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
     name = spec.strategy or "single"
     precision = Precision(spec.precision, devices[0].type)
-    return load_strategy(name)(STRATEGIES[name], group, devices, precision, strategy_options(spec))
+    options = strategy_options(spec)
+    return load_strategy(name).role_for(group, options)(STRATEGIES[name], group, devices, precision, options)
 
 
 def strategy_options(spec: RunSpec) -> StrategyOptions:

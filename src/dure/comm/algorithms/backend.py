@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.comm.algorithms import AllReduce, ReduceOp
 from dure.comm.algorithms import ring as bandwidth_optimal
+from dure.comm.algorithms.base import AllReduce, ReduceOp
 from dure.comm.algorithms.over_wire import check_reducible
 from dure.comm.algorithms.segments import finish_mean
 

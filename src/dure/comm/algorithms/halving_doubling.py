@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, relay, swap
 from dure.comm.wire import PointToPoint
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp, ring, star
+from dure.comm.algorithms import ring, star
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean
 from dure.comm.wire import PointToPoint
 

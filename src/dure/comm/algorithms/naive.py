@@ -9,7 +9,7 @@ It is here to be read first, and to be what the others are compared with.
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, in_window, reduce_into, segment_length, window_for
 from dure.comm.wire import PointToPoint, Transfer
 

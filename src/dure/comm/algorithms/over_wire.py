@@ -5,7 +5,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from dure.comm.algorithms import REDUCE_OPS, AllReduce, ReduceOp, find_algorithm, sent_elements
+from dure.comm.algorithms.base import REDUCE_OPS, AllReduce, ReduceOp
+from dure.comm.algorithms.table import find_algorithm, sent_elements
 from dure.comm.wire import PointToPoint
 
 

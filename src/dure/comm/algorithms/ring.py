@@ -14,7 +14,7 @@ as it was added, while the ones behind it are still coming in.
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import (
     finish_mean,
     in_window,

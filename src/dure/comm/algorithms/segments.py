@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.wire import PointToPoint, Transfer
 from dure.measure.shares import shares
 

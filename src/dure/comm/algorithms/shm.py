@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dure.comm.algorithms import AllReduce, ReduceOp
+from dure.comm.algorithms.base import AllReduce, ReduceOp
 from dure.comm.algorithms.over_wire import check_reducible
 from dure.comm.algorithms.segments import finish_mean
 from dure.comm.calls import call_number

@@ -10,7 +10,7 @@ for this reason).
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, relay
 from dure.comm.wire import PointToPoint
 

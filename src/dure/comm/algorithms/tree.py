@@ -8,7 +8,7 @@ Both run segment by segment, so that all levels of the tree are busy at once wit
 
 from torch import Tensor
 
-from dure.comm.algorithms import ReduceOp
+from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, relay
 from dure.comm.wire import PointToPoint
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from dure.errors import RunInvalid
 from dure.launch.log_pump import LogFile
 from dure.measure.machine_record import write_costs
 from dure.measure.record_writer import RecordWriter
+from dure.own_files import make_folder
 from dure.rundir import RunDir
 from dure.training.checkpoint import CheckpointStore
 from tests.conformance.tasks import Regression
@@ -99,6 +101,44 @@ def test_link_when_it_is_in_a_files_place_then_its_target_is_not_written(tmp_pat
     with pytest.raises((RunInvalid, OSError), match=r"it is a link|symbolic links"):
         write_all(run)
     assert target.read_text() == LINE
+
+
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "tensorboard", ".leader"])
+def test_link_when_it_is_in_a_folders_place_then_the_run_does_not_go_on(tmp_path: Path, name: str) -> None:
+    run, target = RunDir.create(tmp_path, "x"), tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "failure-rank0.json").touch()
+    shutil.rmtree(run.path / name, ignore_errors=True)
+    (run.path / name).symlink_to(target)
+    with pytest.raises(RunInvalid, match=f"{name} is a link, and a run is written into no folder that could lie"):
+        run.forget_failures()
+    with pytest.raises(RunInvalid, match=f"{name} is a link"), run.lock():
+        pass
+    with pytest.raises(OSError, match="it is a link"):
+        make_folder(run.path / name, exist_ok=True)
+    assert [path.name for path in target.iterdir()] == ["failure-rank0.json"]
+
+
+def test_run_when_one_of_its_folders_was_replaced_by_a_link_then_every_writer_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dure.train(Regression(), name="x", epochs=1, quiet=True, threads=1)
+    Path("runs/x/checkpoints").rename("elsewhere")
+    Path("runs/x/checkpoints").symlink_to(tmp_path / "elsewhere")
+    before = sorted(Path("elsewhere").rglob("*"))
+    for words in (["train", "--resume", "runs/x", "--epochs", "2"], ["eval", "runs/x"]):
+        assert main([*words, "--trust-task"]) == 2
+        assert "runs/x/checkpoints is a link, and a run" in capsys.readouterr().err
+    assert sorted(Path("elsewhere").rglob("*")) == before
+
+
+def test_run_when_its_whole_folder_is_a_link_then_it_goes_on(tmp_path: Path) -> None:
+    first = dure.train(Regression(), runs_dir=tmp_path / "disk", name="x", epochs=1, quiet=True, threads=1)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/x").symlink_to(Path(first.run))
+    summary = dure.train(Regression(), resume=tmp_path / "runs/x", epochs=2, quiet=True, threads=1)
+    assert (summary.status, summary.samples) == ("completed", 2 * first.samples)
 
 
 def test_link_when_it_is_in_a_records_place_then_it_is_replaced_and_not_followed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A run's folder is made with mode 0700, or, if its owner shares it, with what the
 it later asks the folder, so that no setting has to be passed on, and `chmod` of the folder decides about new files.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -16,12 +17,16 @@ SHARED = 0o777
 def make_folder(path: Path, *, exist_ok: bool = False) -> None:
     """Make a folder that is as readable as the one that it is in.
 
+    A link to a folder is not taken for one that exists: what is written into it would be written elsewhere.
+
     Raises:
-        OSError: The system does not make it.
+        OSError: The system does not make it, or it is a link.
     """
     try:
         path.mkdir(mode=_mode(path.parent))
     except FileExistsError:
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from None
         if not (exist_ok and path.is_dir()):
             raise
 

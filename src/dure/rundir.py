@@ -37,6 +37,9 @@ from dure.telling import shell_word
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
+_FOLDERS = ("logs", "checkpoints", "tensorboard", ".leader")
+"""Folders in a run's own that are written into."""
+
 _MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 _LOCK_PATIENCE_SECONDS = 0.5
@@ -298,8 +301,28 @@ class RunDir:
             return f"{again} goes on from the last good checkpoint"
         return f"{again} starts from the beginning: there is no checkpoint yet"
 
+    def refuse_linked_folders(self) -> None:
+        """Refuse a run in which a folder is a link: whoever made it could have files written or removed anywhere.
+
+        The run's folder itself, and the folder of the runs, may be links of their owner's.
+
+        Raises:
+            RunInvalid: There is such a link.
+        """
+        for folder in (self.path / name for name in _FOLDERS):
+            if folder.is_symlink():
+                raise RunInvalid(
+                    f"{folder} is a link, and a run is written into no folder that could lie anywhere: move what the"
+                    " link leads to into its place; for another disk, link the run's whole folder or use --runs-dir"
+                )
+
     def forget_failures(self) -> None:
-        """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next."""
+        """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next.
+
+        Raises:
+            RunInvalid: A folder in the run's own is a link.
+        """
+        self.refuse_linked_folders()
         for stale in self.path.glob("logs/failure-rank*.json"):
             stale.unlink(missing_ok=True)
 
@@ -326,8 +349,9 @@ class RunDir:
         workers are gone. Writes the event `attempt`, by which `list_runs` tells a died run from an ended one.
 
         Raises:
-            RunInvalid: Another process holds it; its pid is said.
+            RunInvalid: Another process holds it; its pid is said. Or a folder in it is a link.
         """
+        self.refuse_linked_folders()
         owner = os.getpid()
         with saying(self.path / LOCK, "opened"):
             descriptor = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)

@@ -1,5 +1,7 @@
 """torchrun's flags under `dure run`: each is known, and most mean the same."""
 
+from pathlib import Path
+
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -92,3 +94,28 @@ def test_ranks_when_there_are_more_than_cores_then_a_line_says_so(monkeypatch):
     monkeypatch.setattr(machine, "count_cores", lambda: 2)
     assert machine.crowding(2) is None
     assert machine.crowding(99) == "99 ranks share 2 cores, and so take turns: fewer may be as fast"
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["script.py", "--lr", "1"], ["--lr", "1"]),
+        (["--", "script.py", "--lr", "1"], ["--lr", "1"]),
+        (["--nproc", "1", "--", "script.py", "--nproc", "3"], ["--nproc", "3"]),
+        (["-m", "--", "script", "--help"], ["--help"]),
+        (["script.py", "--", "--lr"], ["--", "--lr"]),
+    ],
+)
+def test_arguments_when_they_stand_after_the_script_then_they_are_its_own(words, arguments, monkeypatch):
+    given = []
+    monkeypatch.setattr("dure.script.run_script", given.append)
+    assert main(["run", *words]) == 0
+    assert (Path(given[0].script).stem, list(given[0].arguments)) == ("script", arguments)
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--warmup", "--dropout"])
+def test_flag_of_a_script_when_it_stands_before_it_then_no_task_is_spoken_of(flag, capsys):
+    assert main(["run", flag, "1", "script.py"]) == 2
+    said = capsys.readouterr().err
+    assert "a flag of the script's own stands after the script" in said
+    assert "task" not in said

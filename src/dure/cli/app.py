@@ -194,7 +194,9 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
         flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
         settings = [flag.removeprefix("--").replace("-", "_") for flag in [*flags, "--help"]]
         help_ = f"`dure {' '.join(error.command_chain or ())} --help` lists all"
-        return unknown_setting("flag", said, settings, flag_name, help_)
+        is_script = error.command_chain == ("run",)
+        fault = unknown_setting("flag", said, settings, flag_name, help_, has_task=not is_script)
+        return f"{fault}; a flag of the script's own stands after the script" if is_script else fault
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         said = error.unused_tokens[0]
         known = ["--help", "--version"] if said.startswith("-") else [*VERBS]

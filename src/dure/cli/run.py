@@ -12,22 +12,28 @@ from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvou
 from dure.errors import Misuse, WorkerFailed
 from dure.telling import tell
 
+_END_OF_FLAGS = "--"
 _TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
 """Flags without a value: what comes after another flag is its value and not the script."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
-    """Return the tokens up to the script, and the verb with the script's own arguments, which are not looked at."""
+    """Return the tokens up to the script, and the verb with the script's own arguments, which are not looked at.
+
+    `--` may end the flags in front of the script; after it, `--` is the script's own, as `python` has it.
+    """
     flags: list[tuple[str, str | None]] = []
     position = 1
-    while position < len(tokens) and tokens[position].startswith("-"):
+    while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != _END_OF_FLAGS:
         flag, is_one, value = tokens[position].partition("=")
-        has_value = not is_one and torchrun_flags.bare_name(flag) not in _TRUTHS and position + 1 < len(tokens)
+        is_last = tokens[position + 1 : position + 2] in ([], [_END_OF_FLAGS])
+        has_value = not is_one and torchrun_flags.bare_name(flag) not in _TRUTHS and not is_last
         flags.append((flag, value if is_one else tokens[position + 1] if has_value else None))
         position += 1 + has_value
     ours, notes = torchrun_flags.translated(flags)
-    own = [tokens[0], *ours, *tokens[position : position + 1]]
-    arguments = tokens[position + 1 :]
+    end = position + (tokens[position : position + 1] == [_END_OF_FLAGS])
+    own = [tokens[0], *ours, *tokens[position : end + 1]]
+    arguments = tokens[end + 1 :]
 
     def command(*args: Any, **settings: Any) -> None:
         for note in notes:
@@ -110,7 +116,7 @@ def run(
 ) -> None:
     """Run any PyTorch script on many ranks, unchanged: torchrun's variables are set.
 
-    Flags stand before the script; what stands after it is the script's own.
+    Flags stand before the script, and -- may end them; what stands after the script is its own.
     """
     if script is None:
         raise Misuse("no script is given: write `dure run --nproc 2 train.py ARGUMENTS`")

@@ -160,6 +160,6 @@ class _Unbuffered(io.BufferedWriter):
 def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
     raw = _MaybeRead(descriptor, "w", closefd=False)
     raw.name = name
-    encoding = getattr(before, "encoding", None)
+    encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None) or "replace"
     # nothing waits in a buffer: it would be lost where a rank ends hard, the dots of a bar for one
-    return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors="replace", write_through=True)
+    return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)

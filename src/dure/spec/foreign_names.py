@@ -183,20 +183,21 @@ _PLACES = {
 _SENTENCES = {name: sentence for sentence, names in _PLACES.items() for name in names}
 
 
-def place_of(name: str, known: Collection[str], spell: Callable[[str], str]) -> str | None:
+def place_of(name: str, known: Collection[str], spell: Callable[[str], str], *, has_task: bool = True) -> str | None:
     """Say what takes the place of another tool's setting; None for a name that no tool has, or of no use here.
 
     Args:
         name: As it was written: `--per-device-batch-size`, `DURE_LR`.
         known: Settings that may be named, by their names in `RunSpec`.
         spell: Writes a setting as the caller would: `--nproc`, `nproc`, `DURE_NPROC`.
+        has_task: False if what runs is no task, so that only a setting can take the place.
     """
     plain = name.lower().removeprefix("dure_").lstrip("-").replace("-", "_").replace(".", "_")
     sentence = _SENTENCES.get(plain)
     if sentence is None:
         return None
     settings = [part.partition("}")[0] for part in sentence.split("{")[1:]]
-    if not set(settings) <= {*known, "task"}:
+    if not set(settings) <= {*known, "task"} or not (has_task or set(settings) - {"task"}):
         return None
     spelled = {setting: spell(setting) for setting in settings if setting != "task"}
     return sentence.format(**spelled, task=f"--task.{plain.replace('_', '-')}")

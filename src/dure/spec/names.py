@@ -33,7 +33,13 @@ def unknown_name(kind: str, name: str, known: Iterable[str], otherwise: str = "n
 
 
 def unknown_setting(
-    kind: str, name: str, known: Iterable[str], spell: Callable[[str], str], otherwise: str = "nothing is called so"
+    kind: str,
+    name: str,
+    known: Iterable[str],
+    spell: Callable[[str], str],
+    otherwise: str = "nothing is called so",
+    *,
+    has_task: bool = True,
 ) -> str:
     """Say that a setting is unknown: what takes its place if another tool has it, or else what is near.
 
@@ -43,9 +49,10 @@ def unknown_setting(
         known: Settings that are taken, by their names in `RunSpec`.
         spell: Writes a setting as the caller would.
         otherwise: What is said where none is near.
+        has_task: False if what runs is no task.
     """
     settings = list(known)
-    instead = place_of(name, settings, spell)
+    instead = place_of(name, settings, spell, has_task=has_task)
     if instead is not None:
         return f"unknown {kind} {name!r}: {instead}"
     return unknown_name(kind, name, map(spell, settings), otherwise)

@@ -3,11 +3,11 @@
 from torch import nn
 
 from dure.strategies.declarations import few
+from dure.strategies.local_sums import LocalSums
 from dure.strategies.module_replicas import replicate
 from dure.strategies.namespaces import ATOMS
 from dure.strategies.object_state import is_inside, plain_attributes
 from dure.strategies.replicas import DeviceThreads
-from dure.strategies.single import LocalSums
 
 
 class DeviceReplicas(LocalSums):

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.errors import SpecInvalid
 from dure.strategies.batches import Microbatch, to_device
+from dure.strategies.local_sums import LocalSums
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.section_costs import held_bytes
 from dure.strategies.section_plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.section_survey import Survey, tensors_of
 from dure.strategies.sections import cut_names, faults_of, registered_chain
-from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
 from dure.torchcompat import run_backward
 from dure.units import format_bytes

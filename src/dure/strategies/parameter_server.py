@@ -22,6 +22,7 @@ from dure.strategies.batches import Microbatch, map_tensors
 from dure.strategies.common_buffers import common_buffers
 from dure.strategies.divisible import faults_of_parts, reason_not_to_cut
 from dure.strategies.info import StrategyInfo
+from dure.strategies.local_sums import LocalSums
 from dure.strategies.optimizer_state import group_names, optimizer_to_names
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_server_shards import Message, Shard, plan_shards
@@ -29,7 +30,6 @@ from dure.strategies.parameter_server_transport import C10dTransport, Transport
 from dure.strategies.pieces import Needs, Piece, Rectangle, whole_buffers
 from dure.strategies.precision import Precision
 from dure.strategies.saved_state import StateSource, StrategyState
-from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests
 from dure.strategies.step_hooks import refuse_later_hooks
 from dure.torchcompat import run_backward

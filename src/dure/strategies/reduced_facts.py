@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dure.strategies.single import LocalSums
+from dure.strategies.local_sums import LocalSums
 from dure.strategies.step_facts import StepFacts
 
 

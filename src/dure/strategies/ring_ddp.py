@@ -23,10 +23,10 @@ from dure.strategies.batches import Microbatch
 from dure.strategies.common_buffers import broadcast_buffers
 from dure.strategies.compression import Compression, check_compression, open_compression
 from dure.strategies.gradient_sums import add_up_gradients
+from dure.strategies.local_sums import LocalSums
 from dure.strategies.options import StrategyOptions
 from dure.strategies.parameter_watch import Freezing
 from dure.strategies.replica_state import ReplicaState, replica_state
-from dure.strategies.single import LocalSums
 from dure.strategies.step_facts import Requests, StepFacts
 from dure.strategies.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward

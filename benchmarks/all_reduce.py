@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
+from dure.cluster.rank import RankInfo
 from dure.comm.algorithms import segments
 from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.algorithms.table import ALGORITHMS
 from dure.comm.groups import ProcessGroup, open_group
-from dure.place import StoreAddress
-from dure.rank import RankInfo
+from dure.process.context import StoreAddress
 
 BASELINE, COPY = "gloo", "gloo again"
 WARM_UP_ROUNDS = 2

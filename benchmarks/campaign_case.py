@@ -4,7 +4,7 @@ import random
 import signal
 from dataclasses import dataclass
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 SAMPLES, BATCH, EPOCHS, EVAL_SAMPLES = 61, 8, 3, 30
 STEPS = EPOCHS * -(-SAMPLES // BATCH)

@@ -25,9 +25,9 @@ from campaign_case import (
 )
 from campaign_run import Seen, is_complete
 
-from dure.stopping import stop_exit_code
-from dure.strategies import STRATEGIES
-from dure.training.checkpoint import verify
+from dure.process.stop_signals import stop_exit_code
+from dure.strategies.table import STRATEGIES
+from dure.training.checkpoints.store import verify
 from tests.faults.test_kill_and_resume import TOLERANCE, answers
 
 Weights = Mapping[str, torch.Tensor]

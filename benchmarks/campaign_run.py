@@ -24,7 +24,7 @@ from campaign_case import (
 )
 from paired import HERE
 
-from dure.record_lines import read_lines
+from dure.records.jsonl import read_lines
 from tests.commands import Command, Prewarmed, RunFiles, is_pump
 from tests.faults.test_kill_and_resume import listening
 from tests.two_hosts import Hosts, made_namespaces

@@ -26,14 +26,14 @@ import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
 import dure
-from dure.place import Place
-from dure.rundir import RunDir
+from dure.process.context import Place
+from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
-from dure.strategies.batches import Microbatch
-from dure.strategies.step_facts import NO_REQUESTS
-from dure.training.saving import Saver
-from dure.training.session import open_rank_group, open_session
-from dure.training.session_state import Progression
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.step_facts import NO_REQUESTS
+from dure.training.run_state.capture import Progression
+from dure.training.run_state.checkpoint_policy import Saver
+from dure.training.session.session import open_rank_group, open_session
 
 BOUND = 0.15
 BATCH = 64

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 import dure
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from dure.torchcompat import import_late_parts
 
 STEPS: dict[str, Any] = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}

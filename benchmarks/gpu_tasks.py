@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import dure
 from dure.data import TensorData
-from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
+from dure.training.session.sample_order import SampleOrder
 
 TOKENS, WIDTH = 5, 16
 

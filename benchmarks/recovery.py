@@ -214,8 +214,8 @@ def beat_microseconds() -> float:
     """Return the time of one heartbeat as a rank writes it at each step: the median of 100 times 1,000."""
     import torch.distributed as dist
 
-    from dure.heartbeat import Heartbeats
-    from dure.launch.worker_process import unnamed_file
+    from dure.launch.worker.worker_process import unnamed_file
+    from dure.process.heartbeat import Heartbeats
     from dure.torchcompat import SequenceNumber
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -29,9 +29,9 @@ import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
 import dure
-from dure.measure.checksum import checksum
-from dure.rundir import RunDir
-from dure.training.replica_check import MOST_FRACTION, ReplicaCheck
+from dure.records.run_dir import RunDir
+from dure.strategies.state.checksum import checksum
+from dure.training.run_state.replica_check import MOST_FRACTION, ReplicaCheck
 
 SIZES = (2**20, 2**24, 2**28)
 """Bytes: within a core's cache, within the machine's, in neither."""

@@ -23,14 +23,14 @@ from paired import HERE, Turns, compare, describe_surroundings, surroundings, wr
 from resnet50 import build_resnet50
 from torch import Tensor
 
-from dure.machine import count_cores
-from dure.place import Place
-from dure.rank import RankInfo
-from dure.rundir import RunDir
+from dure.cluster.rank import RankInfo
+from dure.host.devices import count_cores
+from dure.process.context import Place
+from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
-from dure.training.session import open_rank_group, open_session
-from dure.training.stop import StopSignals
-from dure.training.train import Conductor
+from dure.training.session.session import open_rank_group, open_session
+from dure.training.session.stop_request import StopSignals
+from dure.training.trainer import Conductor
 
 HAND, AGAIN, ARTICLE = "hand-tuned", "hand-tuned, again (A/A)", "the article's program"
 LEAST_RATIO = 0.98

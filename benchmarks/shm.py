@@ -29,10 +29,10 @@ from paired import HERE, compare, describe_surroundings, random_rounds, surround
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dure.cluster.rank import RankInfo
 from dure.comm.algorithms import shm
 from dure.comm.groups import ProcessGroup, open_group
-from dure.place import StoreAddress
-from dure.rank import RankInfo
+from dure.process.context import StoreAddress
 from dure.torchcompat import import_late_parts
 
 GLOO, COPY = "gloo", "copy"

@@ -24,7 +24,7 @@ from paced import Paced
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
 import dure
-from dure.training.memory_saver import MemorySaver
+from dure.training.run_state.snapshot_policy import MemorySaver
 
 PLAIN, AGAIN, SNAPSHOTS = "no snapshots", "no snapshots, once more", "a snapshot after each step"
 BATCH = 128

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dure.place import Place, StoreAddress
-from dure.rank import RankInfo
-from dure.rundir import RunDir
+from dure.cluster.rank import RankInfo
+from dure.process.context import Place, StoreAddress
+from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
-from dure.training.session import open_rank_group, open_session
-from dure.training.stop import StopSignals
-from dure.training.train import Conductor
+from dure.training.session.session import open_rank_group, open_session
+from dure.training.session.stop_request import StopSignals
+from dure.training.trainer import Conductor
 
 BASELINE = "by hand"
 WARM_UP_ROUNDS = 2

@@ -9,7 +9,7 @@ from typing import Any
 from faulty_task import Faulty  # beside this file
 from torch import nn
 
-from dure.training import checkpoint_share
+from dure.training.checkpoints import rank_shard as checkpoint_share
 
 
 class OnBadDisk(Faulty):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from dure.launch.fork_safety import reason_fork_would_fail
+from dure.launch.worker.fork_safety import reason_fork_would_fail
 
 SET_BY_LIBRARIES = {
     "PYTEST_CURRENT_TEST",

@@ -91,10 +91,10 @@ def leave_after(run: Callable[[], object]) -> None:
 
 if __name__ == "__main__":
     import dure.cli.train
-    import dure.comm.shm_backend
+    import dure.comm.dure_shm.backend
     import dure.data
     import dure.report.end_table
-    import dure.strategies.ddp
+    import dure.strategies.data_parallel.ddp
     import dure.training.worker
     from dure.torchcompat import import_late_parts
 

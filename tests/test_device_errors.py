@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from dure.device_errors import device_error
-from dure.failure import describe_failure, leave_word
-from dure.gpu_health import GpuHealth
-from dure.launch.restarts import RestartPolicy, Restarts
-from dure.launch.verdict import WorkerEnd, judge
+from dure.failures.device_errors import device_error
+from dure.failures.report import describe_failure, leave_word
+from dure.host.gpu_health import GpuHealth
+from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
+from dure.launch.worker.verdict import WorkerEnd, judge
 
 ADVICE = (  # of torch 2.11 and 2.13
     "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "

@@ -8,7 +8,7 @@ import pytest
 
 from dure import documents
 from dure.documents import DocumentInvalid, parse_json, read_json, read_toml
-from dure.record_lines import last_record, read_lines
+from dure.records.jsonl import last_record, read_lines
 
 DEEP = 200_000
 
@@ -76,7 +76,7 @@ def test_toml_when_it_is_hostile_then_is_refused_in_words(tmp_path: Path, text: 
 
 
 def test_lines_when_some_are_hostile_then_the_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dure.record_lines.MOST_LINE_BYTES", 2**20)
+    monkeypatch.setattr("dure.records.jsonl.MOST_LINE_BYTES", 2**20)
     path = tmp_path / "rank0.jsonl"
     bad = [b"[" * DEEP, b'{"a":' * DEEP, b"\xff", b"1" * 5000, b"3", b'"' + b"x" * 2**21 + b'"', b"null"]
     path.write_bytes(b"\n".join([b'{"step": 1}', *bad, b'{"step": 2}']) + b"\n")

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite
-from dure.failure import describe_failure
-from dure.training.evaluation import evaluate
-from dure.training.fetch import FetchRequest, Loader, SampleFetch
-from dure.training.order import SampleOrder
+from dure.failures.report import describe_failure
+from dure.training.session.evaluation import evaluate
+from dure.training.session.loader import FetchRequest, Loader, SampleFetch
+from dure.training.session.sample_order import SampleOrder
 from tests.faulty_task import fail
 from tests.strategies.test_base import prepared
 from tests.training.test_session import Small

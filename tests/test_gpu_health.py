@@ -6,7 +6,7 @@ import time
 import pynvml
 import pytest
 
-from dure.gpu_health import GpuHealth, gpu_health, visible_gpus
+from dure.host.gpu_health import GpuHealth, gpu_health, visible_gpus
 from tests.preflight.nvml import Card, Nvml
 
 CARDS = [Card(0x1B), Card(0x43, uncorrected=2), Card(0x52, recovery=1), Card(0x61, recovery=4)]

@@ -3,7 +3,7 @@
 import os
 import time
 
-from dure.heartbeat import Heartbeats, Pace
+from dure.process.heartbeat import Heartbeats, Pace
 
 
 def test_beat_when_told_by_another_process_then_it_is_read_here():
@@ -29,7 +29,7 @@ def test_pace_then_is_how_long_each_phase_let_one_wait(monkeypatch):
     beats = Heartbeats(descriptor, 2)
     os.close(descriptor)
     for now, phase in [(1.0, "starting"), (5.0, "training"), (6.0, "training"), (9.0, "saving"), (9.5, "training")]:
-        monkeypatch.setattr("dure.heartbeat.time.monotonic", lambda now=now: now)
+        monkeypatch.setattr("dure.process.heartbeat.time.monotonic", lambda now=now: now)
         beats.beat(1, 0, phase)
     paces = {phase: pace for phase, pace in beats.paces(1).items() if pace.count}
     assert paces == {

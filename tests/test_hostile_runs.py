@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dure.cli import main
-from dure.rundir import RunDir
+from dure.records.run_dir import RunDir
 from tests.test_rundir import begin
 
 DEEP = "[" * 200_000 + "]" * 200_000

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dure.api.multi_node import facts_to_agree_on
 from dure.cli import main
-from dure.hosts import facts_to_agree_on
 from dure.spec import RunSpec
 
 TASK = f"{Path(__file__).with_name('faulty_task.py')}:Faulty"

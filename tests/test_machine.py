@@ -4,10 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 
-from dure import machine, under_launcher
+from dure.api import external_launcher as under_launcher
+from dure.cluster.rank import RankInfo
 from dure.errors import SpecInvalid
-from dure.machine import check_devices, check_each_has_its_own
-from dure.rank import RankInfo
+from dure.host import devices as machine
+from dure.host.devices import check_devices, check_each_has_its_own
 from dure.spec import RunSpec
 
 

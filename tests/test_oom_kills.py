@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.cgroups import groups_of
-from dure.oom_kills import OomWatch
+from dure.host.cgroups import groups_of
+from dure.host.oom import OomWatch
 
 GIB = 2**30
 
@@ -103,7 +103,7 @@ def test_kill_when_nothing_counts_then_it_is_not_known(tmp_path):
 
 def test_process_when_it_is_put_into_another_group_then_that_one_counts(machine, monkeypatch):
     chains = [[machine.own, machine.top], [machine.top / "job", machine.top], [machine.top]]
-    monkeypatch.setattr("dure.oom_kills.groups_of", lambda *_: iter(chains.pop(0)))
+    monkeypatch.setattr("dure.host.oom.groups_of", lambda *_: iter(chains.pop(0)))
     machine.group(machine.top / "job", 5, 1, 2 * GIB)
     machine.group(machine.own, 0, 0, None)
     watch = machine.watch()

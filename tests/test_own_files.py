@@ -12,12 +12,12 @@ import pytest
 import dure
 from dure.cli import main
 from dure.errors import RunInvalid
-from dure.launch.log_pump import LogFile
-from dure.measure.machine_record import write_costs
-from dure.measure.record_writer import RecordWriter
+from dure.launch.logs.log_pump import LogFile
 from dure.own_files import make_folder
-from dure.rundir import RunDir
-from dure.training.checkpoint import CheckpointStore
+from dure.records.link_costs import write_costs
+from dure.records.run_dir import RunDir
+from dure.records.step_writer import RecordWriter
+from dure.training.checkpoints.store import CheckpointStore
 from tests.conformance.tasks import Regression
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dure.cluster.rank import LAUNCHERS, PORTS, RankInfo, meeting_point, read_launcher
+from dure.cluster.slurm_hostlist import MOST_HOSTS, expand_hosts, tasks_on_node
 from dure.errors import EnvironmentLacks, Misuse
-from dure.rank import LAUNCHERS, PORTS, RankInfo, meeting_point, read_launcher
-from dure.slurm_lists import MOST_HOSTS, expand_hosts, tasks_on_node
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} | {
     "MASTER_ADDR": "one",

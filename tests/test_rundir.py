@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DiskFull, RunInvalid
-from dure.rundir import RunDir, check_name, default_name
-from dure.runs import list_runs
+from dure.records.run_dir import RunDir, check_name, default_name
+from dure.records.run_list import list_runs
 from dure.spec import resolve
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.script_worker import environment, local_rank_flag
-from dure.place import Place, StoreAddress
-from dure.rank import RankInfo
+from dure.cluster.rank import RankInfo
+from dure.launch.scripts.script_worker import environment, local_rank_flag
+from dure.process.context import Place, StoreAddress
 from tests.commands import Command, Prewarmed
 
 SCRIPT = """

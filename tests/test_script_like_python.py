@@ -82,7 +82,7 @@ CODES = ["None", "True", "False", "256", "-1", "2**31", "2**70", "1.5", "'word'"
 
 
 def test_script_when_it_leaves_by_sys_exit_then_the_code_is_pythons(tmp_path):
-    from dure.launch.main_module import exit_code_of
+    from dure.launch.scripts.main_module import exit_code_of
 
     for code in CODES:
         expected = python(tmp_path, "-c", f"import sys; sys.exit({code})")

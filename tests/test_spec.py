@@ -21,7 +21,7 @@ from dure.spec import (
     same_task,
 )
 from dure.spec.foreign_names import _SENTENCES, place_of
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 
 def settle(

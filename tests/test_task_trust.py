@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.api import resolve_settings
+from dure.api.train import resolve_settings
 from dure.cli import main
 from dure.errors import RunInvalid, SpecInvalid
-from dure.rundir import RunDir
+from dure.records.run_dir import RunDir
 from tests.test_rundir import begin
 
 TASK = """

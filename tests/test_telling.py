@@ -11,13 +11,13 @@ import pytest
 from rich.table import Table
 
 from dure.errors import Misuse, SpecInvalid
-from dure.launch.log_pump import cleaned
-from dure.measure.records import EpochRow, Metric, RunSummary
+from dure.launch.logs.log_pump import cleaned
+from dure.records.run_list import RunOverview
+from dure.records.step_record import EpochRow, Metric, RunSummary
 from dure.report.end_table import metrics_table, render, runs_table
-from dure.runs import RunOverview
 from dure.spec.arguments import as_arguments
 from dure.styled import draw, joined, styled, styled_lines
-from dure.telling import LiveLine, indented, message, one_line, print_json, printable, shell_word, tell
+from dure.terminal import LiveLine, indented, message, one_line, print_json, printable, shell_word, tell
 
 EVIL = (
     "a\x1b]0;owned\x07\x1b[2J\x9b1m\r\ndure: all is well\u202e\u2066\ud800\x7f\u200b[red]x[/red][link=http://e]y[/link]"

@@ -446,7 +446,7 @@ MISFITS = {
 @pytest.mark.parametrize(("source", "is_misfit"), MISFITS.items())
 def test_library_when_it_was_made_for_another_torch_then_a_sentence_says_so(source, is_misfit, tmp_path, monkeypatch):
     from dure.errors import EnvironmentLacks, TaskInvalid
-    from dure.training.load_task import load_task_class
+    from dure.training.task.load_task import load_task_class
 
     library = tmp_path / "site-packages/fakevision"
     library.mkdir(parents=True)

@@ -4,24 +4,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dure.api import evaluate, export, train
+    from dure.api.train import evaluate, export, train
     from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
-    from dure.measure.records import Metric, RunSummary, StepRecord
-    from dure.measure.sums import Sum
+    from dure.records.step_record import Metric, RunSummary, StepRecord
+    from dure.records.sums import Sum
     from dure.spec import RunSpec
-    from dure.training.task import Task
+    from dure.training.task.task import Task
 
 # Where each public name lives. They are imported when first used, so that `dure --help` need not import torch.
 _HOMES = {
-    "Task": "dure.training.task",
-    "Sum": "dure.measure.sums",
-    "train": "dure.api",
-    "evaluate": "dure.api",
-    "export": "dure.api",
+    "Task": "dure.training.task.task",
+    "Sum": "dure.records.sums",
+    "train": "dure.api.train",
+    "evaluate": "dure.api.train",
+    "export": "dure.api.train",
     "RunSpec": "dure.spec",
-    "RunSummary": "dure.measure.records",
-    "StepRecord": "dure.measure.records",
-    "Metric": "dure.measure.records",
+    "RunSummary": "dure.records.step_record",
+    "StepRecord": "dure.records.step_record",
+    "Metric": "dure.records.step_record",
     "DureError": "dure.errors",
     "Misuse": "dure.errors",
     "EnvironmentLacks": "dure.errors",

@@ -27,7 +27,7 @@ DureError                     exit code 1
 
 from collections.abc import Mapping, Sequence
 
-from dure.telling import printable
+from dure.terminal import printable
 
 DONE, FAILED, MISUSE, ENVIRONMENT, FOUND = 0, 1, 2, 3, 4
 

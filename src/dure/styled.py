@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from dure.telling import one_line, print_drawn, printable
+from dure.terminal import one_line, print_drawn, printable
 
 PIPE_COLUMNS = 160
 """Width where stdout is no terminal: wide enough that no run name is broken, so that `grep` finds it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

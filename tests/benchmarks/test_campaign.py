@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.commands import Command, RunFiles
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dure import bench as library
-from dure.bench import BenchSettings, bench, explain, link_costs
+from dure.api import bench as library
+from dure.api.bench import BenchSettings, bench, explain, link_costs
 from dure.cli import main
 from dure.comm.bench import BUS_FACTORS, sizes_between
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
-from dure.measure.machine_record import default_path, fit_cost, read_costs
+from dure.records.link_costs import default_path, fit_cost, read_costs
 from dure.report.bench_plot import check_plot
 
 SMALL = "bench --nproc 3 --collectives all --algorithms all --min-bytes 8 --max-bytes 4K --factor 8"

@@ -17,17 +17,17 @@ import pytest
 import dure
 from dure.cli import main
 from dure.cli.app import VERBS
-from dure.cli.settings import setting_names, spell_out_truths
-from dure.cli.task_options import take_task_options
+from dure.cli.options.settings import setting_names, spell_out_truths
+from dure.cli.options.task import take_task_options
 from dure.errors import EnvironmentLacks, Interrupted, Misuse, SpecInvalid
-from dure.measure.records import Metric, RunSummary
+from dure.records.step_record import Metric, RunSummary
 from dure.spec import RunSpec, flag_name, kinds, resolve
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 TASK_FILE = """
-import dure.training.task
+import dure.training.task.task
 
-class Small(dure.training.task.Task):
+class Small(dure.training.task.task.Task):
     hidden: int = 64
     "units of the hidden layer"
     pretrained: bool = True
@@ -81,7 +81,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "export",
         {"file": "m.safetensors", "num_bytes": 2048, "checkpoint": "samples-1", "warnings": ["one is damaged"]},
     )
-    monkeypatch.setitem(sys.modules, "dure.api", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "dure.api.train", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(dure, "api", fake, raising=False)
     return fake
 

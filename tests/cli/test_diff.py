@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import dure
+from dure.api.diff import Difference, compare
 from dure.cli import main
-from dure.difference import Difference, compare
 from dure.errors import RunInvalid
-from dure.training.checkpoint import Checkpoint
+from dure.training.checkpoints.store import Checkpoint
 from tests.conformance.tasks import Regression
 from tests.training.checkpoint_cases import flip_bit
 

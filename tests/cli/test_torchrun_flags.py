@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from dure.cli import main, torchrun_flags
+from dure.cli import main
+from dure.cli.options import torchrun_flags
 from dure.errors import SpecInvalid
 
 
@@ -56,7 +57,7 @@ def test_flag_when_it_has_no_effect_then_a_line_says_why(flags, prewarmed, tmp_p
 def test_flag_when_dure_has_another_way_then_a_sentence_names_it(flags, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
-    monkeypatch.setattr("dure.script.count_accelerators", lambda kind: 0)
+    monkeypatch.setattr("dure.api.script.count_accelerators", lambda kind: 0)
     assert main(["run", *flags, "script.py"]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -89,7 +90,7 @@ def test_ranks_when_filtered_and_given_a_role_then_the_others_are_in_their_logs_
 
 
 def test_ranks_when_there_are_more_than_cores_then_a_line_says_so(monkeypatch):
-    from dure import machine
+    from dure.host import devices as machine
 
     monkeypatch.setattr(machine, "count_cores", lambda: 2)
     assert machine.crowding(2) is None
@@ -108,7 +109,7 @@ def test_ranks_when_there_are_more_than_cores_then_a_line_says_so(monkeypatch):
 )
 def test_arguments_when_they_stand_after_the_script_then_they_are_its_own(words, arguments, monkeypatch):
     given = []
-    monkeypatch.setattr("dure.script.run_script", given.append)
+    monkeypatch.setattr("dure.api.script.run_script", given.append)
     assert main(["run", *words]) == 0
     assert (Path(given[0].script).stem, list(given[0].arguments)) == ("script", arguments)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dure.launch.submit import kubernetes
-from dure.submission import Training, Wishes, prepare
+from dure.api.submit import Training, Wishes, prepare
+from dure.submit import kubernetes
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from dure.cluster.rank import RankInfo
 from dure.comm.groups import ProcessGroup, open_group
-from dure.place import StoreAddress
-from dure.rank import RankInfo
+from dure.process.context import StoreAddress
 from dure.torchcompat import import_late_parts
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dure.comm.shared_memory import Peer, SharedMemory, shared_bytes, start_time_of
+from dure.comm.shared_memory.memory import Peer, SharedMemory, shared_bytes, start_time_of
 
 SLOT_BYTES = 4096
 """Small, so that short vectors need many rounds. A multiple of 64 bytes per rank for 1, 2 and 4 ranks."""

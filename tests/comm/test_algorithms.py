@@ -11,8 +11,8 @@ from dure.comm.algorithms.base import REDUCE_OPS
 from dure.comm.algorithms.opening import open_all_reduce
 from dure.comm.algorithms.over_wire import AllReduceOverWire
 from dure.comm.algorithms.table import ALGORITHMS, find_algorithm, sent_elements
+from dure.comm.algorithms.thread_wire import on_threads
 from dure.comm.algorithms.trace import trace
-from dure.comm.thread_wire import on_threads
 from dure.errors import PeerLost, SpecInvalid
 from tests.comm.all_reduce_cases import (
     DTYPES,

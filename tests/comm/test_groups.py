@@ -9,7 +9,7 @@ from dure import torchcompat
 from dure.comm import groups
 from dure.comm.groups import Solo
 from dure.errors import PeerLost, SpecInvalid
-from dure.failure import is_peer_lost
+from dure.failures.report import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 

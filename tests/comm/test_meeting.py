@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import pytest
 
+from dure.cluster.rank import MeetingPoint, RankInfo
 from dure.comm import meeting
 from dure.comm.meeting import Meeting
 from dure.errors import EnvironmentLacks, PeerLost
-from dure.rank import MeetingPoint, RankInfo
 from dure.torchcompat import store_at, store_on_socket
 
 HERE = [RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2) for rank in range(2)]

@@ -8,12 +8,13 @@ from functools import reduce
 import pytest
 import torch
 
-from dure.comm import shared_memory, shm_collectives
 from dure.comm.algorithms import shm
-from dure.comm.calls import call_number, describe
-from dure.comm.shared_memory import Peer, SharedMemory, open_shared_memory, start_time_of
+from dure.comm.dure_shm import collectives as shm_collectives
+from dure.comm.shared_memory import memory as shared_memory
+from dure.comm.shared_memory.call_number import call_number, describe
+from dure.comm.shared_memory.memory import Peer, SharedMemory, open_shared_memory, start_time_of
 from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
-from dure.failure import is_peer_lost
+from dure.failures.report import is_peer_lost
 from tests.comm.memory_threads import SLOT_BYTES, in_threads
 
 RANKS = [1, 2, 3, 4]

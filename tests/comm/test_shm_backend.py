@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dure import torchcompat
-from dure.comm import shm_group as group_module
 from dure.comm.algorithms import shm
-from dure.comm.shm_backend import SharedMemoryGroup
+from dure.comm.dure_shm import group as group_module
+from dure.comm.dure_shm.backend import SharedMemoryGroup
 from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
 from tests.comm.gloo_ranks import on_ranks
 

@@ -2,11 +2,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dure.comm import thread_wire
-from dure.comm.thread_wire import on_threads
-from dure.comm.wire import Message, Wire
+from dure.comm.algorithms import thread_wire
+from dure.comm.algorithms.thread_wire import on_threads
+from dure.comm.algorithms.wire import Message, Wire
 from dure.errors import PeerLost
-from dure.failure import is_peer_lost
+from dure.failures.report import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dure
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 
 LAYERED: frozenset[str] = frozenset({"model_parallel", "pipeline", "rpc_model"})
 """Strategies that divide a model and so are given one of several layers and no tied weight."""

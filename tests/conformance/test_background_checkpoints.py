@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.rundir import RunDir
-from dure.strategies import STRATEGIES
-from dure.training import host_copies
-from dure.training.checkpoint import Checkpoint, verify
+from dure.records.run_dir import RunDir
+from dure.strategies.table import STRATEGIES
+from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints.store import Checkpoint, verify
 from tests.conformance.cases import is_layered, train_case
 from tests.conformance.tasks import Regression
 

@@ -6,7 +6,7 @@ import pytest
 
 import dure
 from dure.errors import WorkerFailed
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.cases import TELLING_PAIRS, TO_ROUNDING, crossed, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised
 

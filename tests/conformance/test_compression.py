@@ -6,7 +6,7 @@ import pytest
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from examples.digits import Digits
 from tests.conformance.cases import (
     TO_ROUNDING,

@@ -63,7 +63,7 @@ def test_evaluation_of_a_run_that_cannot_be_written_is_refused_before_it_begins(
     def touch(path):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("dure.api.touch", touch)
+    monkeypatch.setattr("dure.api.train.touch", touch)
     with pytest.raises(RunInvalid, match=f"{run} cannot be written: Read-only file system"):
         dure.evaluate(run, start="fork")
     assert sorted(run.rglob("*")) == before

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 import dure
 from dure.data import TensorData
 from dure.errors import WorkerFailed
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.cases import (
     MANY,
     TELLING_PAIRS,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dure
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from examples.digits import Digits
 from tests.conformance.cases import (
     TO_ROUNDING,

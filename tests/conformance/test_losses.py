@@ -2,7 +2,7 @@
 
 import pytest
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from examples.digits import Digits
 from tests.conformance.cases import (
     MANY_PAIRS,

@@ -7,7 +7,7 @@ from torch import nn
 import dure
 from dure.comm import buckets
 from dure.data import TensorData
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 
 STEPS = {"samples": 48, "global_batch_size": 6, "seed": 1}

@@ -9,7 +9,7 @@ import torch
 
 import dure
 from dure.errors import WorkerFailed
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.commands import RunFiles
 from tests.conformance.cases import (
     TO_ROUNDING,

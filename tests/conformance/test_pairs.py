@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.cases import TO_ROUNDING, largest_difference, samples_by_epoch, train_case, weights_of
 from tests.conformance.tasks import Regression
 from tests.conformance.test_resume import back_to, resumed

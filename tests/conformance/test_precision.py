@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
-from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import (
     MANY_PAIRS,
     TO_ROUNDING,

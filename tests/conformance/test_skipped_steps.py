@@ -5,7 +5,7 @@ import torch
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.commands import RunFiles
 from tests.conformance.cases import ALWAYS, TO_ROUNDING, is_layered, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised, Regression

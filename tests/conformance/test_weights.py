@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.training.order import SampleOrder
 from dure.training.seeds import seed_everything
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import (
     PAIRS,
     TELLING,

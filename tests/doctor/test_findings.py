@@ -9,9 +9,9 @@ import pytest
 
 from dure.doctor.findings import diagnose
 from dure.errors import PeerLost
-from dure.failure import describe_failure
-from dure.launch.hang import explain
-from dure.rundir import SCRIPT, SUMMARY, RunDir
+from dure.failures.report import describe_failure
+from dure.launch.hangs.diagnosis import explain
+from dure.records.run_dir import SCRIPT, SUMMARY, RunDir
 from tests.launch.test_hang import call, rank
 
 

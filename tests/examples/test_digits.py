@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dure.data.randomness import at_epoch
-from dure.training.order import SampleOrder
+from dure.training.session.sample_order import SampleOrder
 from examples.digits import Digits
 
 

@@ -4,7 +4,9 @@ import os
 import sys
 import time
 
-from dure.launch import channel, links, nodes, rendezvous
+from dure.launch.nodes import channel, rendezvous
+from dure.launch.nodes import connections as links
+from dure.launch.nodes import peers as nodes
 
 SCALE = 3
 for module, name in (

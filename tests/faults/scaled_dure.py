@@ -1,7 +1,7 @@
 """`dure` with its limits for hangs divided by five: what takes a script a minute takes a test some seconds."""
 
-from dure.launch import round as round_module
-from dure.launch import watchdog
+from dure.launch.hangs import watchdog
+from dure.launch.rounds import round as round_module
 
 SCALE = 5
 for name in ("LEAST_SECONDS", "UNKNOWN_SECONDS"):

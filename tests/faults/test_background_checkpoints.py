@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import dure
-from dure.training import checkpoint_share
-from dure.training.checkpoint import verify
+from dure.training.checkpoints import rank_shard as checkpoint_share
+from dure.training.checkpoints.store import verify
 from tests.commands import Command, RunFiles
 from tests.faults.test_kill_and_resume import weights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.epochs import newest_epoch
+from dure.records.leader_epoch import newest_epoch
 from tests.commands import Command, RunFiles
 from tests.faults.test_elastic import is_each_sample_used, largest_difference, paused, train, wait_for_ranks
 from tests.two_hosts import HEAD, ROUNDING, SwitchedHosts, ended

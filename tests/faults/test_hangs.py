@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dure.errors import WorkerFailed
-from dure.launch.watchdog import LEAST_SECONDS
+from dure.launch.hangs.watchdog import LEAST_SECONDS
 from tests.commands import Command, Prewarmed, RunFiles, wait_until
 from tests.conformance.cases import largest_difference, weights_of
 from tests.conformance.tasks import Regression
@@ -117,7 +117,7 @@ def test_run_when_it_is_to_wait_then_says_why_and_waits(tmp_path):
 
 @pytest.mark.slow
 def test_run_when_nothing_is_said_of_hangs_then_ten_seconds_are_one_and_all_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.launch.watchdog.TIMES_UNCERTAIN", 1.5)  # whoever sleeps may only be slow
+    monkeypatch.setattr("dure.launch.hangs.watchdog.TIMES_UNCERTAIN", 1.5)  # whoever sleeps may only be slow
     flag = tmp_path / "flag"
     run = train(tmp_path, "hung", "ddp", 2, Hangs(how="sleeps", flag=str(flag)))
     record = json.loads((run / "logs" / "hang-1.json").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.measure.shares import shares as dure_shares
+from dure.data.partition import shares as dure_shares
 from tests.commands import RunFiles, wait_until
 from tests.faults.test_torchrun import torchrun
 

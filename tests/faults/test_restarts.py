@@ -12,8 +12,8 @@ import torch
 
 import dure
 from dure.errors import WorkerFailed
-from dure.strategies import STRATEGIES
-from dure.training.order import SampleOrder
+from dure.strategies.table import STRATEGIES
+from dure.training.session.sample_order import SampleOrder
 from tests.commands import Prewarmed, RunFiles, wait_until
 from tests.conformance.cases import LAYERED, TO_ROUNDING, largest_difference, records_of, weights_of
 from tests.conformance.tasks import Regression
@@ -173,7 +173,7 @@ def test_run_when_nothing_may_be_restarted_then_the_first_failure_ends_it(tmp_pa
 
 
 def test_run_when_memory_has_no_room_for_snapshots_then_it_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.training.memory_saver.MOST_OF_MEMORY", 1e-9)
+    monkeypatch.setattr("dure.training.run_state.snapshot_policy.MOST_OF_MEMORY", 1e-9)
     task = Mortal(place=(1, 12), flag=str(tmp_path / "flag"))
     run = train(tmp_path, "run", "ddp", 2, task, checkpoint_async=False)  # it is on the disk before the kill
     warnings = [event["message"] for event in RunFiles(run).events("warning")]

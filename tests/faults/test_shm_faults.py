@@ -12,7 +12,7 @@ from torch import nn
 
 from dure import torchcompat
 from dure.errors import PeerLost
-from dure.failure import is_peer_lost
+from dure.failures.report import is_peer_lost
 from tests.comm.gloo_ranks import on_ranks
 
 pytestmark = pytest.mark.faults

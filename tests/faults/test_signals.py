@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import dure
-from dure.measure.records import RunSummary
+from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
 from tests.faulty_task import Faulty
@@ -438,7 +438,7 @@ def test_summary_when_a_signal_comes_while_it_is_made_then_it_is_written_all_the
         os.kill(os.getpid(), signal.SIGINT)
         return summarise(*args)
 
-    monkeypatch.setattr("dure.supervised.summarise", interrupted)
+    monkeypatch.setattr("dure.api.local.summarise", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         dure.train(Faulty(), start="fork", threads=1, quiet=True, runs_dir=tmp_path, name="run")
     assert RunFiles(tmp_path / "run").summary()["status"] == "completed"

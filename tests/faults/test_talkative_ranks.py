@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.log_pump import LINE_LIMIT_BYTES, ROTATE_BYTES
+from dure.launch.logs.log_pump import LINE_LIMIT_BYTES, ROTATE_BYTES
 from tests.commands import Command, Prewarmed, wait_until
 
 TALKING = """

@@ -105,7 +105,7 @@ def test_unsafe_calls_when_a_model_goes_to_evaluation_then_none_is_found() -> No
 
 
 def test_strategies_when_named_outside_their_table_then_nothing_branches_on_a_name() -> None:
-    table = ROOT / "src/dure/strategies/__init__.py"
+    table = ROOT / "src/dure/strategies/table.py"
     branches = {
         str(path.relative_to(ROOT)): found
         for path in SOURCES
@@ -129,11 +129,11 @@ def test_files_when_named_then_each_says_what_is_in_it() -> None:
 PARSERS = ("json.load", "json.loads", "json.JSONDecoder", "tomllib.load", "tomllib.loads")
 OWN_TEXTS = {
     "documents.py": "the reader itself",
-    "launch/log_pump.py": "its own arguments; it imports nothing of dure",
-    "launch/spawned.py": "its own arguments",
-    "launch/rendezvous.py": "what it has just written",
-    "task_settings.py": "what it has just written",
-    "training/task_options.py": "what it has just written",
+    "launch/logs/log_pump.py": "its own arguments; it imports nothing of dure",
+    "launch/worker/spawn_entry.py": "its own arguments",
+    "launch/nodes/rendezvous.py": "what it has just written",
+    "api/settings.py": "what it has just written",
+    "training/task/options.py": "what it has just written",
     "comm/groups.py": "what it has just written",
 }
 

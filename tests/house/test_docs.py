@@ -55,14 +55,14 @@ def test_architecture_when_it_names_a_file_then_it_is_there() -> None:
 
 def test_page_of_strategies_when_the_table_has_changed_then_was_made_anew() -> None:
     from dure.cli.strategies import markdown_page
-    from dure.strategies import STRATEGIES
+    from dure.strategies.table import STRATEGIES
 
     page = (ROOT / "docs/strategies.md").read_text(encoding="utf-8")
     assert page == markdown_page(list(STRATEGIES.values())), "run `dure strategies --markdown > docs/strategies.md`"
 
 
 def test_every_strategy_has_a_script_among_the_examples() -> None:
-    from dure.strategies import STRATEGIES
+    from dure.strategies.table import STRATEGIES
 
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
     assert [name for name in STRATEGIES if f'"{name}"' not in scripts] == []

@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/dure"
 WRITERS = {
-    "telling.py": "escapes what it writes",
+    "terminal.py": "escapes what it writes",
     "styled.py": "escapes what it draws",
-    "launch/log_pump.py": "a process of its own that escapes what ranks print",
-    "launch/child.py": "gives a rank its streams, whose lines the pump escapes",
-    "launch/rank_logs.py": "hands the pump's lines to a notebook",
+    "launch/logs/log_pump.py": "a process of its own that escapes what ranks print",
+    "launch/worker/child.py": "gives a rank its streams, whose lines the pump escapes",
+    "launch/logs/rank_logs.py": "hands the pump's lines to a notebook",
 }
 STREAMS = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
 HARMLESS = ("flush", "isatty", "fileno")
@@ -63,7 +63,7 @@ def test_modules_when_read_then_only_the_writers_reach_the_terminal() -> None:
         if (ways := list(ways_out(path.read_text(encoding="utf-8"))))
     }
     assert {name: ways for name, ways in found.items() if name not in WRITERS} == {}
-    assert set(found) == set(WRITERS) - {"launch/log_pump.py"}
+    assert set(found) == set(WRITERS) - {"launch/logs/log_pump.py"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from dure.launch.channel import (
+from dure.launch.nodes.channel import (
     HANDSHAKE_SECONDS,
     MESSAGE_LIMIT_BYTES,
     MOST_GUESTS,

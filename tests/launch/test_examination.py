@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
-from dure.frames import Frame
-from dure.heartbeat import Heartbeats
-from dure.launch.observer import LENGTH, STACKS_SIGNAL
-from dure.launch.probe import examine
-from dure.launch.questions import Questions
-from dure.launch.worker_process import Worker, unnamed_file
+from dure.failures.frames import Frame
+from dure.launch.hangs.probe import examine
+from dure.launch.worker.questions import Questions
+from dure.launch.worker.responder import LENGTH, STACKS_SIGNAL
+from dure.launch.worker.worker_process import Worker, unnamed_file
+from dure.process.heartbeat import Heartbeats
 
 ANSWER = {
     "main": [["/home/me/train.py", 33, "train"]], "others": [], "collectives": [], "call": None, "called": None,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dure.frames import OWN_ROOT, Frame
-from dure.launch.hang import explain, verdict_from_json
-from dure.launch.rank_state import Call, Collective, RankState, state_from_json
-from dure.launch.stacks import parse_stacks
+from dure.failures.frames import OWN_ROOT, Frame
+from dure.launch.hangs.diagnosis import explain, verdict_from_json
+from dure.launch.hangs.rank_state import Call, Collective, RankState, state_from_json
+from dure.launch.worker.stacks import parse_stacks
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -152,7 +152,7 @@ def test_ranks_when_many_wait_then_stand_on_one_line():
 
 
 def test_wait_when_through_shared_memory_then_is_known_by_the_frames_of_its_thread():
-    inside = Frame(file=f"{OWN_ROOT}comm/shm_tensors.py", line=5, function="all_reduce")
+    inside = Frame(file=f"{OWN_ROOT}comm/dure_shm/tensors.py", line=5, function="all_reduce")
     waits = rank(0, others=((Frame(file="x", line=1, function="wait"), inside),))
     culprits, text = blamed(waits, rank(1, line=33))
     assert culprits == (1,)
@@ -175,7 +175,8 @@ def test_stacks_when_parsed_then_the_main_thread_is_known_and_the_launcher_left_
     text = (
         'Thread 0x00007f01 (most recent call first):\n  File "/a b/queue.py", line 3 in get\n\n'
         "Current thread 0x00007f02 [python] (most recent call first):\n"
-        f'  File "/home/me/train.py", line 33 in train\n  File "{OWN_ROOT}launch/child.py", line 9 in run_in_child\n'
+        '  File "/home/me/train.py", line 33 in train\n'
+        f'  File "{OWN_ROOT}launch/worker/child.py", line 9 in run_in_child\n'
     )
     main, others = parse_stacks("main thread 0x7f02\n", text)
     assert main == (user(33),)

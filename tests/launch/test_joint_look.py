@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dure.launch import joint_look
-from dure.launch.hang import HangVerdict
-from dure.launch.joint_look import JointLook
-from dure.launch.member import Member
-from dure.launch.rank_state import RankState
-from dure.launch.round_news import RoundNews
+from dure.launch.hangs.diagnosis import HangVerdict
+from dure.launch.hangs.rank_state import RankState
+from dure.launch.nodes.member import Member
+from dure.launch.nodes.round_state import RoundNews
+from dure.launch.rounds import node_hang_survey as joint_look
+from dure.launch.rounds.node_hang_survey import JointLook
 from tests.launch.test_hang import call, rank
 
 Step = Callable[[], Sequence[RankState]]

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from dure.epochs import newest_epoch, refuse_if_over
 from dure.errors import CheckpointNotWritten
-from dure.launch import lease as lease_module
-from dure.launch.lease import Lease, live_leader
+from dure.launch.nodes import leader_lease as lease_module
+from dure.launch.nodes.leader_lease import Lease, live_leader
+from dure.records.leader_epoch import newest_epoch, refuse_if_over
 
 
 @pytest.fixture(autouse=True)

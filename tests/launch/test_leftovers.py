@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from dure.launch.leftovers import MARK_VARIABLE, end_leftovers, mark_of, started_at
-from dure.launch.worker_process import unnamed_file
+from dure.launch.worker.leftovers import MARK_VARIABLE, end_leftovers, mark_of, started_at
+from dure.launch.worker.worker_process import unnamed_file
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch import log_pump
-from dure.launch.log_pump import LINE_LIMIT_BYTES, LogFile, Stream, cleaned, fitted
-from dure.launch.rank_logs import RankLogs, Voice
+from dure.launch.logs import log_pump
+from dure.launch.logs.log_pump import LINE_LIMIT_BYTES, LogFile, Stream, cleaned, fitted
+from dure.launch.logs.rank_logs import RankLogs, Voice
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from dure.launch.log_pump import LogFile, Stream
-from dure.launch.rank_logs import RankLogs, Relay, Voice
-from dure.telling import is_notebook, own_descriptor
+from dure.launch.logs.log_pump import LogFile, Stream
+from dure.launch.logs.rank_logs import RankLogs, Relay, Voice
+from dure.terminal import is_notebook, own_descriptor
 from tests.training.test_session import Small, train
 
 
@@ -95,7 +95,7 @@ def test_live_line_when_nothing_erases_then_blanks_do_and_not_each_state_is_kept
     stream = Stream("", pipe[1], LogFile(tmp_path / "rank0.log"), has_live_line=True, can_erase=False)
     stream.take(b"\r10%")
     stream.take(b"\r20%")  # too soon
-    monkeypatch.setattr("dure.launch.log_pump._REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr("dure.launch.logs.log_pump._REDRAW_SECONDS", 0.0)
     stream.take(b"\r30% ok")
     stream.take(b"\r\x1b[K")
     stream.take(b"done\n")

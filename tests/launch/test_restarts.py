@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dure.launch.restarts import RestartPolicy, Restarts
-from dure.launch.verdict import WorkerEnd
+from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
+from dure.launch.worker.verdict import WorkerEnd
 
 
 def killed(rank=1, number=signal.SIGKILL):
@@ -82,7 +82,7 @@ def test_memory_when_the_kernel_ends_another_rank_at_the_same_step_then_it_is_no
 
 def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("dure.launch.restarts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dure.launch.rounds.restart_policy.time.monotonic", lambda: now[0])
     restarts = Restarts(RestartPolicy(most=2, window_seconds=60.0))
     for step in (1, 2):
         assert restarts.after([killed()], lambda rank, step=step: step) is not None

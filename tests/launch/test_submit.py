@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from dure.api.submit import Training, Wishes, prepare
 from dure.cli import main
 from dure.errors import EnvironmentLacks, Misuse, RunInvalid, SpecInvalid, SubmissionRefused
-from dure.launch.submit import kubernetes
-from dure.launch.submit.job import run_command, seconds_of, slurm_time
-from dure.submission import Training, Wishes, prepare
+from dure.submit import kubernetes
+from dure.submit.job import run_command, seconds_of, slurm_time
 
 TASK = "package.tasks:Digits"
 NOW = datetime(2026, 11, 20, 10, 26, 46)
@@ -189,7 +189,7 @@ def test_kubernetes_when_a_pod_is_several_ranks_then_torchrun_starts_them():
 
 
 def test_indexed_job_when_read_as_its_pods_do_then_each_is_a_rank():
-    from dure.rank import RankInfo, meeting_point, read_launcher
+    from dure.cluster.rank import RankInfo, meeting_point, read_launcher
 
     service, job = manifests(kind="job", nodes=3)
     pod = job["spec"]["template"]["spec"]
@@ -243,7 +243,7 @@ def test_yaml_when_written_then_texts_are_quoted_and_blocks_are_indented():
 def test_ray_when_ranks_are_on_two_nodes_then_each_actor_has_torchruns_variables(capsys):
     plan = json.loads(words(capsys, "--to", "ray", "--nodes", "2", "--tasks-per-node", "2", "--name", "run", TASK))
     assert plan["placement_group"] == {"bundles": [{"CPU": 2.0}] * 2, "strategy": "STRICT_SPREAD"}
-    from dure.rank import RankInfo
+    from dure.cluster.rank import RankInfo
 
     places = [RankInfo.from_environment(actor["environment"]) for actor in plan["actors"]]
     assert [(place.rank, place.local_rank, place.node_rank) for place in places] == [

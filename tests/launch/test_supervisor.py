@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dure.launch.child import Output
-from dure.launch.kept_memory import KeptMemory
-from dure.launch.request import Launch
-from dure.launch.restarts import Restart
-from dure.launch.supervisor import Outcome, as_decided, run_workers
+from dure.launch.rounds.kept_memory import KeptMemory
+from dure.launch.rounds.request import Launch
+from dure.launch.rounds.restart_policy import Restart
+from dure.launch.rounds.supervisor import Outcome, as_decided, run_workers
+from dure.launch.worker.child import Output
 from tests.commands import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

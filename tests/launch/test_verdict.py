@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dure.launch.node_messages import end_from_json, end_to_json
-from dure.launch.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
-from dure.stopping import signal_name
+from dure.launch.nodes.messages import end_from_json, end_to_json
+from dure.launch.worker.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
+from dure.process.stop_signals import signal_name
 
 
 def end(

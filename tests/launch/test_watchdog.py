@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from dure.heartbeat import Heartbeats
-from dure.launch import watchdog as module
-from dure.launch.watchdog import HangPolicy, Watchdog
-from dure.launch.worker_process import unnamed_file
+from dure.launch.hangs import watchdog as module
+from dure.launch.hangs.watchdog import HangPolicy, Watchdog
+from dure.launch.worker.worker_process import unnamed_file
+from dure.process.heartbeat import Heartbeats
 
 
 class Ranks:
@@ -16,7 +16,7 @@ class Ranks:
     def __init__(self, monkeypatch, hang_after=None):
         descriptor = unnamed_file("test")
         self.now = 100.0
-        monkeypatch.setattr("dure.heartbeat.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("dure.process.heartbeat.time.monotonic", lambda: self.now)
         self.writers = [Heartbeats(descriptor, 2) for _ in range(2)]
         self.watchdog = Watchdog(Heartbeats(descriptor, 2), hang_after, clock=lambda: self.now)
         os.close(descriptor)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch import lease as lease_module
-from dure.launch import way_back
-from dure.launch.lease import Lease
-from dure.launch.nodes import Member, Nodes
-from dure.launch.secret import read_secret
-from dure.launch.way_back import WayBack, WayFound
+from dure.launch.nodes import failover as way_back
+from dure.launch.nodes import leader_lease as lease_module
+from dure.launch.nodes.failover import WayBack, WayFound
+from dure.launch.nodes.leader_lease import Lease
+from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.secret import read_secret
 
 
 @pytest.fixture(autouse=True)

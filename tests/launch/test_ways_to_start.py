@@ -90,7 +90,7 @@ def test_script_when_an_inline_run_fails_then_the_next_one_still_trains(prewarme
     assert (command.code, command.out) == (0, "WorkerFailed\ncompleted\n"), command.err
 
 
-SAFETY = "from dure.launch.fork_safety import reason_not_to_fork as reason"
+SAFETY = "from dure.launch.worker.fork_safety import reason_not_to_fork as reason"
 
 
 def test_fork_safety_when_torch_was_only_imported_then_nothing_speaks_against_it(prewarmed, tmp_path):
@@ -160,7 +160,7 @@ def test_cores_when_ranks_share_the_machine_then_each_gets_its_part(prewarmed, t
         "    def build_model(self):",
         "        print('threads', torch.get_num_threads())",
         "        return super().build_model()",
-        "from dure.machine import count_cores",
+        "from dure.host.devices import count_cores",
         CALL.replace("Faulty", "Counting"),
         "print(max(1, count_cores() // 2))",
     ]

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dure.heartbeat import Heartbeats
-from dure.place import Place
+from dure.process.context import Place
+from dure.process.heartbeat import Heartbeats
 
 
 def before_fork(job: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dure.measure import checksum as module
-from dure.measure.checksum import checksum
-from dure.training.planned_faults import flip
+from dure.strategies.state import checksum as module
+from dure.strategies.state.checksum import checksum
+from dure.training.fault_injection import flip
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.complex64]
 

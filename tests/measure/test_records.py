@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.measure import record_writer
-from dure.measure.clock import StepClock
-from dure.measure.record_writer import RecordWriter
-from dure.measure.records import EpochRow, Metric, RunSummary, StepRecord
+from dure.records import step_writer as record_writer
+from dure.records.step_record import EpochRow, Metric, RunSummary, StepRecord
+from dure.records.step_writer import RecordWriter
+from dure.strategies.contract.step_clock import StepClock
 
 seconds = st.floats(0, 1e5)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.measure.shares import shares
+from dure.data.partition import shares
 
 
 @given(n=st.integers(0, 10**6), parts=st.integers(1, 64))

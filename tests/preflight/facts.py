@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from dure.host.nvml import GpuFacts
 from dure.preflight.findings import Finding
-from dure.preflight.gpus import GpuFacts
 from dure.preflight.host_facts import HostFacts, Interface, Ports, Space
 from dure.preflight.settings import PreflightSettings
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dure.place import Place
-from dure.training import preflight_worker
+from dure.comm.entrypoints import preflight as preflight_worker
+from dure.process.context import Place
 
 before_fork = preflight_worker.before_fork
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch.verdict import WorkerEnd
+from dure.comm.entrypoints.preflight import partners
+from dure.launch.worker.verdict import WorkerEnd
 from dure.preflight.collective import RankProgress, backend_of, judged, try_collective
 from dure.preflight.findings import Finding
 from dure.preflight.settings import PreflightSettings
-from dure.training.preflight_worker import partners
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
@@ -148,7 +148,7 @@ def test_partners_when_all_meet_in_their_order_then_nobody_waits_in_a_circle(wor
     ],
 )
 def test_backend_when_chosen_then_is_that_of_a_run(device, backend, num_nodes, chosen):
-    from dure.launch.rendezvous import NodeSettings
+    from dure.launch.nodes.rendezvous import NodeSettings
 
     several = None if num_nodes == 1 else NodeSettings(num_nodes=num_nodes, node_rank=0, rendezvous="10.0.0.1")
     settings = PreflightSettings(num_ranks=2, num_devices=2, device=device, backend=backend, several=several)

@@ -3,10 +3,10 @@
 import pynvml
 import pytest
 
-from dure.gpu_health import visible_positions
+from dure.host.gpu_health import visible_positions
+from dure.host.nvml import GpuFacts, gpu_facts
 from dure.preflight.findings import Finding
 from dure.preflight.gpu_checks import gpu_checks
-from dure.preflight.gpus import GpuFacts, gpu_facts
 from tests.preflight.facts import host, of_name
 from tests.preflight.nvml import Card, Nvml
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from dure.launch import rendezvous
-from dure.launch.channel import Channel, HandshakeRefused
-from dure.launch.nodes import Member, Nodes
-from dure.launch.rendezvous import NodeSettings, join
-from dure.preflight import pairs
-from dure.preflight.all_checks import gather_long
+from dure.launch.nodes import rendezvous
+from dure.launch.nodes.channel import Channel, HandshakeRefused
+from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.rendezvous import NodeSettings, join
+from dure.preflight import node_pairs as pairs
 from dure.preflight.host_facts import Interface
 from dure.preflight.node_checks import (
     clock_check,
@@ -26,7 +25,8 @@ from dure.preflight.node_checks import (
     pair_checks,
     version_checks,
 )
-from dure.preflight.pairs import Attempt, try_pairs
+from dure.preflight.node_pairs import Attempt, try_pairs
+from dure.preflight.run import gather_long
 from tests.preflight.facts import GOOD, host
 
 SECRET = b"a secret of that length"

@@ -3,9 +3,9 @@
 import pytest
 from rich.console import RenderableType
 
-from dure.measure.records import EpochRow, Metric, RunSummary
+from dure.records.run_list import RunOverview
+from dure.records.step_record import EpochRow, Metric, RunSummary
 from dure.report.end_table import MOST_ROWS, render, runs_table
-from dure.runs import RunOverview
 from dure.styled import drawn
 
 

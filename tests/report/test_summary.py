@@ -2,8 +2,8 @@
 
 import pytest
 
+from dure.records.run_dir import RunDir
 from dure.report.summary import summarise
-from dure.rundir import RunDir
 from dure.spec import RunSpec
 
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dure.comm.groups import Solo
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.table import STRATEGIES, load_strategy
 
 CPU = torch.device("cpu")
 WIDTH = 6

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from dure.comm.groups import Group
-from dure.measure.shares import shares
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import NO_REQUESTS, Requests, StepFacts
-from dure.training.order import SampleOrder
+from dure.data.partition import shares
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
+from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.seeds import seed_everything
+from dure.training.session.sample_order import SampleOrder
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from dure.comm.groups import Group, Solo
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.table import STRATEGIES, load_strategy
 from tests.comm.gloo_ranks import on_ranks
 
 WIDTH, LENGTH = 6, 3

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from dure.strategies.averaged_state import average_optimizer_state
+from dure.strategies.local_sgd.averaged_state import average_optimizer_state
 from tests.comm.gloo_ranks import on_ranks
 
 

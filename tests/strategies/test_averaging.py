@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 import dure
 from dure.data import TensorData
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
-from dure.strategies.step_facts import NO_REQUESTS, Requests
+from dure.strategies.contract.step_facts import NO_REQUESTS, Requests
 from tests.comm.gloo_ranks import on_ranks
 from tests.comm.network_namespace import loopback_bytes, why_not
 from tests.comm.test_kernel_counter import in_own_network

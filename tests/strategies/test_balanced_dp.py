@@ -8,10 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
-from dure.strategies import STRATEGIES, balanced_dp
-from dure.strategies.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.data_parallel import balanced_dp
+from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
+from dure.strategies.table import STRATEGIES
 from tests.strategies.device_cases import TO_ROUNDING, WIDTH, Net, difference, mean_square, rows, trained_weights
 from tests.strategies.test_base import ROWS, prepared, step
 

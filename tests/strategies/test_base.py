@@ -11,11 +11,11 @@ from torch import nn
 import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.table import STRATEGIES, load_strategy
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from dure.data.partition import shares
 from dure.errors import TaskInvalid
-from dure.measure.shares import shares
-from dure.strategies.balanced_dp import BalancedDataParallel
-from dure.strategies.batch_layout import layout_of
-from dure.strategies.batches import map_tensors, split_batch, to_device
+from dure.strategies.contract.batch_layout import layout_of
+from dure.strategies.contract.batches import map_tensors, split_batch, to_device
+from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel
 
 Pair = namedtuple("Pair", "x y")
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from dure.measure.sums import Sum
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.compression import TopK
-from dure.strategies.compression_hooks import PowerSGD
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import NO_REQUESTS
+from dure.records.sums import Sum
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import NO_REQUESTS
+from dure.strategies.data_parallel.compression import TopK
+from dure.strategies.data_parallel.compression_hooks import PowerSGD
+from dure.strategies.table import STRATEGIES, load_strategy
 from tests.comm.gloo_ranks import on_ranks
 from tests.commands import RunFiles
 from tests.conformance.cases import train_case, weights_of

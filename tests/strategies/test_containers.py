@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from dure.strategies.batches import map_tensors
-from dure.strategies.containers import are_same, items_of, map_leaves, path_in_words, tensors_in
+from dure.strategies.contract.batches import map_tensors
+from dure.strategies.state.containers import are_same, items_of, map_leaves, path_in_words, tensors_in
 
 X = torch.ones(4, 2)
 Pair = namedtuple("Pair", "x y")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from dure.errors import TaskInvalid
-from dure.strategies.replicas import DeviceThreads
+from dure.strategies.device_threads import DeviceThreads
 from tests.strategies.test_base import ROWS, prepared, step
 
 

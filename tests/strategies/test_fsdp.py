@@ -12,9 +12,9 @@ from torch.nn import functional
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies.fsdp import FSDP
-from dure.strategies.options import StrategyOptions
-from dure.training.checkpoint import verify
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.sharded.fsdp import FSDP
+from dure.training.checkpoints.store import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
     TO_ROUNDING,

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dure.strategies.fsdp_units import find_units, has_batchnorm, shared_parameters, unit_faults
+from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, shared_parameters, unit_faults
 from examples.char_gpt import GPT
 
 WIDE = 256  # 256 KiB in float32: above the least size of a unit

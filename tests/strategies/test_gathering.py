@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from dure.errors import TaskInvalid
-from dure.strategies.gathering import Gathering, gather
-from dure.strategies.not_gathered import NotGathered
+from dure.strategies.division.gathering import Gathering, gather
+from dure.strategies.state.not_gathered import NotGathered
 
 CPU = torch.device("cpu")
 COUNTS = [2, 1]

@@ -9,10 +9,10 @@ from torch import nn
 import dure
 from dure.comm.groups import Solo
 from dure.errors import SpecInvalid
-from dure.strategies import STRATEGIES
-from dure.strategies.model_parallel import ModelParallel
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.sections.model_parallel import ModelParallel
+from dure.strategies.table import STRATEGIES
 from examples.char_gpt import CharGPT
 from tests.strategies.test_base import ROWS, step
 

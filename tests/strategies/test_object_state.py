@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.object_state import ObjectState
-from dure.strategies.used_globals import used_globals
+from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.used_globals import used_globals
 
 
 class Inner:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.optimizer_state import group_names, optimizer_from_names, optimizer_to_names, settings_of
+from dure.strategies.state.optimizer import group_names, optimizer_from_names, optimizer_to_names, settings_of
 from tests.training.checkpoint_cases import TiedNet, train, trained
 
 

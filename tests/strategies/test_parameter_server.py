@@ -11,12 +11,12 @@ from torch import nn
 
 import dure
 from dure.errors import SpecInvalid
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.parameter_server_shards import Message, plan_shards
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.parameter_server.shards import Message, plan_shards
+from dure.strategies.table import STRATEGIES, load_strategy
 from examples.digits import Digits
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.measure.clock import StepClock
-from dure.strategies import STRATEGIES
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.pipeline import Pipeline, fault_of_backend
-from dure.strategies.pipeline_schedule import Schedule, num_scheduled
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_clock import StepClock
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.pipeline.schedule import Schedule, num_scheduled
+from dure.strategies.pipeline.strategy import Pipeline, fault_of_backend
+from dure.strategies.table import STRATEGIES
 from examples.char_gpt import CharGPT
 from examples.digits import Digits
 from tests.comm.gloo_ranks import on_ranks

@@ -3,7 +3,7 @@
 import torch
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
-from dure.strategies.pipeline_draws import CommonSeeds
+from dure.strategies.sections.random_state import CommonSeeds
 
 
 def test_seeds_when_nothing_else_is_drawn_then_they_are_all():

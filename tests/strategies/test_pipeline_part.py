@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dure.errors import TaskInvalid
-from dure.strategies.absent_tensors import guarded
-from dure.strategies.pipeline_part import OwnPart, keep_only
-from dure.strategies.section_plan import SectionPlan
+from dure.strategies.sections.absent_tensors import guarded
+from dure.strategies.sections.own_part import OwnPart, keep_only
+from dure.strategies.sections.plan import SectionPlan
 
 CPU = torch.device("cpu")
 

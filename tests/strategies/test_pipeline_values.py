@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dure.errors import TaskInvalid
-from dure.strategies.pipeline_values import describe, lanes_of, leaves_of, nothing, num_bytes, packed, rebuilt, unpacked
+from dure.strategies.sections.values import describe, lanes_of, leaves_of, nothing, num_bytes, packed, rebuilt, unpacked
 
 ANCHOR = torch.zeros((), requires_grad=True)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dure.strategies.replicas import BroadcastParameters, DeviceThreads
+from dure.strategies.device_threads import BroadcastParameters, DeviceThreads
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.ring_ddp import BucketReducer
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.data_parallel.ring_ddp import BucketReducer
+from dure.strategies.table import STRATEGIES, load_strategy
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression

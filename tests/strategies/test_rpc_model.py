@@ -9,13 +9,13 @@ from torch.nn import functional
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies import STRATEGIES
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.rpc_model import RpcModel
-from dure.strategies.rpc_model_calls import leads_to
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.sections.rpc_calls import leads_to
+from dure.strategies.sections.rpc_model import RpcModel
+from dure.strategies.table import STRATEGIES
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised, Regression

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dure.strategies.section_costs import held_bytes, parameter_bytes
-from dure.strategies.section_survey import survey, switched, tensors_of
+from dure.strategies.sections.costs import held_bytes, parameter_bytes
+from dure.strategies.sections.trace import survey, switched, tensors_of
 from dure.torchcompat import module_call, replace_module_call
 
 X = torch.arange(12.0).view(3, 4)

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dure.errors import TaskInvalid
-from dure.strategies.pipeline_values import describe
-from dure.strategies.precision import Precision
-from dure.strategies.section_plan import SectionPlan
-from dure.strategies.section_rehearsal import rehearse
-from dure.strategies.section_survey import Survey, survey
-from dure.strategies.sectioned_model import SectionedModel
+from dure.strategies.contract.precision import Precision
+from dure.strategies.sections.plan import SectionPlan
+from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.trace import Survey, survey
+from dure.strategies.sections.values import describe
+from dure.strategies.sections.verify import rehearse
 from dure.torchcompat import import_torchvision
 from examples.char_gpt import GPT
 

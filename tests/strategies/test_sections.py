@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.sections import Barrier, Chain, balanced, begins_of, find_blocks, is_container, registered_chain
-from dure.strategies.sections import faults_of as faults_with_cure
+from dure.strategies.sections.cuts import (
+    Barrier,
+    Chain,
+    balanced,
+    begins_of,
+    find_blocks,
+    is_container,
+    registered_chain,
+)
+from dure.strategies.sections.cuts import faults_of as faults_with_cure
 from examples.char_gpt import GPT
 
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies import STRATEGIES
-from dure.strategies.divisible import reason_not_to_divide
+from dure.strategies.division.divisible import reason_not_to_divide
+from dure.strategies.table import STRATEGIES
 from tests.commands import RunFiles
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression, layered_model
@@ -151,7 +151,7 @@ def test_step_when_replaced_where_ranks_step_parts_then_is_refused(strategy, tmp
 
 
 def test_step_when_a_scheduler_of_torch_counts_its_calls_then_it_is_none_that_was_replaced():
-    from dure.strategies.step_hooks import fault_of_hooks
+    from dure.strategies.division.step_hooks import fault_of_hooks
 
     optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

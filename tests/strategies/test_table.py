@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Strategy
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.table import STRATEGIES, load_strategy
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -19,5 +19,5 @@ def test_row_names_an_implementation_and_says_every_thing(name):
 
 
 def test_table_is_read_without_torch():
-    code = "import sys; from dure.strategies import STRATEGIES; assert STRATEGIES and 'torch' not in sys.modules"
+    code = "import sys; from dure.strategies.table import STRATEGIES; assert STRATEGIES and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

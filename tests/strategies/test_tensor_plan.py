@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.tensor_plan import find_plan, read_plan, whole_layers
+from dure.strategies.tensor_parallel.plan import find_plan, read_plan, whole_layers
 from examples.char_gpt import GPT
 
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import TaskInvalid
-from dure.strategies.options import StrategyOptions
-from dure.strategies.tensor_parallel import TensorParallel
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.tensor_parallel.strategy import TensorParallel
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING as SUM_ROUNDING
 from tests.conformance.cases import train_case, weights_of
@@ -705,7 +705,7 @@ def test_hooks_on_gradients_with_data_ranks_are_refused():
 
 @pytest.mark.skipif("2.11" in torch.__version__, reason="its DTensor has a rule for group_norm")
 def test_what_dtensor_cannot_do_in_backward_is_told_with_the_way_out(monkeypatch):
-    from dure.strategies import tensor_values
+    from dure.strategies.tensor_parallel import values as tensor_values
 
     monkeypatch.setattr(tensor_values, "COMPUTED", tensor_values.COMPUTED | {"group_norm"})
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.object_state import ObjectState
-from dure.strategies.trial import Trial, is_equal
+from dure.strategies.division.trial import Trial, is_equal
+from dure.strategies.state.object_state import ObjectState
 
 
 class Task:

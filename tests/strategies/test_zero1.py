@@ -9,12 +9,12 @@ from torch import Tensor, nn, optim
 
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.strategies.step_facts import Requests
-from dure.training.checkpoint import verify
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.table import STRATEGIES, load_strategy
+from dure.training.checkpoints.store import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dure.comm.groups import Solo
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.training.checkpoint import CheckpointStore, Position, SavedCheckpoint, Snapshot
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.training.checkpoints.store import CheckpointStore, Position, SavedCheckpoint, Snapshot
 
 
 class TiedNet(nn.Module):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import CheckpointDamaged
-from dure.training.checkpoint import Checkpoint
-from dure.training.manifest import MANIFEST_NAME, _closing, unseal
+from dure.training.checkpoints.manifest import MANIFEST_NAME, _closing, unseal
+from dure.training.checkpoints.store import Checkpoint
 
 HUGE = 2**36
 """Bytes: more than the machine has."""

@@ -4,7 +4,7 @@ import pytest
 
 from dure.comm.groups import Solo
 from dure.errors import RanksDisagree
-from dure.training.session import check_ranks_agree
+from dure.training.session.session import check_ranks_agree
 
 AGREED = {
     "Python version": "3.11.7",

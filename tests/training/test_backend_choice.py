@@ -2,10 +2,10 @@
 
 import pytest
 
-from dure.place import Place
-from dure.rank import RankInfo
+from dure.cluster.rank import RankInfo
+from dure.process.context import Place
 from dure.spec import RunSpec
-from dure.training import session
+from dure.training.session import session
 
 
 @pytest.mark.parametrize(

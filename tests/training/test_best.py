@@ -5,8 +5,8 @@ import math
 import pytest
 
 from dure.errors import SpecInvalid
-from dure.measure.records import Metric
-from dure.training.best import Best
+from dure.records.step_record import Metric
+from dure.training.best_metric import Best
 
 
 @pytest.mark.parametrize(

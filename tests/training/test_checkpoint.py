@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, AdamW
 
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, TaskInvalid
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.strategies.pieces import Needs, rectangles, whole_buffers
-from dure.training.checkpoint import Checkpoint, Snapshot, export_weights, verify
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
+from dure.training.checkpoints.store import Checkpoint, Snapshot, export_weights, verify
 from tests.training.checkpoint_cases import (
     ThreadGroup,
     TiedNet,

@@ -16,10 +16,10 @@ import pytest
 
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten, DiskFull, DureError, PeerLost
-from dure.training import checkpoint_writer
-from dure.training.checkpoint import Checkpoint, Snapshot, verify
-from dure.training.checkpoint_share import Share
-from dure.training.manifest import seal, unseal
+from dure.training.checkpoints import writer as checkpoint_writer
+from dure.training.checkpoints.manifest import seal, unseal
+from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.store import Checkpoint, Snapshot, verify
 from tests.training import malice
 from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save_at, snapshot_of, trained
 
@@ -193,7 +193,7 @@ SAVE_FOR_EVER = """
 import sys
 from pathlib import Path
 from dure.comm.groups import Solo
-from dure.training.checkpoint import CheckpointStore
+from dure.training.checkpoints.store import CheckpointStore
 from tests.training.checkpoint_cases import at, snapshot_of, trained
 store = CheckpointStore(Path(sys.argv[1]), 2, print)
 model, optimizer = trained()

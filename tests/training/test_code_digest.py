@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from dure.training.code_digest import code_digests
+from dure.training.task.code_digest import code_digests
 
 TASK = """
     '''A module.'''

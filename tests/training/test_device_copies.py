@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.training import device_copies, host_copies, memory_saver, snapshot_writer
-from dure.training.device_copies import DeviceCopies
-from dure.training.memory_saver import MemorySaver
-from dure.training.session_state import Progression
-from dure.training.snapshot_memory import ShareLayout, positions, read_share
-from dure.training.snapshot_writer import SnapshotWriter
+from dure.training.checkpoints import staging as host_copies
+from dure.training.run_state import snapshot_policy as memory_saver
+from dure.training.run_state.capture import Progression
+from dure.training.run_state.snapshot_policy import MemorySaver
+from dure.training.snapshots import device_copies
+from dure.training.snapshots import writer as snapshot_writer
+from dure.training.snapshots.device_copies import DeviceCopies
+from dure.training.snapshots.memory import ShareLayout, positions, read_share
+from dure.training.snapshots.writer import SnapshotWriter
 from tests.training.test_snapshot_memory import at, share_of
 from tests.training.test_snapshot_state import Net, momentum, session_of
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.training.digests import class_digest, code_digest, digest
+from dure.training.task.digests import class_digest, code_digest, digest
 
 
 class Level(enum.Enum):
@@ -151,7 +151,7 @@ def test_class_when_any_of_its_code_is_another_then_its_digest_is_too(what, tmp_
 
 def test_class_when_a_method_is_replaced_then_its_digest_is_another_and_in_a_fresh_process_it_is_the_same(tmp_path):
     cls, path = class_of(tmp_path)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dure.training.digests import class_digest\n"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dure.training.task.digests import class_digest\n"
     code += f"from {path.stem} import Mine; print(class_digest(Mine))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     before = class_digest(cls)

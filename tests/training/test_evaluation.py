@@ -12,8 +12,8 @@ from torch import nn
 import dure
 from dure.data import TensorData
 from dure.errors import DataInvalid, WorkerFailed
-from dure.training.evaluation import evaluate, evaluation_batch_size
-from dure.training.fetch import Loader, SampleFetch
+from dure.training.session.evaluation import evaluate, evaluation_batch_size
+from dure.training.session.loader import Loader, SampleFetch
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression

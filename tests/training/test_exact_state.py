@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid, WorkerFailed
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.training.checkpoint import Checkpoint, Snapshot
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.training.checkpoints.store import Checkpoint, Snapshot
 from tests.conformance.cases import records_of
 from tests.conformance.tasks import Regression
 from tests.faulty_task import Faulty

@@ -12,7 +12,7 @@ import dure
 from dure.data import TensorData
 from dure.data.randomness import sample_uniform
 from dure.errors import DataInvalid
-from dure.training.fetch import FetchRequest, Loader, SampleFetch, check_dataset
+from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 40

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 import dure
 from dure.comm.groups import Solo
 from dure.errors import WeightsNotFinite, WorkerFailed
-from dure.training.checkpoint import CheckpointStore, Snapshot
-from dure.training.finite_check import FiniteCheck, finite_parameters
+from dure.training.checkpoints.finite_check import FiniteCheck, finite_parameters
+from dure.training.checkpoints.store import CheckpointStore, Snapshot
 from tests.conformance.tasks import WIDTH, Regression
 from tests.training.checkpoint_cases import ThreadGroup, at, new_store
 
@@ -68,7 +68,7 @@ def test_checkpoint_when_a_parameter_is_not_finite_any_more_is_left_out_and_thos
 
 def test_ranks_when_the_weights_of_one_are_not_finite_fail_alike(tmp_path):
     def save_on(group: Any) -> Any:
-        from dure.strategies.pieces import Piece
+        from dure.strategies.state.pieces import Piece
 
         rows = torch.full((1, 2), math.inf if group.rank == 1 else 1.0)
         model = {"w": Piece(tensor=rows, offsets=(group.rank, 0), shape=(3, 2))}

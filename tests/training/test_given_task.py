@@ -19,8 +19,8 @@ import dure
 from dure.cli import main
 from dure.data import TensorData
 from dure.errors import EnvironmentLacks, RunInvalid, SpecInvalid, TaskInvalid
-from dure.rundir import RunDir
-from dure.training.given_task import giving, make_task
+from dure.records.run_dir import RunDir
+from dure.training.task.given_task import giving, make_task
 
 ROWS = TensorData(torch.arange(12.0).view(6, 2), torch.zeros(6))
 
@@ -238,7 +238,7 @@ def test_object_when_ranks_would_make_it_anew_then_it_is_refused(tmp_path):
 
 
 def test_object_when_ranks_cannot_be_forked_then_one_trains_here_and_several_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dure.supervised.reason_fork_would_fail", lambda threads: "CUDA is in use in this process")
+    monkeypatch.setattr("dure.api.local.reason_fork_would_fail", lambda threads: "CUDA is in use in this process")
     task, loss, _ = ONLY_HERE["attribute"]
     assert train(task, tmp_path, start="auto").final_loss == loss
     with pytest.raises(EnvironmentLacks, match=r"ranks have to be forked from this process, because .* but CUDA is in"):
@@ -356,7 +356,7 @@ def test_class_when_it_was_changed_after_the_import_then_spawned_ranks_refuse_it
         "class Mine(Small):\n    shift = 0.0\n    def loss(self, model, batch):\n"
         "        return super().loss(model, batch) + self.shift\n"
     )
-    from dure.training.load_task import load_task_class
+    from dure.training.task.load_task import load_task_class
 
     cls = load_task_class(f"{script}:Mine")
     cls.shift = 1.0

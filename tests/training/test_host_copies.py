@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dure.strategies.pieces import Piece
-from dure.training import host_copies
-from dure.training.checkpoint_share import Share
-from dure.training.host_copies import HostCopies
+from dure.strategies.state.pieces import Piece
+from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.staging import HostCopies
 
 
 def share_of(**tensors: Any) -> Share:

@@ -19,9 +19,9 @@ from torch.optim import SGD
 
 import dure
 from dure.errors import CheckpointMismatch
-from dure.training.kept_objects import CannotKeep, Keeper, KnownObjects
-from dure.training.kept_state import KeptState
-from dure.training.restored_objects import Restorer
+from dure.training.objects.kept_objects import CannotKeep, Keeper, KnownObjects
+from dure.training.objects.kept_state import KeptState
+from dure.training.objects.restored_objects import Restorer
 
 
 class Meter:

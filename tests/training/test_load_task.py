@@ -10,10 +10,10 @@ import torch
 
 import dure
 from dure.errors import TaskInvalid
-from dure.training.given_task import giving, task_class
-from dure.training.load_task import load_task_class
-from dure.training.task_hooks import check_task_class
-from dure.training.task_options import build_task, task_options
+from dure.training.task.given_task import giving, task_class
+from dure.training.task.hooks import check_task_class
+from dure.training.task.load_task import load_task_class
+from dure.training.task.options import build_task, task_options
 from tests.training.test_fetch import SmallTask
 
 GOOD = """

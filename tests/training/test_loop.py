@@ -10,10 +10,10 @@ from torch import nn
 
 from dure.data import TensorData
 from dure.errors import Interrupted, TaskInvalid
-from dure.strategies.step_facts import Requests
-from dure.training.fetch import Loader, SampleFetch
+from dure.strategies.contract.step_facts import Requests
 from dure.training.loop import TrainingLoop, check_schedule
-from dure.training.order import SampleOrder
+from dure.training.session.loader import Loader, SampleFetch
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import records_of, train_case
 from tests.conformance.tasks import Regression
 from tests.strategies.test_base import prepared

@@ -8,14 +8,14 @@ import dure
 from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import LossNotFinite
-from dure.strategies import STRATEGIES
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
 from dure.strategies.single import Single
-from dure.strategies.step_facts import Requests
-from dure.training.fetch import Loader, SampleFetch
+from dure.strategies.table import STRATEGIES
 from dure.training.loop import TrainingLoop
-from dure.training.order import SampleOrder
+from dure.training.session.loader import Loader, SampleFetch
+from dure.training.session.sample_order import SampleOrder
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import dure
-from dure.training import constant_draws, loss_inspection
-from dure.training.loss_inspection import LossInspection
+from dure.training.inspection import constant_draws, loss_inspection
+from dure.training.inspection.loss_inspection import LossInspection
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -341,11 +341,11 @@ def test_slow_loss_is_compared_on_fewer_samples_and_a_very_slow_one_is_called_on
         calls.append(len(x))
         return model(x).sum()
 
-    monkeypatch.setattr("dure.training.loss_inspection._MOST_SECONDS", 0.0)
+    monkeypatch.setattr("dure.training.inspection.loss_inspection._MOST_SECONDS", 0.0)
     assert "for 4 samples at once" in traits_of(loss).not_additive
     assert max(calls) == 4
     calls.clear()
-    monkeypatch.setattr("dure.training.loss_inspection._SLOWEST_CALL_SECONDS", 0.0)
+    monkeypatch.setattr("dure.training.inspection.loss_inspection._SLOWEST_CALL_SECONDS", 0.0)
     assert "too long to try it on parts" in traits_of(loss).reason_unknown
     assert traits_of(loss, is_divided=False).reason_unknown is None
     assert calls == [4, 4]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dure.training.memory_saver import steps_between
+from dure.training.run_state.snapshot_policy import steps_between
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 
 import dure
 from dure.errors import TaskInvalid, WorkerFailed
-from dure.measure.sums import exact_sum
-from dure.training.metric_checks import check_count, check_sum, doubt
+from dure.records.sums import exact_sum
+from dure.training.session.metric_checks import check_count, check_sum, doubt
 from tests.training.test_session import ROWS, Small, sums, train
 
 

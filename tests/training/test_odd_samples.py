@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dure.training.odd_samples import odd_samples
+from dure.training.session.odd_samples import odd_samples
 
 X = torch.zeros(6)
 INDICES = [11, 20, 17, 3]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dure.errors import SpecInvalid
 from dure.training.loop import RankShare
-from dure.training.order import GlobalBatch, SampleOrder
+from dure.training.session.sample_order import GlobalBatch, SampleOrder
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63 - 1)

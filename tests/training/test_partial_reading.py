@@ -16,12 +16,12 @@ from torch.optim import AdamW
 import dure
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.strategies.pieces import Needs, Piece, Rectangle
-from dure.training import tensor_stream
-from dure.training.checkpoint import Checkpoint, Snapshot
-from dure.training.memory_saver import MemorySaver
-from dure.training.session_state import Progression
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.strategies.state.pieces import Needs, Piece, Rectangle
+from dure.training.checkpoints import tensor_stream
+from dure.training.checkpoints.store import Checkpoint, Snapshot
+from dure.training.run_state.capture import Progression
+from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
 from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store

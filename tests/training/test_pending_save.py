@@ -12,10 +12,10 @@ import torch
 
 from dure.comm.groups import Solo
 from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
-from dure.training import host_copies
-from dure.training.checkpoint import Checkpoint, CheckpointStore, PendingSave, verify
-from dure.training.checkpoint_share import Share
-from dure.training.host_copies import HostCopies
+from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.staging import HostCopies
+from dure.training.checkpoints.store import Checkpoint, CheckpointStore, PendingSave, verify
 from tests.commands import wait_until
 from tests.training.checkpoint_cases import ThreadGroup, ThreadRank, at, new_store, snapshot_of, train, trained
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dure.measure.records import Metric, StepRecord
+from dure.records.step_record import Metric, StepRecord
 from dure.training.progress import Progress
 
 

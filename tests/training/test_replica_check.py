@@ -5,12 +5,12 @@ import threading
 import pytest
 import torch
 
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.base import Strategy
-from dure.strategies.replica_state import ReplicaState, replica_state
-from dure.training.divergence import Divergence, common_parts, find_divergence, minority
-from dure.training.planned_faults import flip
-from dure.training.replica_check import MOST_FRACTION, Pace
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.table import STRATEGIES, load_strategy
+from dure.training.fault_injection import flip
+from dure.training.run_state.divergence import Divergence, common_parts, find_divergence, minority
+from dure.training.run_state.replica_check import MOST_FRACTION, Pace
 
 
 def test_pace_when_comparing_is_dear_then_it_is_rare_but_not_at_once():

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 
 from dure.comm.groups import ProcessGroup, Solo
 from dure.errors import CheckpointDamaged
-from dure.strategies.optimizer_state import optimizer_to_names
-from dure.training.checkpoint import Checkpoint, Piece, Snapshot, verify
-from dure.training.manifest import seal
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.training.checkpoints.manifest import seal
+from dure.training.checkpoints.store import Checkpoint, Piece, Snapshot, verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.training.checkpoint_cases import ThreadGroup, at, new_store
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import dure
-from dure import machine
 from dure.data import TensorData
 from dure.errors import SpecInvalid, WorkerFailed
+from dure.host import devices as machine
 
 ROWS = TensorData(torch.arange(12.0).view(6, 2), torch.zeros(6))
 

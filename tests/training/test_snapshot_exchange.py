@@ -5,14 +5,14 @@ import os
 import pytest
 import torch
 
+from dure.cluster.rank import RankInfo
 from dure.comm.groups import Group, Solo
-from dure.place import Place
-from dure.rank import RankInfo
-from dure.strategies.pieces import Needs, Piece, Rectangle
-from dure.training.checkpoint_share import Share
-from dure.training.snapshot import Position
-from dure.training.snapshot_exchange import Found, Survey, collect
-from dure.training.snapshot_memory import (
+from dure.process.context import Place
+from dure.strategies.state.pieces import Needs, Piece, Rectangle
+from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.state import Position
+from dure.training.snapshots.exchange import Found, Survey, collect
+from dure.training.snapshots.memory import (
     PIECES,
     WHOLE,
     Origin,
@@ -20,7 +20,7 @@ from dure.training.snapshot_memory import (
     ShareLayout,
     packed_share,
 )
-from dure.training.snapshot_writer import SnapshotWriter
+from dure.training.snapshots.writer import SnapshotWriter
 
 STATE = b'{"optimizer": {"state": {}, "groups": [{"lr": 0.5}]}, "model_extra": {}, "extra": 7}'
 

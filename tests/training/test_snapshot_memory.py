@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from dure.strategies.pieces import Piece
-from dure.training.checkpoint_share import Share
-from dure.training.snapshot import Position
-from dure.training.snapshot_memory import (
+from dure.strategies.state.pieces import Piece
+from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.state import Position
+from dure.training.snapshots.memory import (
     MOST_PLACES,
     ShareLayout,
     forget_after,
@@ -18,7 +18,7 @@ from dure.training.snapshot_memory import (
     positions,
     read_share,
 )
-from dure.training.snapshot_writer import SnapshotWriter
+from dure.training.snapshots.writer import SnapshotWriter
 
 
 @pytest.fixture

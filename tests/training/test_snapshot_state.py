@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from dure.cluster.rank import RankInfo
 from dure.comm.groups import Solo
-from dure.place import Place
-from dure.rank import RankInfo
-from dure.strategies import STRATEGIES, load_strategy
-from dure.strategies.options import StrategyOptions
-from dure.strategies.precision import Precision
-from dure.training.checkpoint_reader import checkpoint_of
-from dure.training.checkpoint_share import share_of
-from dure.training.live_share import LiveShare
-from dure.training.memory_saver import MemorySaver
-from dure.training.session_state import Progression, captured
-from dure.training.snapshot import Position
-from dure.training.task_identity import TaskIdentity
+from dure.process.context import Place
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.table import STRATEGIES, load_strategy
+from dure.training.checkpoints.rank_shard import share_of
+from dure.training.checkpoints.reader import checkpoint_of
+from dure.training.checkpoints.state import Position
+from dure.training.run_state.capture import Progression, captured
+from dure.training.run_state.live_share import LiveShare
+from dure.training.run_state.snapshot_policy import MemorySaver
+from dure.training.task.identity import TaskIdentity
 
 WIDTH = 4
 

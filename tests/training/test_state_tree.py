@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.training.state_tree import NamedTensors, decode, encode, tensor_names
+from dure.training.checkpoints.state_tree import NamedTensors, decode, encode, tensor_names
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.text() | st.integers() | st.booleans()

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from dure.training import stop
-from dure.training.stop import StoppedAtOnce, StopSignals
+from dure.training.session import stop_request as stop
+from dure.training.session.stop_request import StoppedAtOnce, StopSignals
 
 
 def twice(number: int) -> int | None:

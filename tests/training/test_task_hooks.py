@@ -10,8 +10,8 @@ from torch import nn
 
 import dure
 from dure.errors import TaskInvalid
-from dure.training.given_task import giving
-from dure.training.task_hooks import HOOKS, check_task_class
+from dure.training.task.given_task import giving
+from dure.training.task.hooks import HOOKS, check_task_class
 
 
 class Small(dure.Task):

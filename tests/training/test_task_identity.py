@@ -7,7 +7,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from dure.training.task_identity import TaskIdentity
+from dure.training.task.identity import TaskIdentity
 
 TASK = """
     import torch

@@ -12,7 +12,7 @@ import torch
 
 from dure.cli import main
 from dure.errors import TaskInvalid
-from dure.training.task_options import build_task, options_of, task_options
+from dure.training.task.options import build_task, options_of, task_options
 from tests.training.test_session import Small
 
 if TYPE_CHECKING:

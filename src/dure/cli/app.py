@@ -25,8 +25,8 @@ from cyclopts.exceptions import (
 
 from dure.cli.output import speaks_for_all
 from dure.errors import DONE, FAILED, DureError, Misuse, SpecInvalid, WorkerFailed
-from dure.stopping import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
-from dure.telling import replace_what_no_terminal_has, tell_last
+from dure.process.stop_signals import Terminated, end_by, end_if_unanswered, forget_stop, heeded_signals, stop_exit_code
+from dure.terminal import replace_what_no_terminal_has, tell_last
 
 
 class Verb(NamedTuple):

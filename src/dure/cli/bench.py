@@ -9,10 +9,10 @@ from rich.table import Table
 
 from dure.cli.output import JsonFlag
 from dure.errors import Misuse
-from dure.machine import resolve_device
-from dure.measure.machine_record import LinkCost, default_path
+from dure.host.devices import resolve_device
+from dure.records.link_costs import LinkCost, default_path
 from dure.styled import draw, styled, styled_lines
-from dure.telling import print_json, print_text
+from dure.terminal import print_json, print_text
 
 if TYPE_CHECKING:
     from dure.comm.algorithms.base import ReduceOp
@@ -68,7 +68,7 @@ def bench(
     carries of it at best, #wrong counts elements that did not come out right. A line alpha + beta * bytes is fitted
     and kept for planning.
     """
-    from dure import bench as library
+    from dure.api import bench as library
 
     if explain is not None:
         library.check(library.BenchSettings(nproc=nproc, algorithms=(explain,), op=op))

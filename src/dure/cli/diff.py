@@ -9,10 +9,10 @@ from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
 from dure.errors import Misuse, RunsDiffer
-from dure.telling import one_line, print_json, print_text
+from dure.terminal import one_line, print_json, print_text
 
 if TYPE_CHECKING:
-    from dure.difference import Difference, WeightsDifference
+    from dure.api.diff import Difference, WeightsDifference
 
 MOST_WEIGHTS = 8
 """Positions that are shown, those around the parting; `--json` has all."""
@@ -34,7 +34,7 @@ def diff(
     """Show where two runs part: settings, samples, losses, weights. Ends with 4 if they do."""
     if not 0 <= tolerance < 1:
         raise Misuse(f"tolerance is {tolerance:g} but must be a number of at least 0 and below 1")
-    from dure.difference import compare
+    from dure.api.diff import compare
 
     found = compare(first, second, tolerance=tolerance)
     if json:

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
 from dure.errors import FoundProblem
-from dure.telling import print_json
+from dure.terminal import print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,7 +34,7 @@ def doctor(
 ) -> None:
     """Say what happened to a run, dead, hung or done: who failed first, who hung where, what is to be done."""
     from dure.doctor.findings import SEVERITIES, diagnose
-    from dure.rundir import RunDir
+    from dure.records.run_dir import RunDir
 
     found = diagnose(RunDir.open(run, or_script=True))
     if json:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from dure.cli.options.settings import flag_parameters, spell_out_truths, with_flags
 from dure.cli.output import JsonFlag
-from dure.cli.settings import flag_parameters, spell_out_truths, with_flags
 from dure.spec import EVALUATION_FIELDS
-from dure.telling import print_json
+from dure.terminal import print_json
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -30,14 +30,14 @@ def evaluate(
 
     The result is the same on any number of ranks.
     """
-    from dure import api
+    from dure.api import train as api
 
     given = {name: value for name, value in {"task": task, **settings}.items() if value is not None}
     result = api.evaluate(run, which=which, **given)
     if json:
         print_json(result)
         return
-    from dure.measure.records import Metric
+    from dure.records.step_record import Metric
     from dure.report.end_table import metrics_table
     from dure.styled import draw, styled
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
-from dure.telling import one_line, print_json, print_text, tell
+from dure.terminal import one_line, print_json, print_text, tell
 from dure.units import format_bytes
 
 
@@ -25,7 +25,7 @@ def export(
     json: JsonFlag = False,
 ) -> None:
     """Write a run's weights, under the model's own names, into one safetensors file."""
-    from dure import api
+    from dure.api import train as api
 
     result = api.export(run, file, which=which)
     if json:

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from dure.cluster.rank import RankInfo
 from dure.errors import DureError
-from dure.rank import RankInfo
 
 JsonFlag = Annotated[
     bool, Parameter(name="--json", negative=(), show_default=False, help="print one JSON object and nothing else")

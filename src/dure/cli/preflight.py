@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from dure.cli.host_flags import MostNodes, NodeRank, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
+from dure.cli.options.nodes import MostNodes, NodeRank, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.cli.output import JsonFlag
 from dure.errors import EnvironmentLacks, SpecInvalid
-from dure.telling import one_line, print_json, print_text
+from dure.terminal import one_line, print_json, print_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,8 +70,8 @@ def preflight(
 
     Ends with 3 when something is missing, each with its cure; warnings do not count. Nothing of it is left behind.
     """
-    from dure.launch.rendezvous import node_settings
-    from dure.preflight.all_checks import preflight as check_all
+    from dure.launch.nodes.rendezvous import node_settings
+    from dure.preflight.run import preflight as check_all
     from dure.preflight.settings import PreflightSettings, check_settings
 
     faults: list[str] = []
@@ -127,13 +127,13 @@ def preflight(
 
 def _kind_of(device: str) -> str:
     """Return the kind of device of a run; one that was asked for stays, so that a check says that it is missing."""
-    from dure.machine import resolve_device
+    from dure.host.devices import resolve_device
 
     return resolve_device("auto") if device == "auto" else device
 
 
 def _auto_ranks(kind: str) -> int:
-    from dure.machine import count_accelerators, count_cores
+    from dure.host.devices import count_accelerators, count_cores
 
     # one rank alone would leave out what matters most: that they come through to each other
     return count_accelerators(kind) if kind != "cpu" and count_accelerators(kind) else min(2, count_cores())

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from dure.cli import torchrun_flags
-from dure.cli.host_flags import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
+from dure.cli.options import torchrun_flags
+from dure.cli.options.nodes import NodeRank, NumNodes, PublicAddressFlag, Rendezvous, RendezvousTimeout, SecretFile
 from dure.errors import Misuse, WorkerFailed
-from dure.telling import tell
+from dure.terminal import tell
 
 _END_OF_FLAGS = "--"
 _TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
@@ -120,7 +120,7 @@ def run(
     """
     if script is None:
         raise Misuse("no script is given: write `dure run --nproc 2 train.py ARGUMENTS`")
-    from dure.script import ScriptSettings, run_script
+    from dure.api.script import ScriptSettings, run_script
 
     settings = ScriptSettings(
         script=script,

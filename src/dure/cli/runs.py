@@ -9,9 +9,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from dure.cli.output import JsonFlag
-from dure.runs import list_runs
+from dure.records.run_list import list_runs
 from dure.spec import RunSpec
-from dure.telling import one_line, print_json, tell
+from dure.terminal import one_line, print_json, tell
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from dure.spec import GROUPS, ResolvedSpec
 from dure.styled import draw, styled
-from dure.telling import print_json
+from dure.terminal import print_json
 
 NARROW_COLUMNS = 60
 

@@ -11,10 +11,10 @@ from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.spec import flag_name, unknown_name
 from dure.styled import draw, joined, styled, styled_lines
-from dure.telling import print_json, print_text
+from dure.terminal import print_json, print_text
 
 if TYPE_CHECKING:
-    from dure.strategies.info import StrategyInfo
+    from dure.strategies.contract.info import StrategyInfo
 
 NARROW_COLUMNS = 60
 
@@ -52,7 +52,7 @@ def strategies(
     P is the number of ranks or devices, G the bytes of the gradients, W those of the parameters, S those of the
     optimiser's state, A those of the activations.
     """
-    from dure.strategies import STRATEGIES
+    from dure.strategies.table import STRATEGIES
 
     if name is not None and name not in STRATEGIES:
         raise Misuse(unknown_name("strategy", name, STRATEGIES))

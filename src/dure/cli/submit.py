@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from dure.cli.options.settings import flag_parameters, setting_names, spell_out_truths, with_flags
+from dure.cli.options.task import take_task_options
 from dure.cli.output import JsonFlag
-from dure.cli.settings import flag_parameters, setting_names, spell_out_truths, with_flags
-from dure.cli.task_options import take_task_options
 from dure.errors import Misuse
-from dure.telling import print_json, print_text
+from dure.terminal import print_json, print_text
 
 if TYPE_CHECKING:
-    from dure.submission import Submission, Training
+    from dure.api.submit import Submission, Training
 
 _TRUTHS = frozenset({"--dry-run", "--json", "--help", "-h", "--version"})
 _VALUES = frozenset(
@@ -112,7 +112,7 @@ def submit(
     dure submit --to slurm [flags of the job] file.py:Class [flags of dure train]; to go on with a run, write
     `-- --resume runs/NAME` in place of the task.
     """
-    from dure import submission
+    from dure.api import submit as submission
 
     wishes = submission.Wishes(
         to=to,
@@ -146,8 +146,8 @@ def submit(
 
 def _read_training(rest: list[str]) -> "Training":
     """Let the flags after the task be understood as `dure train` will, without the task."""
+    from dure.api.submit import Training
     from dure.cli.app import build_app
-    from dure.submission import Training
 
     tokens, options = take_task_options(["train", *spell_out_truths(rest)])
     found: dict[str, Any] = {}

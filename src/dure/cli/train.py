@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from dure.cli.options.settings import flag_parameters, setting_names, spell_out_truths, with_flags
+from dure.cli.options.task import is_reference, option_parameters, take_task_options
 from dure.cli.output import JsonFlag, speaks_for_all
-from dure.cli.settings import flag_parameters, setting_names, spell_out_truths, with_flags
-from dure.cli.task_options import is_reference, option_parameters, take_task_options
 from dure.errors import RunInvalid
-from dure.rundir import RunDir
+from dure.records.run_dir import RunDir
 from dure.spec import flag_name
-from dure.telling import print_json
+from dure.terminal import print_json
 
 if TYPE_CHECKING:
-    from dure.training.task import Task
+    from dure.training.task.task import Task
 
 _HELP = frozenset({"--help", "-h"})
 
@@ -51,7 +51,7 @@ def _task_class(tokens: Sequence[str]) -> "type[Task] | None":
     references = [token for token in tokens if is_reference(token)]
     if not references:
         return None
-    from dure.training.load_task import load_task_class
+    from dure.training.task.load_task import load_task_class
 
     return load_task_class(references[0])
 
@@ -59,7 +59,7 @@ def _task_class(tokens: Sequence[str]) -> "type[Task] | None":
 def _option_names(cls: "type[Task] | None") -> set[str]:
     if cls is None:
         return set()
-    from dure.training.task_options import task_options
+    from dure.training.task.options import task_options
 
     return set(task_options(cls))
 
@@ -84,7 +84,7 @@ def train(
 
     Flags go over DURE_<NAME> in the environment, that over the TOML file, that over the task's own defaults.
     """
-    from dure import api
+    from dure.api import train as api
 
     settings = {name: value for name, value in settings.items() if value is not None}
     if options:

@@ -1,5 +1,5 @@
 """What ranks say to each other. Importing it makes the backend `dure_shm` known to torch.distributed."""
 
-from dure.comm.registration import register_backend
+from dure.comm.dure_shm.registration import register_backend
 
 register_backend()

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dure.comm.algorithms.opening import open_all_reduce
+from dure.comm.algorithms.wire import Wire
 from dure.comm.choice import choose_algorithm, host_numbers
 from dure.comm.groups import ProcessGroup
-from dure.comm.wire import Wire
 from dure.errors import SpecInvalid
 from dure.torchcompat import all_gather_single, reduce_scatter_single
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dure import torchcompat
+from dure.cluster.rank import RankInfo
 from dure.comm.startup import Startup
 from dure.documents import parse_json
-from dure.place import StoreAddress
-from dure.rank import RankInfo
+from dure.process.context import StoreAddress
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Of one JSON message."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dure.cluster.rank import MeetingPoint, RankInfo
 from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, PeerLost
-from dure.machine import interface_of
-from dure.place import StoreAddress
-from dure.rank import MeetingPoint, RankInfo
-from dure.telling import tell
+from dure.host.devices import interface_of
+from dure.process.context import StoreAddress
+from dure.terminal import tell
 from dure.torchcompat import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02

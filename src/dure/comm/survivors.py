@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group
 from dure.documents import parse_json
 from dure.errors import GroupShrank
-from dure.failure import is_peer_lost
+from dure.failures.report import is_peer_lost
 
 TAG = 42
 """Of the messages here, beside those of others between the same ranks."""

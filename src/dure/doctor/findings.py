@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError
-from dure.launch.hang import verdict_from_json
-from dure.launch.verdict import WorkerEnd, judge, read_failure
-from dure.record_lines import last_record
-from dure.rundir import SUMMARY, RunDir, saying
-from dure.runs import RunOverview, overview
+from dure.launch.hangs.diagnosis import verdict_from_json
+from dure.launch.worker.verdict import WorkerEnd, judge, read_failure
+from dure.records.jsonl import last_record
+from dure.records.run_dir import SUMMARY, RunDir, saying
+from dure.records.run_list import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
 _QUIET_SECONDS = 60.0

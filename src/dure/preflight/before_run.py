@@ -1,9 +1,9 @@
 """A preflight as the first part of a run, which does not start when something is missing."""
 
 from dure.errors import EnvironmentLacks
-from dure.preflight.all_checks import preflight
+from dure.preflight.run import preflight
 from dure.preflight.settings import PreflightSettings
-from dure.telling import tell
+from dure.terminal import tell
 
 
 def refuse_unless_ready(settings: PreflightSettings, *, is_quiet: bool = False) -> None:

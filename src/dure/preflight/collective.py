@@ -10,19 +10,19 @@ from typing import Any
 
 from dure.documents import parse_json
 from dure.errors import Interrupted
-from dure.launch.child import Output
-from dure.launch.nodes import Nodes
-from dure.launch.request import Launch
-from dure.launch.supervisor import Outcome, run_workers
-from dure.launch.verdict import WorkerEnd, in_brief, stop_signal
-from dure.launch.worker_process import unnamed_file
-from dure.machine import count_accelerators, count_cores
+from dure.host.devices import count_accelerators, count_cores
+from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.request import Launch
+from dure.launch.rounds.supervisor import Outcome, run_workers
+from dure.launch.worker.child import Output
+from dure.launch.worker.verdict import WorkerEnd, in_brief, stop_signal
+from dure.launch.worker.worker_process import unnamed_file
 from dure.preflight.findings import Finding, failure, ok
 from dure.preflight.settings import PreflightSettings
-from dure.stopping import stop_exit_code
+from dure.process.stop_signals import stop_exit_code
 from dure.units import format_seconds
 
-ENTRY = "dure.training.preflight_worker"
+ENTRY = "dure.comm.entrypoints.preflight"
 NAME = "collective"
 _PART_OF_LIMIT = 0.6
 """Of the time for all that one call may take: a rank that waits in vain then says so itself, before all are ended."""

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from dure.gpu_health import RECOVERIES
+from dure.host.gpu_health import RECOVERIES
+from dure.host.nvml import Gpu, GpuFacts
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
-from dure.preflight.gpus import Gpu, GpuFacts
 from dure.preflight.host_facts import HostFacts
 from dure.units import format_bytes
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dure.cgroups import CGROUPS, groups_of
-from dure.machine import available_memory_bytes, count_cores
-from dure.preflight.gpus import GpuFacts, gpu_facts
+from dure.host.cgroups import CGROUPS, groups_of
+from dure.host.devices import available_memory_bytes, count_cores
+from dure.host.nvml import GpuFacts, gpu_facts
 from dure.preflight.settings import PreflightSettings
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
@@ -115,7 +115,7 @@ def host_facts(
         interface: The network interface that has this address.
         first_address: Of node 0.
     """
-    from dure.machine import count_accelerators
+    from dure.host.devices import count_accelerators
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gpus = gpu_facts()

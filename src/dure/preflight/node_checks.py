@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from dure.launch.nodes import Member
+from dure.launch.nodes.peers import Member
 from dure.preflight.findings import Finding, failure, ok, skipped, warning
 from dure.preflight.host_facts import HostFacts
-from dure.preflight.pairs import Attempt
+from dure.preflight.node_pairs import Attempt
 
 _MOST_CLOCK_SECONDS = 0.5
 """Records of several hosts are put side by side by their time; ranks beat in tenths of a second."""

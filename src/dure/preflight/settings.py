@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.errors import SpecInvalid
-from dure.launch.rendezvous import NodeSettings
+from dure.launch.nodes.rendezvous import NodeSettings
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 _COMMANDS = ("dure preflight", "dure run", "dure train")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import EnvironmentLacks, Misuse
-from dure.measure.machine_record import LinkCost
+from dure.records.link_costs import LinkCost
 
 _COLORS = [f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink", "gray", "olive")] + [
     *("tab:cyan", "black", "gold", "navy"),
@@ -38,7 +38,7 @@ def draw_plot(path: Path, rows: Sequence[Mapping[str, Any]], costs: Sequence[Lin
 
     Args:
         path: Its ending is the format.
-        rows: Of `dure.bench.BenchResult`.
+        rows: Of `dure.api.bench.BenchResult`.
         costs: The fitted lines.
     """
     from matplotlib.figure import Figure

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 
-from dure.measure.records import EpochRow, Metric, RunSummary
-from dure.runs import RunOverview
+from dure.records.run_list import RunOverview
+from dure.records.step_record import EpochRow, Metric, RunSummary
 from dure.styled import joined, styled, styled_lines
-from dure.telling import indented
+from dure.terminal import indented
 from dure.units import format_seconds
 
 MOST_ROWS = 24

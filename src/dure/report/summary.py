@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from dure.measure.records import EpochRow, Metric, RunSummary
-from dure.rundir import RunDir
+from dure.records.run_dir import RunDir
+from dure.records.step_record import EpochRow, Metric, RunSummary
 from dure.spec import RunSpec
 
 _SPANS = ("data", "forward_backward", "sync", "optimizer")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from dure.strategies.batches import Microbatch
-from dure.strategies.local_sums import LocalSums
-from dure.strategies.parameter_watch import Freezing
-from dure.strategies.step_facts import Requests
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.step_facts import Requests
 from dure.torchcompat import run_backward
 
 

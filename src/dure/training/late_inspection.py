@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
-from dure.strategies.object_state import ObjectState
-from dure.training.loss_inspection import tolerance_of
+from dure.strategies.state.object_state import ObjectState
+from dure.training.inspection.loss_inspection import tolerance_of
 from dure.training.rehearsal import few_evaluated
-from dure.training.session import Session
-from dure.training.task_inspection import inspection_of
+from dure.training.session.session import Session
+from dure.training.session.task_inspection import inspection_of
 
 _ALWAYS = 3
 """Checkpoints before which losses are compared; after these, before those whose number is a power of two."""

@@ -12,17 +12,17 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dure.data.partition import shares
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
-from dure.measure.clock import StepClock
-from dure.measure.records import StepRecord
-from dure.measure.shares import shares
-from dure.strategies.base import Strategy
-from dure.strategies.batches import Microbatch
-from dure.strategies.step_facts import Requests, StepFacts
+from dure.records.step_record import StepRecord
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.step_clock import StepClock
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.torchcompat import copy_all
-from dure.training.fetch import FetchRequest, Loader
-from dure.training.order import GlobalBatch, SampleOrder
-from dure.training.task import Schedule
+from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.sample_order import GlobalBatch, SampleOrder
+from dure.training.task.task import Schedule
 
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped: after so many it is not the batches but the weights."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
-from dure.measure.records import Metric, StepRecord
-from dure.telling import LiveLine
+from dure.records.step_record import Metric, StepRecord
+from dure.terminal import LiveLine
 from dure.units import format_seconds
 
 _LIVE_SECONDS = 0.1

@@ -10,20 +10,20 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
-from dure.measure.checksum import checksum
-from dure.measure.records import Metric
-from dure.strategies.absent_tensors import UsedTensors
-from dure.strategies.base import Strategy
-from dure.strategies.declarations import few as few_of
-from dure.strategies.object_state import ObjectState
-from dure.strategies.optimizer_state import settings_of
-from dure.strategies.trial import is_equal
-from dure.training.best import Best
-from dure.training.evaluation import check_counts, evaluate
-from dure.training.fetch import Loader
+from dure.records.step_record import Metric
+from dure.strategies.contract.declarations import few as few_of
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.division.trial import is_equal
+from dure.strategies.sections.absent_tensors import UsedTensors
+from dure.strategies.state.checksum import checksum
+from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.optimizer import settings_of
+from dure.training.best_metric import Best
 from dure.training.loop import check_schedule
-from dure.training.session import Session
-from dure.training.task import Schedule
+from dure.training.session.evaluation import check_counts, evaluate
+from dure.training.session.loader import Loader
+from dure.training.session.session import Session
+from dure.training.task.task import Schedule
 
 _NUM_SAMPLES = 8
 

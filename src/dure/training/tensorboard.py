@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dure.errors import EnvironmentLacks
-from dure.measure.records import Metric, StepRecord
 from dure.own_files import make_folder
+from dure.records.step_record import Metric, StepRecord
 
 _LEAST_SECONDS = 0.01
 

@@ -16,28 +16,34 @@ from typing import Any
 from torch import Tensor
 
 from dure.comm.groups import Group
-from dure.device_errors import AskDriver
 from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
-from dure.failure import describe_failure, is_peer_lost, leave_word, told_undisturbed
-from dure.heartbeat import Heartbeats
-from dure.place import CUT, Place
-from dure.rundir import RunDir
+from dure.failures.device_errors import AskDriver
+from dure.failures.report import describe_failure, is_peer_lost, leave_word, told_undisturbed
+from dure.process.context import CUT, Place
+from dure.process.heartbeat import Heartbeats
+from dure.process.stop_signals import stop_exit_code
+from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
-from dure.stopping import stop_exit_code
-from dure.strategies import load_strategy
-from dure.strategies.base import Strategy
-from dure.strategies.loss_traits import LossTraits
-from dure.strategies.pieces import Needs, rectangles
-from dure.telling import print_traceback, tell
+from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.state.pieces import Needs, rectangles
+from dure.strategies.table import load_strategy
+from dure.terminal import print_traceback, tell
 from dure.torchcompat import SequenceNumber, import_late_parts
-from dure.training.checkpoint import Checkpoint, CheckpointStore
-from dure.training.digests import class_digest
-from dure.training.evaluation import evaluate
-from dure.training.given_task import task_class
-from dure.training.planned_faults import PlannedFaults, read_faults
-from dure.training.session import Session, check_ranks_agree, evaluation_data_or_refuse, open_rank_group, open_session
-from dure.training.stop import StoppedAtOnce, StopSignals
-from dure.training.train import Conductor
+from dure.training.checkpoints.store import Checkpoint, CheckpointStore
+from dure.training.fault_injection import PlannedFaults, read_faults
+from dure.training.session.evaluation import evaluate
+from dure.training.session.session import (
+    Session,
+    check_ranks_agree,
+    evaluation_data_or_refuse,
+    open_rank_group,
+    open_session,
+)
+from dure.training.session.stop_request import StoppedAtOnce, StopSignals
+from dure.training.task.digests import class_digest
+from dure.training.task.given_task import task_class
+from dure.training.trainer import Conductor
 
 LOSS_TRAITS = "loss_traits.json"
 """Record of what an inspection of the loss found, in the run folder."""
@@ -267,7 +273,7 @@ def before_fork(job: Mapping[str, Any]) -> None:
     spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
     task_class(spec["task"])
     load_strategy(spec["strategy"] or "single").import_late_parts()
-    importlib.import_module("dure.comm.shm_backend")  # how CPU ranks of one host talk
+    importlib.import_module("dure.comm.dure_shm.backend")  # how CPU ranks of one host talk
     if spec["num_workers"]:
         # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed
         multiprocessing.util.get_temp_dir()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dure
 from dure.errors import DureError
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.zoo.feature import NUM_SAMPLES, STEPS, Feature
 
 Kind = Literal["exact", "declared", "refused", "wrong"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
-from dure.training.order import SampleOrder
+from dure.training.session.sample_order import SampleOrder
 from tests.conformance.zoo.feature import HIDDEN, IN, OUT, Samples, ZooTask, chain, data, feature
 
 NO_MEAN = ("no mean over samples",)

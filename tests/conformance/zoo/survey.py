@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.zoo.cell import reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 from tests.conformance.zoo.table import MARKS  # which registers all features

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.zoo import (  # noqa: F401 - each registers its features
     elsewhere,
     gradients_and_weights,

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from dure.strategies import STRATEGIES
+from dure.strategies.table import STRATEGIES
 from tests.conformance.zoo.cell import DIVIDED, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES
 from tests.conformance.zoo.table import PAGE, is_available, page, read_verdicts, ways_of, worst

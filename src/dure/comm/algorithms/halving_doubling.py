@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, relay, swap
-from dure.comm.wire import PointToPoint
+from dure.comm.algorithms.wire import PointToPoint
 
 
 class Halving(NamedTuple):

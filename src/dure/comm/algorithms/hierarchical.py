@@ -13,7 +13,7 @@ from torch import Tensor
 from dure.comm.algorithms import ring, star
 from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean
-from dure.comm.wire import PointToPoint
+from dure.comm.algorithms.wire import PointToPoint
 
 
 def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:

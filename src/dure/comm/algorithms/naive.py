@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.segments import finish_mean, in_window, reduce_into, segment_length, window_for
-from dure.comm.wire import PointToPoint, Transfer
+from dure.comm.algorithms.wire import PointToPoint, Transfer
 
 
 def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:

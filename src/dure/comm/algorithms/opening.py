@@ -28,7 +28,7 @@ def open_all_reduce(
     module_name, _, class_name = find_algorithm(name).implementation.partition(":")
     if not class_name:
         from dure.comm.algorithms.over_wire import AllReduceOverWire  # imports torch
-        from dure.comm.wire import Wire
+        from dure.comm.algorithms.wire import Wire
 
         return AllReduceOverWire(name, Wire(process_group, hosts=hosts))
     implementation = getattr(importlib.import_module(module_name), class_name)

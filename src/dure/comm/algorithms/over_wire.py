@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dure.comm.algorithms.base import REDUCE_OPS, AllReduce, ReduceOp
 from dure.comm.algorithms.table import find_algorithm, sent_elements
-from dure.comm.wire import PointToPoint
+from dure.comm.algorithms.wire import PointToPoint
 
 
 class AllReduceOverWire(AllReduce):

@@ -23,8 +23,8 @@ from dure.comm.algorithms.segments import (
     shard_bounds,
     window_for,
 )
-from dure.comm.wire import PointToPoint, Transfer
-from dure.measure.shares import shares
+from dure.comm.algorithms.wire import PointToPoint, Transfer
+from dure.data.partition import shares
 
 
 def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dure.comm.algorithms.base import ReduceOp
-from dure.comm.wire import PointToPoint, Transfer
-from dure.measure.shares import shares
+from dure.comm.algorithms.wire import PointToPoint, Transfer
+from dure.data.partition import shares
 
 SEGMENT_BYTES = 4 * 2**20
 """A long message travels in equal segments of at most this size, so that the next is under way while one is added up.

@@ -31,9 +31,9 @@ from torch import Tensor
 from dure.comm.algorithms.base import AllReduce, ReduceOp
 from dure.comm.algorithms.over_wire import check_reducible
 from dure.comm.algorithms.segments import finish_mean
-from dure.comm.calls import call_number
-from dure.comm.rounds import in_rounds
-from dure.comm.shared_memory import SharedMemory, open_common_bytes, open_shared_memory
+from dure.comm.shared_memory.call_number import call_number
+from dure.comm.shared_memory.memory import SharedMemory, open_common_bytes, open_shared_memory
+from dure.comm.shared_memory.rounds import in_rounds
 from dure.torchcompat import group_timeout_seconds
 
 SHARE_BYTES = 512 * 2**10

@@ -8,8 +8,8 @@ import torch
 from dure.comm.algorithms.base import ReduceOp
 from dure.comm.algorithms.over_wire import AllReduceOverWire
 from dure.comm.algorithms.table import find_algorithm
-from dure.comm.thread_wire import ThreadWire, on_threads
-from dure.comm.wire import Message
+from dure.comm.algorithms.thread_wire import ThreadWire, on_threads
+from dure.comm.algorithms.wire import Message
 from dure.errors import SpecInvalid
 
 

@@ -1,0 +1,1 @@
+"""Functions behind the commands: train, evaluate, export, run a script, compare, submit."""

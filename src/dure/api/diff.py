@@ -1,0 +1,283 @@
+"""Where two runs part: their settings, samples, losses and weights, from what they left behind."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
+from dure.records.run_dir import RunDir
+from dure.spec import PLACE_FIELDS
+from dure.terminal import tell
+from dure.training.checkpoints.store import Checkpoint, CheckpointStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDifference:
+    """The first step whose mean losses are not the same."""
+
+    step: int
+    losses: tuple[float | None, float | None]
+    relative: float
+    """Of the larger of the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsDifference:
+    """Two checkpoints of one position."""
+
+    samples_seen: int
+    steps: tuple[int, int]
+    """That each of the two runs had done by then."""
+    largest: float
+    """Of all elements of all tensors, absolute; infinite where a tensor is missing or of another shape, or where one
+    element is NaN or infinite and the other is not."""
+    relative: float
+    """Of the largest finite element of that tensor."""
+    tensor: str | None
+    """Where that is; None: the checkpoints are the same bit by bit."""
+    num_nan: int
+    """Elements that are NaN in both; up to a tolerance they are the same, without one their bits must be."""
+
+    def is_apart(self, tolerance: float) -> bool:
+        """Whether they differ: in any bit, or by more than a relative tolerance."""
+        return self.tensor is not None and (tolerance == 0 or not self.relative <= tolerance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedCheckpoint:
+    """One that could not be compared."""
+
+    run: str
+    checkpoint: str
+    reason: str
+    """A sentence that names it and what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What two runs have in common, and where they part first."""
+
+    runs: tuple[str, str]
+    tolerance: float
+    """The relative difference of losses and weights that counts as none; 0: every bit counts."""
+    settings: dict[str, tuple[Any, Any]]
+    """Those that differ, by name."""
+    steps: int
+    """That both have done."""
+    steps_of_one: tuple[int, int]
+    """That only the first, or only the second has done."""
+    samples_from: int | None
+    """The first step that used other samples, or ended at another position."""
+    has_samples: bool
+    """Whether both runs recorded which samples each step used; else only how many is compared."""
+    losses: LossDifference | None
+    steps_without_loss: int
+    """Steps of which neither run has a loss, because both left them out; that counts as the same."""
+    weights: list[WeightsDifference]
+    """At every position at which both have a whole checkpoint, from the first on: nowhere else is it known."""
+    damaged: list[DamagedCheckpoint]
+    """Checkpoints that would have been compared."""
+
+    @property
+    def apart(self) -> WeightsDifference | None:
+        """The first of the compared checkpoints that differ."""
+        return next((one for one in self.weights if one.is_apart(self.tolerance)), None)
+
+    @property
+    def last_same(self) -> WeightsDifference | None:
+        """The one before it."""
+        apart = self.apart
+        before = self.weights if apart is None else self.weights[: self.weights.index(apart)]
+        return before[-1] if before else None
+
+    @property
+    def weights_part(self) -> tuple[int | None, int] | None:
+        """Between which samples the weights part, the first None where no compared checkpoint is the same."""
+        if self.apart is None:
+            return None
+        return None if self.last_same is None else self.last_same.samples_seen, self.apart.samples_seen
+
+    @property
+    def part_at(self) -> str | None:
+        """Where the runs part, in words; None where they do not."""
+        if self.samples_from is not None:
+            return f"other samples from step {self.samples_from} on"
+        if self.losses is not None:
+            return f"other losses from step {self.losses.step} on"
+        if self.weights_part is None:
+            return None
+        before, after = self.weights_part
+        same = "the first checkpoint that both have" if before is None else f"where those after {before:,} are the same"
+        return f"other weights after {after:,} samples, {same}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {**asdict(self), "weights_part": self.weights_part, "part_at": self.part_at}
+
+
+def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
+    """Compare two runs.
+
+    Args:
+        first: A run's folder.
+        second: Another one's.
+        tolerance: Up to this relative difference losses and weights are the same, and NaN is the same as NaN; 0: only
+            what has the same bits is.
+
+    Raises:
+        RunInvalid: No such run, or there is nothing to compare.
+    """
+    runs = RunDir.open(first), RunDir.open(second)
+    specs = [run.read_spec().model_dump(mode="json", exclude={*PLACE_FIELDS, "trust_task"}) for run in runs]
+    settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
+    with runs[0].understood(), runs[1].understood():
+        steps = [{record["step"]: record for record in run.records(0)} for run in runs]
+        common = sorted(steps[0].keys() & steps[1].keys())
+        used = [_samples_by_step(run) for run in runs]
+        has_samples = all(samples is not None for samples in used)
+        losses, steps_without_loss = _losses(common, steps, tolerance)
+        samples_from = _first_of_other_samples(common, steps, used if has_samples else None)
+    weights, damaged = _weights(*runs)
+    if not common and not weights:
+        raise RunInvalid(
+            f"{first} and {second} have nothing in common to compare: no step that both have done, and no whole "
+            "checkpoint at a position that both have: train one of them further"
+        )
+    return Difference(
+        runs=(str(first), str(second)),
+        tolerance=tolerance,
+        settings=settings,
+        steps=len(common),
+        steps_of_one=(len(steps[0]) - len(common), len(steps[1]) - len(common)),
+        samples_from=samples_from,
+        has_samples=has_samples,
+        losses=losses,
+        steps_without_loss=steps_without_loss,
+        weights=weights,
+        damaged=damaged,
+    )
+
+
+def _samples_by_step(run: RunDir) -> dict[int, list[int]] | None:
+    found: dict[int, list[int]] = {}
+    for path in run.path.glob("rank*.jsonl"):
+        for record in run.records(int(path.stem.removeprefix("rank"))):
+            if record.get("samples") is None:
+                return None
+            found.setdefault(record["step"], []).extend(record["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+def _first_of_other_samples(common: Iterable[int], steps: list[dict[int, Any]], used: list[Any] | None) -> int | None:
+    for step in common:
+        if steps[0][step]["samples_seen"] != steps[1][step]["samples_seen"]:
+            return step
+        if used is not None and used[0][step] != used[1][step]:
+            return step
+    return None
+
+
+def _losses(common: Iterable[int], steps: list[dict[int, Any]], tolerance: float) -> tuple[LossDifference | None, int]:
+    """Return the first loss that differs, and how many steps before it have none in both runs."""
+    num_without = 0
+    for step in common:
+        one, other = (_mean_loss(of[step]) for of in steps)
+        if math.isnan(one) and math.isnan(other):
+            num_without += 1
+            continue
+        relative = _relative(abs(one - other), max(abs(one), abs(other)))
+        is_same = one.hex() == other.hex() if tolerance == 0 else relative <= tolerance
+        if not is_same:
+            return LossDifference(step=step, losses=(one, other), relative=relative), num_without
+    return None, num_without
+
+
+def _mean_loss(record: dict[str, Any]) -> float:
+    count = record["loss_count"]
+    return float(record["loss_sum"] / count) if count else math.nan
+
+
+def _relative(difference: float, size: float) -> float:
+    return difference / size if size and math.isfinite(difference) else difference
+
+
+def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckpoint]]:
+    one, other = (_checkpoints(run) for run in runs)
+    found: list[WeightsDifference] = []
+    damaged: list[DamagedCheckpoint] = []
+    for samples_seen in sorted(one.keys() & other.keys()):
+        read = [_read(run, of[samples_seen], damaged) for run, of in zip(runs, (one, other), strict=True)]
+        if read[0] is not None and read[1] is not None:
+            found.append(_largest_difference(samples_seen, read[0], read[1]))
+    return found, damaged
+
+
+def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
+    # the newest first: of several of one position it is the one that counts, while it is whole
+    found: dict[int, list[Path]] = {}
+    for path, samples_seen in CheckpointStore(run.checkpoints, 1, tell).positions():
+        found.setdefault(samples_seen, []).append(path)
+    return found
+
+
+def _read(run: RunDir, paths: list[Path], damaged: list[DamagedCheckpoint]) -> Checkpoint | None:
+    """Return the first whole one, and note those before it."""
+    for path in paths:
+        try:
+            return Checkpoint.read(path, weights_only=True)
+        except (CheckpointDamaged, CheckpointMismatch) as error:
+            damaged.append(DamagedCheckpoint(run=str(run.path), checkpoint=path.name, reason=str(error)))
+    return None
+
+
+def _largest_difference(samples_seen: int, first: Checkpoint, second: Checkpoint) -> WeightsDifference:
+    one, other = first.weights(), second.weights()
+    steps = first.position.step, second.position.step
+    worst: tuple[float, float, str | None] = 0.0, 0.0, None
+    num_nan = 0
+    for name in sorted(one.keys() | other.keys()):
+        found, num_nan_here = _difference_of(one.get(name), other.get(name))
+        num_nan += num_nan_here
+        if found is not None and (worst[2] is None or found[1] > worst[1]):
+            worst = *found, name
+    return WeightsDifference(
+        samples_seen=samples_seen,
+        steps=steps,
+        largest=worst[0],
+        relative=worst[1],
+        tensor=worst[2],
+        num_nan=num_nan,
+    )
+
+
+def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[float, float] | None, int]:
+    """Return the largest absolute and relative difference of two tensors, and how many elements are NaN in both.
+
+    None in the place of the differences: they have the same bits. Differences of 0: only bits differ that no arithmetic
+    sees, as those of 0.0 and -0.0.
+    """
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return (math.inf, math.inf), 0
+    first, second = _as_numbers(one), _as_numbers(other)
+    is_nan = first.isnan() & second.isnan()
+    num_nan = int(is_nan.sum())
+    if torch.equal(_bits(one), _bits(other)):
+        return None, num_nan
+    # infinities of one sign are equal, and their difference is none; NaN beside a number is infinitely far from it
+    apart = (first - second).abs().nan_to_num(nan=math.inf).masked_fill_(is_nan | (first == second), 0.0)
+    largest = float(apart.max())
+    sizes = (float(numbers.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for numbers in (first, second))
+    return (largest, _relative(largest, max(sizes))), num_nan
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,170 @@
+"""A rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, whatever `rank.py` has a row for."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dure.api.local import finish, run_folder, threads_for
+from dure.api.multi_node import facts_to_agree_on
+from dure.cluster.rank import Launched, RankInfo, meeting_point
+from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
+from dure.host.devices import check_each_has_its_own, resolve_device
+from dure.host.gpu_health import visible_gpus
+from dure.launch.rounds.supervisor import Outcome
+from dure.launch.worker.child import interface_variables
+from dure.launch.worker.verdict import WorkerEnd, judge, stop_signal
+from dure.process.context import Place, StoreAddress
+from dure.process.parent_death import die_with_parent
+from dure.records.run_dir import SPEC, RunDir
+from dure.records.step_record import RunSummary
+from dure.report.summary import summarise
+from dure.spec import ResolvedSpec, RunSpec
+from dure.strategies.table import STRATEGIES
+from dure.terminal import tell
+
+
+def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
+    """Let the launcher decide how many processes there are."""
+    by, world_size = launched.by, launched.rank.world_size
+    if world_size == 1:
+        return settings
+    said = settings.get("nproc")
+    if said is not None and int(said) != world_size:
+        raise SpecInvalid([f"nproc is {said} but {by} started {world_size} processes: leave --nproc out, {by} decides"])
+    return {**settings, "nproc": world_size}
+
+
+def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> ResolvedSpec:
+    """Count as devices only those of the launcher's processes that have one: the last ones may be servers."""
+    spec, by, world_size = resolved.spec, launched.by, launched.rank.world_size
+    setting = STRATEGIES[spec.strategy or "single"].extra_processes
+    if not setting or world_size == 1:
+        return resolved
+    extra = getattr(spec, setting)
+    if (extra is None and world_size % 2) or (extra or 0) >= world_size:
+        counted = "as many as there are others" if extra is None else str(extra)
+        raise SpecInvalid(
+            [
+                f"{by} started {world_size} processes, of which {setting} is to be {counted}: start more, or "
+                f"set --{setting}"
+            ]
+        )
+    nproc = world_size - (extra or world_size // 2)
+    return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
+
+
+def train_under_launcher(
+    resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched, *, is_auto: bool
+) -> RunSummary:
+    """Be one rank of a run whose processes a launcher started."""
+    from dure.training.worker import main
+
+    spec, rank = resolved.spec, launched.rank
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
+    if spec.on_divergence == "heal":
+        raise SpecInvalid(
+            [
+                "on_divergence is heal, which starts all ranks again where they agreed, but "
+                f"{launched.by} started these: choose stop, or start them with dure train --nproc"
+            ]
+        )
+    if STRATEGIES[spec.strategy or "single"].one_process:
+        raise SpecInvalid(
+            [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
+        )
+    run, store, interface = _meet(resolved, resume, launched)
+    threads = spec.threads or launched.cores or threads_for(spec, rank.local_world_size)
+    place = Place(rank=rank, store=store, threads=threads, is_supervised=False)
+    job = {
+        "kind": "train",
+        "run": str(run.path),
+        "asked": facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto),
+    }
+    with (
+        run.lock() if rank.rank == 0 else nullcontext(),
+        _variables(rank.to_environment() | interface_variables(interface)),
+    ):
+        return _judged_alone(run, spec, main(job, place), rank)
+
+
+def _meet(
+    resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched
+) -> tuple[RunDir, StoreAddress | None, str | None]:
+    """Meet the other ranks; return the run's folder, which rank 0 knows, their store, and the interface to them."""
+
+    def open_folder() -> dict[str, str]:
+        try:
+            run = run_folder(resolved.spec, resume)
+            run.write_spec(resolved)
+            run.forget_failures()
+        except DureError as error:
+            return {"error": str(error)}
+        return {"run": str(run.path)}
+
+    def begin_or_go_on() -> dict[str, str]:
+        begun = meeting.recall("run")
+        if begun is not None and (Path(begun) / SPEC).is_file():
+            tell(f"{launched.by} has started the ranks again: {begun} goes on")
+            RunDir.open(Path(begun)).forget_failures()
+            return {"run": begun}
+        told = open_folder()
+        if "run" in told:
+            meeting.remember("run", str(Path(told["run"]).resolve()))
+        return told
+
+    rank, store, interface = launched.rank, None, None
+    if rank.world_size == 1:
+        told = open_folder()
+    else:
+        from dure.comm.meeting import Meeting
+
+        meeting = Meeting(rank, meeting_point(launched), timeout_seconds=resolved.spec.timeout_seconds)
+        if not resolved.spec.share_devices:
+            check_each_has_its_own(meeting.gather("devices", _own_gpu(resolved.spec, rank)))
+        told = meeting.tell_all("run", begin_or_go_on if rank.rank == 0 else None)
+        store, interface = meeting.address, meeting.interface
+    if "error" in told:
+        raise RunInvalid(told["error"])
+    return RunDir.open(Path(told["run"])), store, interface
+
+
+def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
+    """Return the name of this rank's GPU; None if it has none, or the driver does not say."""
+    if rank.rank >= spec.nproc or resolve_device(spec.device) != "cuda":
+        return None
+    names = visible_gpus()
+    return names[rank.local_rank % len(names)] or None if names else None
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while: torchrun's, which user code reads under any launcher."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
+    """Raise what this rank ended with; the launcher judges over all ranks."""
+    outcome = Outcome(
+        ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)], signal=None
+    )
+    if rank.rank == 0:
+        return finish(run, spec, outcome)
+    verdict = judge(run.path, outcome.ends, cure=run.how_to_go_on())
+    if verdict is not None:
+        raise WorkerFailed(verdict.text, verdict.exit_code)
+    if stop_signal(outcome.ends) is not None:
+        raise Interrupted(f"rank {rank.rank} was stopped", exit_code)
+    return summarise(run, spec, "completed")

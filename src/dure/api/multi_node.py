@@ -1,0 +1,229 @@
+"""A run of a task on several hosts: what may be asked for and looked at before, what must be agreed on, its course."""
+
+import platform
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dure.api.local import finish, how_ended, nothing_half_written, run_folder, say, start_workers
+from dure.cluster.rank import Launched
+from dure.errors import RunInvalid, SpecInvalid
+from dure.host.devices import resolve_device
+from dure.launch.nodes.addresses import split_address
+from dure.launch.nodes.failover import WayBack
+from dure.launch.nodes.leader_lease import Lease, live_leader
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.rendezvous import NodeSettings, about, join, node_settings
+from dure.launch.nodes.shared_folder import meet_in_folder
+from dure.preflight.settings import PreflightSettings
+from dure.records.run_dir import RunDir
+from dure.records.step_record import RunSummary
+from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
+from dure.strategies.table import STRATEGIES
+from dure.training.task.given_task import given_task
+
+_MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
+"""Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
+
+
+def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSettings | None:
+    """Return what was said of several hosts, or None for a run on one.
+
+    Args:
+        resolved: The run's settings.
+        launched: What a launcher that is not dure started this process as.
+
+    Raises:
+        SpecInvalid: All that cannot be so.
+    """
+    spec = resolved.spec
+    several = node_settings(
+        nnodes=spec.num_nodes,
+        fewest=spec.fewest_nodes,
+        node_rank=spec.node_rank,
+        rendezvous=spec.rendezvous,
+        secret_file=spec.secret_file,
+        timeout_seconds=spec.rendezvous_timeout,
+        allow_public_address=spec.allow_public_address,
+    )
+    if several is None:
+        return None
+    faults = _faults(resolved, launched)
+    if faults:
+        raise SpecInvalid(faults)
+    return several
+
+
+def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
+    spec, faults = resolved.spec, []
+    info = STRATEGIES[spec.strategy or "single"]
+    if launched is not None:
+        faults.append(f"nnodes is for runs that dure starts itself: leave it out, {launched.by} has its own")
+    if info.one_process or info.extra_processes:
+        why = "is one process" if info.one_process else "has servers, which are not spread over hosts yet"
+        faults.append(
+            f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use --strategy ddp or fsdp, and an "
+            "--nproc that counts the devices of all nodes"
+        )
+    elif spec.nproc % spec.num_nodes:
+        faults.append(
+            f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
+            f"each has as many: use --nproc {spec.num_nodes * max(1, spec.nproc // spec.num_nodes)}"
+        )
+    for name, value, cure in (("backend", "dure_shm", "gloo"), ("comm", "shm", "ring")):
+        if getattr(spec, name) == value:
+            faults.append(f"{name} is {value}, which is memory of one host, but nnodes is {spec.nnodes}: use {cure}")
+    if spec.start == "inline":
+        faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
+    if spec.mesh is not None and spec.fewest_nodes < spec.num_nodes:
+        faults.append(
+            f"mesh is {spec.mesh}, a layout of {spec.nproc} devices, but nnodes is {spec.nnodes}, so that there may be "
+            f"fewer: leave one of them out, or use --nnodes {spec.num_nodes}"
+        )
+    return faults
+
+
+def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool, is_auto: bool = False) -> dict[str, Any]:
+    """Return what must be the same on all hosts, by its name in words.
+
+    With `--resume auto` whether a run is there is no such thing: who comes late sees the one that the first has begun.
+    """
+    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
+    where, _, name = spec.task.rpartition(":")
+    label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
+    given = given_task()
+    return {
+        "command": "dure train",
+        "task": label,
+        "is resumed": "auto" if is_auto else is_resumed,
+        "attributes of the task": {} if given is None else dict(given.attributes),
+        **settings,
+    }
+
+
+def preflight_settings(
+    spec: RunSpec, several: NodeSettings | None, launched: Launched | None, num_processes: int
+) -> PreflightSettings:
+    """Return what a preflight must know of a run.
+
+    Args:
+        spec: The run.
+        several: What was said of several hosts.
+        launched: What a launcher that is not dure started this process as.
+        num_processes: On all hosts.
+
+    Raises:
+        SpecInvalid: The processes are started by another launcher, so that there are none yet to try it with.
+    """
+    if launched is not None:
+        raise SpecInvalid(
+            [
+                f"preflight is for runs that dure starts itself, but {launched.by} started this process: call "
+                "`dure preflight` before, in the same job"
+            ]
+        )
+    return PreflightSettings(
+        num_ranks=num_processes // spec.num_nodes,
+        num_devices=spec.nproc // spec.num_nodes,
+        device=resolve_device(spec.device),
+        backend=spec.backend,
+        threads=spec.threads,
+        num_workers=spec.num_workers,
+        runs_dir=spec.runs_dir,
+        start="auto" if spec.start == "inline" else spec.start,
+        share_devices=spec.share_devices,
+        several=several,
+        command="dure train --preflight",
+        needs_shared_folder=True,
+    )
+
+
+def train_on_nodes(
+    resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings, *, is_auto: bool
+) -> RunSummary:
+    """Train with the ranks of this host, beside those of others.
+
+    Raises:
+        RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
+    """
+    spec = resolved.spec
+    facts = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto)
+    several = _led_from(several, spec, resume)
+    with join(several, facts, spec.nproc // spec.num_nodes) as nodes, ExitStack() as held:
+        run = _folder(nodes, several, resolved, resume, held)
+        if not nodes.is_leader:
+            say(f"node {several.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes", spec)
+        way_back = None
+        if nodes.is_elastic:
+            way_back = _way_back(nodes, several, run, facts, held, spec)
+        if nodes.folder is None:
+            nodes.gather(None)  # node 0 has written the spec, which ranks read
+        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)}, nodes, way_back)
+        is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
+        if nodes.lease is not None and is_own:
+            held.callback(nodes.lease.give_up)
+        return finish(run, spec, outcome, is_own=is_own)
+
+
+def _folder(
+    nodes: Nodes, several: NodeSettings, resolved: ResolvedSpec, resume: "Path | str | None", held: ExitStack
+) -> RunDir:
+    """Meet in the run's folder; the first leader makes it, and holds it."""
+
+    def refuse(name: str) -> RunDir:
+        raise RunInvalid(
+            f"node {several.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
+            "put --runs-dir on a file system that all nodes share, under the same path, for every rank writes its "
+            "share of the checkpoints there"
+        )
+
+    if nodes.folder is not None:
+        path = Path(nodes.folder)
+        return RunDir(path) if Lease(path).read() is not None else refuse(path.name)
+    met = meet_in_folder(nodes, lambda: run_folder(resolved.spec, resume), refuse, is_new=resume is None)
+    if met.is_own:
+        held.enter_context(met.run.lock())
+        held.enter_context(nothing_half_written(met.run, is_new=resume is None))
+        met.run.write_spec(resolved)
+    return met.run
+
+
+def _way_back(
+    nodes: Nodes, several: NodeSettings, run: RunDir, facts: dict[str, Any], held: ExitStack, spec: RunSpec
+) -> WayBack:
+    """Let all know who leads, by the run's folder, and prepare for not reaching the leader."""
+    port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())
+    lease = Lease(run.path)
+    if nodes.is_leader:
+        lease.claim(nodes.me.node_rank, nodes.me.address, port)
+    if nodes.folder is None:
+        nodes.gather(None)  # the leader has begun its epoch
+    lease.look()
+    nodes.lease = lease
+
+    def lead() -> None:
+        with suppress(RunInvalid):  # the old leader may hold it as long as it is frozen; it writes nothing any more
+            held.enter_context(run.lock())
+
+    return WayBack(
+        said=about(several, nodes.me, facts),
+        folder=folder,
+        secret_file=several.secret_file,
+        port=port,
+        timeout_seconds=several.timeout_seconds,
+        how_ended=lambda: how_ended(run),
+        on_wait=lambda text: say(text, spec),
+        on_lead=lead,
+    )
+
+
+def _led_from(several: NodeSettings, spec: RunSpec, resume: "Path | str | None") -> NodeSettings:
+    """Look whether the run goes on already, and who leads it: this node may come back."""
+    if several.fewest == several.num_nodes or (resume is None and spec.name is None):
+        return several
+    path = Path(resume) if resume is not None else spec.runs_dir / str(spec.name)
+    leader = live_leader(path)
+    if leader is None or leader.node_rank == several.node_rank:
+        return several
+    return replace(several, leader=(leader.address, leader.port))

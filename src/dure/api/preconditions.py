@@ -1,0 +1,91 @@
+"""Faults of a start that can be known before a folder or a process exists."""
+
+import torch
+
+from dure.api.local import count_processes
+from dure.cluster.rank import Launched
+from dure.errors import SpecInvalid
+from dure.host.devices import check_devices, resolve_device
+from dure.spec import RunSpec
+from dure.strategies.table import STRATEGIES, load_strategy
+from dure.training.fault_injection import read_faults
+from dure.training.session.session import refuse_lazy, strategy_options
+from dure.training.task.given_task import given_task, task_class
+from dure.training.task.options import build_task
+
+
+def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
+    """Refuse what is certain to fail.
+
+    Raises:
+        SpecInvalid: Settings that cannot be, or a model that the strategy cannot take.
+        EnvironmentLacks: A device that was asked for is not here.
+    """
+    num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
+    device = resolve_device(spec.device)
+    check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
+    if spec.backend == "nccl" and device in ("cpu", "mps"):
+        raise SpecInvalid(
+            [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
+        )
+    if spec.backend == "nccl" and STRATEGIES[spec.strategy or "single"].extra_processes:
+        raise SpecInvalid(["backend is nccl, which reaches CUDA devices only, but servers have none: leave it out"])
+    if spec.faults is not None:
+        read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
+    if spec.start == "inline" and count_processes(spec) > 1:
+        raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
+    _check_that_task_arrives(spec)
+    if STRATEGIES[spec.strategy or "single"].checks_model:
+        from dure.torchcompat import kept_global_step_hooks  # imports torch
+
+        with kept_global_step_hooks():  # ranks that are forked from here register theirs once more
+            _check_model(spec)
+
+
+def _check_that_task_arrives(spec: RunSpec) -> None:
+    """Refuse ranks that could only have a task made anew, where the one that was passed cannot be made anew."""
+    given = given_task()
+    if given is None or not given.is_only_here:
+        return
+    if spec.start == "spawn":
+        raise SpecInvalid(
+            [
+                f"start is spawn, which makes the task anew in each rank, but {given.why}: use --start fork, or leave "
+                "it out"
+            ]
+        )
+    if spec.num_nodes > 1:
+        raise SpecInvalid(
+            [
+                f"nnodes is {spec.nnodes}, and other hosts make the task anew from the run's record, but {given.why}: "
+                "put into the class's file, as an option, what makes it so"
+            ]
+        )
+
+
+def _check_model(spec: RunSpec) -> None:
+    """Let the strategy look at the model before any process starts; each rank checks its own again.
+
+    Raises:
+        SpecInvalid: It cannot take this model; every reason at once.
+    """
+    given = given_task()
+    if given is not None and given.task is not None and given.is_only_here:
+        return  # to build a model here might change the object that trains
+    task = build_task(task_class(spec.task), spec.task_options)
+    try:
+        with torch.device("meta"):
+            model = task.build_model()
+    except Exception:
+        return  # it reads values (pretrained weights): every worker looks at its own
+    refuse_lazy(model, f"{type(task).__name__}.build_model")
+    strategy = load_strategy(spec.strategy or "single")
+    faults = strategy.check_model(model, spec.nproc, strategy_options(spec))
+    try:
+        optimizer = task.build_optimizer(model)
+    except Exception:
+        optimizer = None  # as above
+    if isinstance(optimizer, torch.optim.Optimizer):
+        faults += strategy.check_optimizer(optimizer)
+    if faults:
+        raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])

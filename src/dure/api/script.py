@@ -1,0 +1,368 @@
+"""Running somebody's script on many ranks: `dure run`."""
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dure.cluster.rank import Launched, meeting_point, read_launcher
+from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
+from dure.host.devices import count_accelerators, count_cores, crowding
+from dure.launch.hangs.diagnosis import tell_of_hang
+from dure.launch.hangs.watchdog import HangPolicy
+from dure.launch.logs.rank_logs import RankLogs, Voice
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
+from dure.launch.nodes.shared_folder import meet_in_folder
+from dure.launch.rounds.request import Launch
+from dure.launch.rounds.restart_policy import Restart, RestartPolicy
+from dure.launch.rounds.supervisor import Outcome, run_workers
+from dure.launch.worker.child import Output, interface_variables, leave
+from dure.launch.worker.verdict import judge, stop_signal
+from dure.preflight.settings import PreflightSettings
+from dure.process.context import Place
+from dure.process.parent_death import die_with_parent
+from dure.process.stop_signals import stop_exit_code
+from dure.records.run_dir import SUMMARY, RunDir, default_name
+from dure.terminal import shell_word, tell
+
+_ENTRY = "dure.launch.scripts.script_worker"
+"""What a script has to end after a signal, as under torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings:
+    """What to run, and how."""
+
+    script: str
+    """A path, or a module's name."""
+    arguments: Sequence[str] = ()
+    is_module: bool = False
+    nproc: str = "auto"
+    """A number, or `auto`: as many as there are accelerators, or one. On each node, as under torchrun."""
+    start: str = "auto"
+    max_restarts: int = 0
+    on_hang: str = "wait"
+    """`wait` only says why: a script may have good reasons to let some ranks wait."""
+    hang_after: float | None = None
+    grace_seconds: float = 30.0
+    threads: int | None = None
+    local_rank_argument: str = "auto"
+    """`auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
+    with_prefix: bool = True
+    nnodes: int = 1
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    secret_file: Path | None = None
+    rendezvous_timeout: float = DEFAULT_TIMEOUT_SECONDS
+    allow_public_address: bool = False
+    runs_dir: Path = Path("runs")
+    name: str | None = None
+    share_run: bool = False
+    """True if others may read the run's folder."""
+    shown_ranks: str | None = None
+    """Local ranks whose output is shown, as `0,1`; None: all."""
+    role: str = "default"
+    preflight: bool = False
+    """Whether to check machines and network first, and to start only if all is well."""
+
+
+def run_script(settings: ScriptSettings) -> None:
+    """Run a script on every rank, wait for all, and leave none behind.
+
+    Where a launcher started the ranks, this process is one of them: it ends with the script's exit code, and the
+    launcher watches over all.
+
+    Raises:
+        Misuse: There is no such script, or a setting cannot be.
+        EnvironmentLacks: The system starts no more processes, or a launcher's variables cannot be.
+        WorkerFailed: A rank failed; the message names the first cause.
+        Interrupted: A signal stopped it.
+    """
+    launched = read_launcher()
+    nproc, several = _check(settings)
+    if launched is not None and launched.rank.world_size > 1:
+        _refuse_what_the_launcher_does(settings, launched)
+        _be_rank(settings, launched)
+    if settings.preflight:
+        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+
+        refuse_unless_ready(_preflight_settings(settings, nproc, several))
+    if several is None:
+        run = _make_folder(settings)
+        _run_in(run, settings, nproc)
+        return
+    facts = {
+        "command": "dure run",
+        "script": settings.script if settings.is_module else Path(settings.script).name,
+        "arguments": list(settings.arguments),
+        "max_restarts": settings.max_restarts,
+    }
+    with join(several, facts, nproc) as nodes:
+        met = meet_in_folder(
+            nodes,
+            lambda: _make_folder(settings),
+            lambda name: RunDir.create(settings.runs_dir, name, for_script=True, is_shared=settings.share_run),
+        )
+        _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
+
+
+def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
+    """Run the script as the rank that a launcher started this process as, and end with its exit code."""
+    from dure.comm.meeting import Meeting
+    from dure.launch.scripts.script_worker import main
+
+    rank = launched.rank
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks running
+    meeting = Meeting(rank, meeting_point(launched), timeout_seconds=settings.rendezvous_timeout)
+    place = Place(
+        rank=rank,
+        store=meeting.store_of_this_start(),
+        threads=settings.threads or launched.cores or max(1, count_cores() // rank.local_world_size),
+        is_supervised=False,
+        round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-rank.world_size // rank.local_world_size)))
+    job = _job(settings, os.environ.get("TORCHELASTIC_RUN_ID", launched.by), num_nodes)
+    os.environ.update(interface_variables(meeting.interface))
+    code = main({**job, "max_restarts": int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))}, place)
+    if code == 0:  # who failed is to be seen at once
+        meeting.leave()
+    leave(code)
+
+
+def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched) -> None:
+    by, num_here = launched.by, launched.rank.local_world_size
+    unset = ScriptSettings(script=settings.script)
+    its_own = ("max_restarts", "on_hang", "hang_after", "nnodes", "node_rank", "rendezvous", "secret_file", "preflight")
+    given = [name for name in (*its_own, "start", "name") if getattr(settings, name) != getattr(unset, name)]
+    faults = [
+        f"--{name.replace('_', '-')} is for ranks that dure starts itself, but {by} started this one: leave it out"
+        for name in given
+    ]
+    if settings.nproc not in ("auto", str(num_here)):
+        faults.append(f"nproc is {settings.nproc} but {by} started {num_here} processes here: leave --nproc out")
+    if faults:
+        raise SpecInvalid(faults)
+
+
+def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
+    """Return what a preflight must know of a script, of which nobody knows what it will do: what scripts mostly do."""
+    has_gpus = count_accelerators("cuda") > 0
+    return PreflightSettings(
+        num_ranks=nproc,
+        num_devices=nproc,
+        device="cuda" if has_gpus else "cpu",
+        backend="nccl" if has_gpus else "gloo",
+        threads=settings.threads,
+        runs_dir=settings.runs_dir,
+        start=settings.start,
+        several=several,
+        command="dure run --preflight",
+    )
+
+
+def _make_folder(settings: ScriptSettings) -> RunDir:
+    name = settings.name or default_name(Path(settings.script).absolute().stem, "run", datetime.now())
+    return RunDir.create(
+        settings.runs_dir,
+        name,
+        or_numbered=settings.name is None,
+        for_script=True,
+        is_shared=settings.share_run,
+    )
+
+
+def _run_in(
+    run: RunDir, settings: ScriptSettings, nproc: int, nodes: Nodes | None = None, *, is_own: bool = True
+) -> None:
+    """Run it with its records in a folder; on a node that sees another node's, only logs are added there."""
+    world_size = nproc if nodes is None else nodes.world_size
+    if crowded := crowding(nproc):
+        tell(crowded)
+    record = {
+        "script": settings.script if settings.is_module else str(Path(settings.script).resolve()),
+        "is_module": settings.is_module,
+        "num_arguments": len(settings.arguments),
+        "world_size": world_size,
+        "hosts": [] if nodes is None else [member.host for member in nodes.members],
+    }
+    with run.lock() if is_own else nullcontext():
+        if is_own:
+            run.write_script(record)
+        began = time.time()
+        outcome = _run(settings, nproc, run, nodes)
+        _finish(run, outcome, time.time() - began, world_size, is_own=is_own)
+
+
+def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None) -> Outcome:
+    first = 0 if nodes is None else nodes.first_rank
+    is_alone = nproc == 1 and nodes is None
+    ranks = range(first, first + nproc)
+    shown = None if settings.shown_ranks is None else {int(rank) for rank in settings.shown_ranks.split(",")}
+
+    def voice_of(rank: int) -> Voice:
+        prefix = f"[rank {rank}] " if settings.with_prefix else ""
+        is_shown = shown is None or rank - first in shown
+        return Voice(log=run.log_path(rank), consoles=(1, 2) if is_shown else (None, None), prefix=prefix)
+
+    job = _job(settings, run.name, 1 if nodes is None else len(nodes.members))
+    # one rank alone keeps the terminal: a debugger and a progress bar need it
+    with nullcontext() if is_alone else closing(RankLogs(voice_of, ranks)) as logs:
+        if logs is None:
+            outputs = [Output(is_terminal=True)]
+        else:
+            logs.start()  # scripts do speak
+            outputs = [Output(descriptors=logs.descriptors_of(rank)) for rank in ranks]
+        return run_workers(
+            Launch(
+                entry=_ENTRY,
+                job=job,
+                num_processes=nproc,
+                threads=settings.threads or max(1, count_cores() // nproc),
+                outputs=outputs,
+                logs=logs,
+                store_prefix="",
+                start=settings.start,
+                restarts=RestartPolicy(most=settings.max_restarts, after_any=True),
+                on_restart=lambda restart: _note_restart(run, restart, settings),
+                serves_store=True,
+                stop_grace_seconds=settings.grace_seconds,
+                grace_seconds=settings.grace_seconds,
+                on_stopping=tell,
+                end_grace_seconds=None,
+                hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
+                on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
+                nodes=nodes,
+            )
+        )
+
+
+def _job(settings: ScriptSettings, run: str, num_nodes: int) -> dict[str, Any]:
+    """Return what every rank is to do."""
+    return {
+        "script": settings.script,
+        "arguments": list(settings.arguments),
+        "is_module": settings.is_module,
+        "local_rank_argument": settings.local_rank_argument,
+        "max_restarts": settings.max_restarts,
+        "run": run,
+        "role": settings.role,
+        "num_nodes": num_nodes,
+    }
+
+
+def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
+    """Refuse what cannot be; return the number of ranks here, and what was said of several nodes."""
+    faults, several = [], None
+    script = Path(settings.script)
+    if settings.is_module:
+        sys.path.insert(0, os.getcwd())
+        try:
+            is_there = importlib.util.find_spec(settings.script) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        finally:
+            sys.path.pop(0)
+        if not is_there:
+            faults.append(f"there is no module {settings.script}: give the name that `python -m` takes")
+    elif not script.is_file() and not (script / "__main__.py").is_file():
+        what = "is a folder without a __main__.py" if script.is_dir() else "does not exist"
+        cure = "give the path of a Python script, or a module with -m"
+        if Path(settings.script.rpartition(":")[0]).is_file():
+            what, cure = "is a task", f"train it with `dure train {shell_word(script)}`"
+        faults.append(f"{script} {what}: {cure}")
+    nproc = 1
+    if settings.nproc == "auto":
+        nproc = count_accelerators("cuda") or 1
+    elif settings.nproc == "cpu":
+        nproc = count_cores()
+    elif settings.nproc == "gpu":
+        nproc = count_accelerators("cuda")
+        if not nproc:
+            faults.append("nproc is gpu but torch sees none here: use --nproc cpu, or a number")
+    elif settings.nproc.isdecimal() and int(settings.nproc) > 0:
+        nproc = int(settings.nproc)
+    else:
+        faults.append(f"nproc is {settings.nproc!r} but must be a whole number above 0, auto, gpu or cpu")
+    if settings.shown_ranks is not None and not re.fullmatch(r"\d+(,\d+)*", settings.shown_ranks):
+        faults.append(f"local_ranks_filter is {settings.shown_ranks!r} but must be local ranks, as 0,1")
+    faults += [
+        f"{name} is {value:g} but must be a number {words}"
+        for name, value, is_right, words in (
+            ("max_restarts", settings.max_restarts, settings.max_restarts >= 0, "of at least 0"),
+            ("hang_after", settings.hang_after or 0, settings.hang_after is None or settings.hang_after > 0, "above 0"),
+            ("grace_seconds", settings.grace_seconds, settings.grace_seconds > 0, "above 0"),
+            ("threads", settings.threads or 0, settings.threads is None or settings.threads > 0, "above 0"),
+        )
+        if not is_right
+    ]
+    try:
+        several = node_settings(
+            nnodes=settings.nnodes,
+            node_rank=settings.node_rank,
+            rendezvous=settings.rendezvous,
+            secret_file=settings.secret_file,
+            timeout_seconds=settings.rendezvous_timeout,
+            allow_public_address=settings.allow_public_address,
+        )
+    except SpecInvalid as error:
+        faults += error.faults
+    if settings.nnodes > 1 and (settings.max_restarts > 0 or settings.on_hang == "restart"):
+        faults.append(
+            "ranks on several nodes are not started again: leave --max-restarts and --on-hang restart out, and let the "
+            "script go on from its own checkpoint"
+        )
+    elif settings.on_hang == "restart" and settings.max_restarts == 0:
+        faults.append(
+            "on_hang is restart but max_restarts is 0, so nothing would be started again: add --max-restarts 3"
+        )
+    if faults:
+        raise SpecInvalid(faults)
+    return nproc, several
+
+
+def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
+    run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
+    tell(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
+
+
+def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, is_own: bool) -> None:
+    """Write how it ended, and raise what is not success."""
+    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
+    error: DureError | None = None
+    verdict = judge(run.path, outcome.ends, stopped_by, is_script=True)
+    if outcome.lost is not None:
+        error = WorkerFailed(outcome.lost)
+    elif outcome.hang is not None:
+        error = WorkerFailed("the ranks were ended because they hung (--on-hang)")
+    elif verdict is not None:
+        refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
+        error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
+    elif stopped_by is not None:
+        error = Interrupted("stopped", stop_exit_code(stopped_by))
+    for end in outcome.ends:
+        if end.failure is not None:
+            run.write_json(f"logs/failure-rank{end.rank}.json", end.failure)
+    if not is_own:
+        if error is not None:
+            raise error
+        return
+    status = "completed" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
+    summary: dict[str, Any] = {
+        "status": status,
+        "world_size": world_size,
+        "wall_seconds": seconds,
+        "message": None if error is None else str(error),
+    }
+    run.write_json(SUMMARY, summary)
+    if error is not None:
+        raise error

@@ -1,0 +1,281 @@
+"""The verbs as functions: what the command line does, from Python."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dure.api.external_launcher import train_under_launcher, with_world_size, without_extra_processes
+from dure.api.local import (
+    count_processes,
+    finish,
+    nothing_half_written,
+    run_folder,
+    signal_of,
+    start_workers,
+)
+from dure.api.multi_node import preflight_settings, several_hosts, train_on_nodes
+from dure.api.preconditions import check_before_start
+from dure.api.settings import absolute, check_same_task, settle
+from dure.api.trust import check_trusted, is_true
+from dure.cluster.rank import Launched, read_launcher
+from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.launch.worker.child import is_worker
+from dure.launch.worker.verdict import judge, left_early
+from dure.own_files import touch
+from dure.process.stop_signals import end_if_unanswered, stop_exit_code
+from dure.records.run_dir import SPEC, RunDir, saying
+from dure.records.step_record import RunSummary
+from dure.report.summary import summarise
+from dure.spec import EVALUATION_FIELDS, ResolvedSpec, RunSpec, flag_name, resolve, unknown_setting
+from dure.spec.arguments import errors_in_arguments
+from dure.strategies.table import STRATEGIES
+from dure.training.task.given_task import given_task, giving
+from dure.training.task.task import Task
+
+AUTO = "auto"
+"""In place of the folder of a run to go on with."""
+
+
+@errors_in_arguments()
+def train(
+    task: "Task | type[Task] | str | None" = None,
+    *,
+    resume: "Path | str | None" = None,
+    config: "Path | str | None" = None,
+    **settings: Any,
+) -> RunSummary:
+    """Train a task, or go on with a run, and return what it came to.
+
+    Args:
+        task: A task, its class, or `file.py:Class`.
+        resume: A run's folder to go on with, under the same or another strategy and number of devices; `auto` for the
+            run of this `name`, if there is one.
+        config: A TOML file of settings.
+        **settings: Fields of `RunSpec`: `strategy="ddp"`, `nproc=2`, `epochs=3`, ...
+
+    Raises:
+        Misuse: Settings, task or data that cannot be.
+        EnvironmentLacks: A device or library that was asked for is not here.
+        WorkerFailed: Training failed; the message names the first cause.
+        Interrupted: A signal stopped it; it can be resumed.
+    """
+    _refuse_in_worker("dure.train")
+    launched = read_launcher()
+    if launched is not None:
+        settings = with_world_size(settings, launched)
+    with giving(task):
+        return _train(task, resume, config, settings, launched)
+
+
+def _refuse_in_worker(call: str) -> None:
+    if is_worker():
+        raise Misuse(
+            f"{call} is called while a worker process reads the task's file: put that call under "
+            "`if __name__ == '__main__':`, so that only the script itself makes it"
+        )
+
+
+def _train(
+    task: "Task | type[Task] | str | None",
+    resume: "Path | str | None",
+    config: "Path | str | None",
+    settings: Mapping[str, Any],
+    launched: Launched | None,
+) -> RunSummary:
+    is_auto = str(resume) == AUTO
+    if is_auto:
+        resume = _run_to_go_on_with(settle(task, resume=None, config=config, settings=settings))
+    resolved = settle(task, resume=resume, config=config, settings=settings)
+    if launched is not None:
+        resolved = without_extra_processes(resolved, launched)
+    spec = resolved.spec
+    several = several_hosts(resolved, launched)
+    check_before_start(spec, launched)
+    if spec.preflight:
+        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+
+        refuse_unless_ready(preflight_settings(spec, several, launched, count_processes(spec)), is_quiet=spec.quiet)
+    if several is not None:
+        return train_on_nodes(resolved, resume, several, is_auto=is_auto)
+    if launched is not None:
+        return train_under_launcher(resolved, resume, launched, is_auto=is_auto)
+    end_if_unanswered()  # torch and the task are imported by now
+    run = run_folder(spec, resume)
+    with run.lock(), nothing_half_written(run, is_new=resume is None):
+        run.write_spec(resolved)
+        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)})
+        return finish(run, spec, outcome)
+
+
+@errors_in_arguments()
+def evaluate(
+    run: "Path | str", *, task: "Task | type[Task] | str | None" = None, which: str = "best", **settings: Any
+) -> dict[str, Any]:
+    """Measure a run's checkpoint on the task's evaluation data, on `nproc` ranks.
+
+    Args:
+        run: The run's folder.
+        task: The run's task, its class, or `file.py:Class`. An object or a class where the run's record does not
+            suffice to make it again (a class from a notebook, attributes set by hand); any of them where its file lies
+            outside the current folder, unless `trust_task` is set.
+        which: `best` or `last`.
+        **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
+            `num_workers`, `eval_batch_size`, ...
+
+    Returns:
+        `metrics` (each with `value` and `count`), `checkpoint`, `changed` (the code and data that are not what they
+        were when it was saved), and the fields of a summary.
+
+    Raises:
+        RunInvalid: There is no such run, or it has no checkpoint.
+        SpecInvalid: Settings that cannot be.
+        WorkerFailed: A rank failed.
+        Interrupted: A signal stopped it.
+    """
+    _refuse_in_worker("dure.evaluate")
+    opened = RunDir.open(Path(run))
+    if not opened.has_checkpoints():
+        raise RunInvalid(f"{run} has no checkpoint yet: train it further with `{opened.resume_command}`")
+    _check_evaluation_settings(settings)
+    record = opened.task_object()
+    if record is not None and (task is None or isinstance(task, str)):
+        raise RunInvalid(
+            f"only the Python program that began {run} can evaluate it, because {record['because']}: pass the task "
+            f"there again, as dure.evaluate({str(run)!r}, task=task)"
+        )
+    with giving(task) as given:
+        if given is not None:
+            check_same_task(given, opened)
+        return _evaluate(opened, which, settings, task if isinstance(task, str) else None)
+
+
+def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that an evaluation would not look at."""
+    faults = [
+        f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
+        if name in RunSpec.model_fields
+        else unknown_setting("setting", name, EVALUATION_FIELDS, flag_name)
+        for name in settings
+        if name not in EVALUATION_FIELDS
+    ]
+    if faults:
+        raise SpecInvalid(faults)
+
+
+def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any], named: str | None) -> dict[str, Any]:
+    base, given = opened.read_spec(), given_task()
+    nproc = settings.get("nproc") or base.nproc
+    settings = {**settings, "nproc": nproc, "strategy": "single" if str(nproc).strip() == "1" else "ddp"}
+    if given is not None or named is not None:
+        settings["task"] = given.reference if given is not None else absolute(str(named))
+    else:
+        trust = settings.get("trust_task", os.environ.get("DURE_TRUST_TASK"))
+        check_trusted(base.task, opened, "eval", is_trusted=is_true(trust))
+    spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
+    check_before_start(spec)
+    answer = f".evaluation-{os.getpid()}.json"
+    with saying(opened.path, "written"):  # what comes to it goes through a file there
+        touch(opened.path / answer)
+        (opened.path / answer).unlink()
+    job = {
+        "kind": "evaluate",
+        "run": str(opened.path),
+        "spec": spec.model_dump(mode="json"),
+        "which": which,
+        "answer": answer,
+    }
+    start = time.perf_counter()
+    try:
+        outcome = start_workers(opened, spec, job)
+        stopped_by = signal_of(outcome)
+        verdict = judge(opened.path, outcome.ends, stopped_by)
+        if verdict is None and stopped_by is not None:
+            raise Interrupted("the evaluation was stopped", stop_exit_code(stopped_by))
+        if verdict is None and not (opened.path / answer).is_file():
+            verdict = left_early(outcome.ends)
+        if verdict is not None:
+            raise WorkerFailed(verdict.text, verdict.exit_code)
+        result = opened.read_json(answer)
+    finally:
+        (opened.path / answer).unlink(missing_ok=True)
+    return _evaluation_record(opened, spec, which, result, time.perf_counter() - start)
+
+
+@errors_in_arguments()
+def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dict[str, Any]:
+    """Write a run's weights, under the model's own names, into one safetensors file.
+
+    Returns:
+        `file`, `num_bytes`, `checkpoint`.
+    """
+    from dure.training.checkpoints.store import CheckpointStore, export_weights
+
+    opened = RunDir.open(Path(run))
+    if Path(file).suffix != ".safetensors":
+        raise Misuse(f"{file} would not be what its name says: weights are written as .safetensors, so name it so")
+    warnings: list[str] = []
+    store = CheckpointStore(opened.checkpoints, 1, warnings.append)
+    path = store.best() if which == "best" else store.newest_valid()
+    if path is None:
+        raise RunInvalid(f"{opened.path} has no usable checkpoint: {'; '.join(warnings) or 'none was saved yet'}")
+    try:
+        num_bytes = export_weights(path, Path(file))
+    except OSError as error:
+        raise Misuse(f"{file} cannot be written ({error.strerror}): give a file in a folder that is there") from None
+    return {"file": str(file), "num_bytes": num_bytes, "checkpoint": path.name, "warnings": warnings}
+
+
+@errors_in_arguments()
+def resolve_settings(
+    task: "Task | type[Task] | str | None" = None,
+    *,
+    resume: "Path | str | None" = None,
+    config: "Path | str | None" = None,
+    **settings: Any,
+) -> ResolvedSpec:
+    """Bring the settings together without starting anything; see `train` for the arguments.
+
+    Raises:
+        SpecInvalid: Every setting that cannot be, at once.
+        TaskInvalid: The task does not load.
+    """
+    with giving(task):
+        return settle(task, resume=resume, config=config, settings=settings)
+
+
+def _run_to_go_on_with(resolved: ResolvedSpec) -> Path | None:
+    """Find the run that `--resume auto` means: the one of this name, or none when it is still to begin."""
+    spec = resolved.spec
+    if spec.name is None:
+        raise SpecInvalid(["resume is auto but the run has no name: add --name, by which it is found again"])
+    path = spec.runs_dir / spec.name
+    return path if (path / SPEC).is_file() else None
+
+
+def _evaluation_record(
+    run: RunDir, spec: RunSpec, which: str, result: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    summary = summarise(run, spec, "completed")
+    num_samples = max((metric["count"] for metric in result["metrics"].values()), default=0)
+    record = {
+        "run": str(run.path),
+        "status": "completed",
+        "which": which,
+        "checkpoint": result["checkpoint"],
+        "changed": result["changed"],
+        "strategy": spec.strategy,
+        "world_size": result["world_size"],
+        "num_devices": result["num_devices"],
+        "steps": result["step"],
+        "samples": result["samples_seen"],
+        "epochs": summary.epochs,
+        "final_loss": summary.final_loss,
+        "metrics": result["metrics"],
+        "best": summary.best,
+        "wall_seconds": seconds,
+        "samples_per_second": num_samples / seconds,
+    }
+    run.append_event("evaluation", **record)
+    return record

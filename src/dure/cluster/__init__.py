@@ -1,0 +1,1 @@
+"""Ranks and hosts as clusters' launchers describe them."""

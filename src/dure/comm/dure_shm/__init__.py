@@ -1,0 +1,1 @@
+"""Backend of `torch.distributed` over shared memory."""

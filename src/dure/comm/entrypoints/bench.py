@@ -1,0 +1,54 @@
+"""The entry of a rank of `dure bench`: join the others, measure, leave."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dure.comm.bench import BenchPlan, measure
+from dure.comm.groups import open_group
+from dure.failures.report import describe_failure
+from dure.process.context import Place
+from dure.terminal import LiveLine
+from dure.torchcompat import import_late_parts
+from dure.units import format_bytes
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    """Measure what the job says; rank 0 writes each row, as it is there, as a line of JSON into the job's file."""
+    try:
+        kind = job["device"]
+        device = torch.device(kind, place.rank.local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.accelerator.set_device_index(device)
+        torch.set_num_threads(place.threads)
+        group = open_group(
+            place.rank, place.store, device=device, backend=job["backend"], timeout_seconds=job["timeout_seconds"]
+        )
+        line = LiveLine()
+        with Path(job["rows"]).open("a", encoding="utf-8") as file:
+            for row in measure(group, device, BenchPlan(**job["plan"])):
+                if place.rank.rank == 0:
+                    if line.is_live:
+                        line.show(f"{row.collective} {row.algorithm} {format_bytes(row.num_bytes)}")
+                    file.write(json.dumps({**asdict(row), "time": time.time()}) + "\n")
+                    file.flush()
+        if place.rank.rank == 0:
+            line.close()
+        group.close()
+    except BaseException as error:
+        failure = describe_failure(error, place.rank.rank, None)
+        if place.report_fd is not None:
+            os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
+        return int(failure["exit_code"])
+    return 0
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    """Import once, in the process that forks the ranks, what all of them need."""
+    import_late_parts()

@@ -1,0 +1,152 @@
+"""The entry of a rank of `dure preflight`: meet the others, and try once what a run does all the time.
+
+Each rank writes down what it begins and what it has done, before anything else: where it does not come through, its
+launcher reads there how far it came.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dure.comm.algorithms.wire import sends_from_devices
+from dure.comm.groups import open_group
+from dure.failures.report import describe_failure
+from dure.process.context import Place
+from dure.torchcompat import import_late_parts
+
+_LARGE_BYTES = 4 * 2**20
+_PERIOD = 251
+"""Of the pattern that is sent: prime, so that no shift by a power of two looks right. All sums of it are whole numbers
+below 2**24 up to 65,000 ranks, and so exact in float32."""
+_ELEMENTS_SENT = 1024
+
+
+class Progress:
+    """What one rank has begun and done, as lines of JSON in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Write that a step begins, and that it is done."""
+        self._write({"began": name, "time": time.time()})
+        start = time.perf_counter()
+        yield
+        self._write({"done": name, "seconds": time.perf_counter() - start})
+
+    def compare(self, name: str, got: torch.Tensor, right: torch.Tensor) -> None:
+        """Write down how much of a result is not what it must be."""
+        is_wrong = got != right
+        num_wrong = int(is_wrong.sum())
+        if num_wrong:
+            first = int(is_wrong.nonzero()[0])
+            values = {"got": float(got[first]), "right": float(right[first])}
+            self._write({"wrong": name, "num_wrong": num_wrong, "element": first, **values})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    """Try the collectives of the job's backend.
+
+    Args:
+        job: `progress`, a file for each rank of this host; `device`, `num_devices`, `backend`, `timeout_seconds` of
+            each call.
+        place: Which rank this is.
+    """
+    rank = place.rank.rank
+    try:
+        progress = Progress(Path(job["progress"][place.rank.local_rank]))
+        kind = job["device"]
+        with progress.step("its device"):
+            device = torch.device(kind)
+            if kind == "cuda":
+                device = torch.device(kind, place.rank.local_rank % job["num_devices"])
+                torch.accelerator.set_device_index(device)
+            torch.set_num_threads(place.threads)
+            torch.ones(1, device=device).sum().item()
+        with progress.step("meeting the others"):
+            group = open_group(
+                place.rank, place.store, device=device, backend=job["backend"], timeout_seconds=job["timeout_seconds"]
+            )
+        try_all(progress, rank, place.rank.world_size, device)
+        with progress.step("leaving"):
+            group.close()
+    except BaseException as error:
+        failure = describe_failure(error, rank, None)
+        if place.report_fd is not None:
+            os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
+        return int(failure["exit_code"])
+    return 0
+
+
+def try_all(progress: Progress, rank: int, world_size: int, device: torch.device) -> None:
+    """Add up, broadcast from every rank, and send between every two of them; compare each result with what it must be.
+
+    Communication: two all_reduce (8 B, 4 MiB), `P` broadcasts and `P - 1` sends and receives of 4 KiB per rank.
+    """
+    ranks_sum = world_size * (world_size + 1) / 2
+    base = torch.arange(_LARGE_BYTES // 4) % _PERIOD
+    large = base * world_size + world_size * (world_size - 1) // 2
+    for name, mine, right in (
+        ("all_reduce of 8 B", torch.tensor([rank + 1.0, 0.0]), torch.tensor([ranks_sum, 0.0])),
+        ("all_reduce of 4 MiB", (base + rank).float(), large.float()),
+    ):
+        with progress.step(name):
+            mine = mine.to(device)
+            dist.all_reduce(mine)
+            progress.compare(name, mine.cpu(), right)
+    for source in range(world_size):
+        name = f"broadcast from rank {source}"
+        with progress.step(name):
+            said = (_pattern(source, source) if rank == source else torch.zeros(_ELEMENTS_SENT)).to(device)
+            dist.broadcast(said, source)
+            progress.compare(name, said.cpu(), _pattern(source, source))
+    sends_from = device if sends_from_devices() else torch.device("cpu")
+    for partner in partners(rank, world_size):
+        first, second = sorted((rank, partner))
+        name = f"send and receive between rank {first} and rank {second}"
+        with progress.step(name):
+            sent, got = _pattern(rank, partner).to(sends_from), torch.zeros(_ELEMENTS_SENT, device=sends_from)
+            if rank == first:
+                dist.send(sent, partner)
+                dist.recv(got, partner)
+            else:
+                dist.recv(got, partner)
+                dist.send(sent, partner)
+            progress.compare(name, got.cpu(), _pattern(partner, rank))
+
+
+def _pattern(source: int, target: int) -> torch.Tensor:
+    return ((torch.arange(_ELEMENTS_SENT) + 7 * source + 13 * target) % _PERIOD).float()
+
+
+def partners(rank: int, world_size: int) -> Iterator[int]:
+    """Yield whom a rank meets, one after the other, so that all meet each other and nobody waits in a circle.
+
+    The circle method of tournaments: in each round everybody has one partner, or, where their number is odd, rests.
+    """
+    size = world_size + world_size % 2
+    for number in range(size - 1):
+        if rank == size - 1:
+            # it stays in its place; the one that would meet itself meets it
+            partner = number * size // 2 % (size - 1)
+        else:
+            partner = (number - rank) % (size - 1)
+            partner = size - 1 if partner == rank else partner
+        if partner < world_size:
+            yield partner
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    """Import once, in the process that forks the ranks, what all of them need."""
+    import_late_parts()

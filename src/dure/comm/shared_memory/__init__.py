@@ -1,0 +1,1 @@
+"""Shared-memory segments of the ranks of one host."""

@@ -1,0 +1,275 @@
+"""What a rank writes down when it fails, for the verdict over all ranks."""
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
+from dure.failures.device_errors import AskDriver, DeviceError, device_error
+from dure.failures.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
+from dure.host.gpu_health import gpu_health
+from dure.process.context import DEPARTURE
+from dure.torchcompat import library_for_another_torch
+
+_PEER_LOST_WORDS = (
+    "connection closed by peer",
+    "connection closed by remote peer",  # NCCL's sockets
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "collective operation timeout",
+    "socket closed",
+    "failed to recv",
+    "recvvalue failed",
+    "application timeout",
+    "wait timeout",
+    "connect timeout",
+    "processgroup not initialized",
+    "originated at tensorpipe",
+    "peerlost: ",  # ours, after torch's C++ has carried it: by DDP's communication hooks, for one
+)
+_LOADER_MARK = "Original Traceback (most recent call last):"
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
+_OTHER_ROOM = "--precision bf16, a strategy that divides the model (fsdp, pipeline), or a device with more memory"
+_EVALUATION = own_file("dure.training.session.evaluation")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+"""How torch's allocators and CUDA's libraries word that there is none left, where they raise a mere RuntimeError."""
+_LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
+
+
+def describe_failure(
+    error: BaseException,
+    rank: int,
+    step: int | None,
+    microbatch_size: int | None = None,
+    gpus: Sequence[int] = (),
+    ask_driver: AskDriver | None = None,
+) -> dict[str, Any]:
+    """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence.
+
+    Args:
+        error: What was raised.
+        rank: By whom.
+        step: The last step that was done; None before training.
+        microbatch_size: Samples that a device computed at once in the step that failed; None if it failed elsewhere.
+        gpus: Those that the rank uses, as CUDA counts them.
+        ask_driver: Asks the driver about a GPU that may have failed; None: it is not asked.
+    """
+    error = _named(error)
+    is_ours = isinstance(error, DureError)
+    is_out_of_memory = not is_ours and _is_out_of_memory(error)
+    is_lost_peer = is_peer_lost(error) and not _is_loader_lost(error)
+    kind, message, advice = _worded(error)
+    is_told_otherwise = is_ours or is_lost_peer or is_out_of_memory or _LOADER_MARK in str(error)
+    device = None if is_told_otherwise else device_error(error, gpus, ask_driver)
+    if is_out_of_memory:
+        message, advice = _out_of_memory_worded(error, message, microbatch_size)
+    elif device is not None:
+        message, advice = device.message, device.advice
+    line = _user_line(error)
+    if line is None:  # no traceback will be shown, under which the notes would stand
+        message = "\n".join([message, *getattr(error, "__notes__", ())])
+    # what memory does not suffice for, or a device that fails, is nobody's error, whoever asked for it
+    is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "step": step,
+        "type": kind,
+        "message": message,
+        "advice": advice,
+        "exit_code": error.exit_code if isinstance(error, DureError) else 1,
+        "is_ours": is_ours,
+        "is_misuse": isinstance(error, Misuse),
+        "is_consequence": is_lost_peer or (device is not None and device.is_consequence),
+        "may_be_gpu": device is not None and device.may_be_gpu,
+        "is_gpu_lost": device is not None and device.is_lost,
+        "origin": "task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
+        "microbatch_size": microbatch_size if is_out_of_memory else None,
+        "go_back_to": error.go_back_to if isinstance(error, ReplicasDiverged) else None,
+        "user_line": line,
+        "user_traceback": None if is_ours else _shown_traceback(error, device, has_user_line=line is not None),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd: int | None) -> dict[str, Any]:
+    """Write down why this process fails, and once more when the driver has said what is with its GPU.
+
+    First without it: where a GPU fails, NCCL's watchdog may abort the process at any moment.
+
+    Args:
+        describe: Returns the failure as a record, with what the driver says if it is given who asks it.
+        report_fd: Where its supervisor reads it; None: nobody does.
+    """
+    failure = describe(None)
+    _write_report(report_fd, failure)
+    if failure["may_be_gpu"]:
+        failure = {**describe(gpu_health), "time": failure["time"]}
+        _write_report(report_fd, failure)
+    return failure
+
+
+def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
+    """Write down where a script leaves by `sys.exit`: others may still be in a call that needs this rank.
+
+    Args:
+        leave: What `sys.exit` raised.
+        report_fd: Where its supervisor reads it; None: nobody does.
+    """
+    message = None if leave.code is None or isinstance(leave.code, int) else str(leave.code)
+    _write_report(report_fd, {DEPARTURE: {"message": message, "user_line": _user_line(leave)}})
+
+
+def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
+    if report_fd is not None:
+        # one call, and over all of what was there before: blanks behind a record do no harm
+        os.pwrite(report_fd, json.dumps(record).encode().ljust(os.fstat(report_fd).st_size), 0)
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception only says that another rank went away."""
+    if isinstance(error, PeerLost):
+        return True
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    return any(words in str(error).lower() for words in _PEER_LOST_WORDS)
+
+
+def told_undisturbed(tell: Callable[[], int]) -> int:
+    """Write down why this process fails, even if it is told again meanwhile.
+
+    The death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+    try:
+        return tell()
+    except RuntimeError:
+        return tell()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _named(error: BaseException) -> BaseException:
+    """Give what dure itself met while writing its records its name in dure's tree."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full and _user_line(error) is None:
+        named = DiskFull("the disk is full while records are written: free some space, or use another --runs-dir")
+        return named.with_traceback(error.__traceback__)
+    return error
+
+
+def _worded(error: BaseException) -> tuple[str, str, str | None]:
+    """Return the exception's type, what it says, and a cure where there is a known one."""
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, SystemExit):
+        return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
+    if _is_loader_lost(error):
+        return kind, f"a loader process was killed or crashed ({message.strip()})", _LOADER_ADVICE
+    if _LOADER_MARK in message:
+        return kind, _said_in_loader(message), None
+    if (misfit := library_for_another_torch(error)) is not None:
+        return kind, misfit, None
+    return kind, message, None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
+    """Return what the exception says, without the allocator's advice, and what helps."""
+    said = message.partition(" Of the allocated memory")[0] or "out of memory"
+    if any(frame.filename == _EVALUATION for frame in traceback.extract_tb(error.__traceback__)):
+        return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
+    if microbatch_size == 1:
+        return said, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"
+    fewer = (
+        "a smaller --microbatch-size" if microbatch_size is None else f"--microbatch-size {-(-microbatch_size // 2)}"
+    )
+    return said, f"use {fewer} (the result stays the same), --precision bf16, or more devices"
+
+
+def _is_loader_lost(error: BaseException) -> bool:
+    """Whether a loader process died: torch may notice it, or the rank finds nobody to take a batch's memory from."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker (pid")
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, OSError | EOFError) else []
+    return any("torch/utils/data/dataloader.py" in frame.filename for frame in frames)
+
+
+def _said_in_loader(message: str) -> str:
+    """Return what the exception said that a loader process sent, without the traceback that torch put around it."""
+    frames = list(_FRAME.finditer(message))
+    after = message[frames[-1].end() :] if frames else message
+    said = [line for line in after.splitlines() if line and not line.startswith(" ")]
+    where = re.search(r"DataLoader worker process (\d+)", message)
+    first, *rest = said or [message]  # notes, such as which sample it was, stand on lines of their own
+    text = first.partition(": ")[2] or first
+    return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
+
+
+def _user_line(error: BaseException) -> dict[str, Any] | None:
+    """Return the innermost line of the task's code that the exception went through."""
+    message = str(error)
+    if _LOADER_MARK in message:
+        frames = [
+            traceback.FrameSummary(m["file"], int(m["line"]), m["function"], line=m["text"])
+            for m in _FRAME.finditer(message)
+        ]
+    else:
+        frames = [*traceback.extract_tb(error.__traceback__), *_unreadable_line(error)]
+    chosen = users_first([frame.filename for frame in frames])
+    if not chosen:
+        return None
+    last = frames[chosen[-1]]
+    return {"file": shown_name(last.filename), "line": last.lineno, "function": last.name, "text": last.line}
+
+
+def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the line that is no Python: it never ran, and so is not in the traceback."""
+    if not isinstance(error, SyntaxError) or not isinstance(error.filename, str):
+        return []
+    return [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
+
+
+def _origin(error: BaseException) -> str:
+    """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`.
+
+    Native code leaves no frame: what torch's raises (a RuntimeError) seems to come from the line that called it.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(OWN_ROOT):
+        return "library" if frames else "dure"
+    is_native = isinstance(error, RuntimeError) and not (frames[-1].line or "").startswith("raise")
+    return "library" if is_native else "dure"
+
+
+def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_user_line: bool) -> str | None:
+    """Return the way through the task's code, where there is more of it than one line."""
+    if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
+        return None
+    shown = traceback_in_user_code(error)
+    return shown if device is None else shown.replace(str(error).strip(), device.said)

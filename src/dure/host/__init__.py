@@ -1,0 +1,1 @@
+"""Facts about this host: devices, memory limits, health of GPUs."""

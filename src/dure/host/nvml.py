@@ -1,0 +1,277 @@
+"""GPUs and the ways between them, as NVIDIA's management library (NVML) tells it.
+
+No CUDA context is made, so forking stays safe. The library comes in as an object with `pynvml`'s names: where there is
+no GPU, tests give one.
+"""
+
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dure.host.gpu_health import recovery_action, text, uncorrected_errors, visible_positions
+
+_P2P_READ, _P2P_WRITE = 0, 1
+"""`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, by a comma too much."""
+
+_SLOWDOWNS = "HW slowdown", "HW thermal slowdown", "HW power brake", "SW thermal slowdown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One that this process sees."""
+
+    index: int
+    """As CUDA counts it here."""
+    name: str
+    uuid: str
+    bus_id: str
+    total_bytes: int
+    free_bytes: int
+    num_processes: int | None
+    """That compute on it now; None: the driver does not say."""
+    pcie_generation: int | None
+    """Now: it falls while the GPU idles."""
+    most_pcie_generation: int | None
+    pcie_width: int | None
+    most_pcie_width: int | None
+    nvlink_version: str | None
+    """Of its active links; None without any."""
+    nvlinks: dict[str, int]
+    """Active links by what is at the other end: `NVSwitch`, `GPU 3`, `CPU`, or `?`."""
+    num_inactive_nvlinks: int
+    is_persistent: bool | None
+    has_ecc: bool | None
+    num_uncorrected: int | None
+    """Memory errors since the driver was loaded that ECC could not mend."""
+    is_repair_pending: bool
+    """Whether rows of memory wait for a reset to be replaced."""
+    recovery_action: int | None
+    """What the driver wants to be done before it is well again; 0: nothing; None: the driver does not say."""
+    slowed_by: tuple[str, ...]
+    """What the hardware slows it down for now."""
+    compute_mode: str
+    """`default`, `exclusive` or `prohibited`."""
+    has_instances: bool
+    """Whether it is divided (MIG)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuPair:
+    """Two GPUs of one host."""
+
+    first: int
+    second: int
+    refusal: str | None
+    """Why one does not read and write the other's memory; None: it does."""
+    path: str
+    """How PCIe leads from one to the other."""
+    nvlinks: int
+    """Active links from one to the other without a switch between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """What NVML says of this host."""
+
+    why_none: str | None = None
+    """Why it says nothing."""
+    is_broken: bool = False
+    """Whether that is a fault, and not only a machine without GPUs."""
+    driver: str | None = None
+    cuda_of_driver: str | None = None
+    """The newest CUDA that the driver can run."""
+    gpus: tuple[Gpu, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
+
+
+def gpu_facts(library: Any = None, visible: str | None = None) -> GpuFacts:
+    """Ask NVML for every GPU that this process sees.
+
+    Args:
+        library: An object with pynvml's names; None: pynvml.
+        visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
+    """
+    nvml = importlib.import_module("pynvml") if library is None else library
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            return GpuFacts(why_none="no NVIDIA driver")
+        return GpuFacts(why_none=f"the NVIDIA driver does not work: {error}", is_broken=True)
+    try:
+        return _Reader(nvml).facts(visible)
+    except nvml.NVMLError as error:
+        return GpuFacts(why_none=f"the NVIDIA driver does not answer: {error}", is_broken=True)
+    finally:
+        nvml.nvmlShutdown()
+
+
+class _Reader:
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+
+    def facts(self, visible: str | None) -> GpuFacts:
+        nvml = self.nvml
+        everyone = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        uuids = [text(nvml.nvmlDeviceGetUUID(handle)) for handle in everyone]
+        handles = [everyone[position] for position in visible_positions(visible, uuids)]
+        buses = [_bus(nvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
+        gpus = [self._gpu(index, handle, buses) for index, handle in enumerate(handles)]
+        version = self._asked(nvml.nvmlSystemGetCudaDriverVersion)
+        return GpuFacts(
+            driver=text(nvml.nvmlSystemGetDriverVersion()),
+            cuda_of_driver=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
+            gpus=tuple(gpus),
+            pairs=tuple(
+                self._pair(first, second, handles, gpus)
+                for first in range(len(handles))
+                for second in range(first + 1, len(handles))
+            ),
+        )
+
+    def _asked(self, question: Callable[..., Any], *about: Any) -> Any:
+        """Return an answer, or None where this GPU or driver has none."""
+        nvml = self.nvml
+        try:
+            return question(*about)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNINITIALIZED):
+                raise
+            return None
+
+    def _gpu(self, index: int, handle: Any, buses: Sequence[str]) -> Gpu:
+        nvml = self.nvml
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        running = self._asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        persistence = self._asked(nvml.nvmlDeviceGetPersistenceMode, handle)
+        ecc = self._asked(nvml.nvmlDeviceGetEccMode, handle)
+        remapped = self._asked(nvml.nvmlDeviceGetRemappedRows, handle)
+        instances = self._asked(nvml.nvmlDeviceGetMigMode, handle)
+        version, links, num_inactive = self._nvlinks(handle, buses)
+        return Gpu(
+            index=index,
+            name=text(nvml.nvmlDeviceGetName(handle)),
+            uuid=text(nvml.nvmlDeviceGetUUID(handle)),
+            bus_id=buses[index],
+            total_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            num_processes=None if running is None else len(running),
+            pcie_generation=self._asked(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+            most_pcie_generation=self._asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=self._asked(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            most_pcie_width=self._asked(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            nvlink_version=version,
+            nvlinks=links,
+            num_inactive_nvlinks=num_inactive,
+            is_persistent=None if persistence is None else persistence == nvml.NVML_FEATURE_ENABLED,
+            has_ecc=None if ecc is None else ecc[0] == nvml.NVML_FEATURE_ENABLED,
+            num_uncorrected=uncorrected_errors(nvml, handle),
+            is_repair_pending=remapped is not None and bool(remapped[2]),
+            recovery_action=recovery_action(nvml, handle),
+            slowed_by=self._slowed_by(handle),
+            compute_mode=self._compute_mode(handle),
+            has_instances=instances is not None and bool(instances[0]),
+        )
+
+    def _nvlinks(self, handle: Any, buses: Sequence[str]) -> tuple[str | None, dict[str, int], int]:
+        """Return the version of the active links, where each leads, and how many are down."""
+        nvml, ends, versions, num_inactive = self.nvml, Counter[str](), set(), 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            state = self._asked(nvml.nvmlDeviceGetNvLinkState, handle, link)
+            if state is None:
+                break  # this GPU has no such link, or none at all
+            if state != nvml.NVML_FEATURE_ENABLED:
+                num_inactive += 1
+                continue
+            versions.add(self._version(self._asked(nvml.nvmlDeviceGetNvLinkVersion, handle, link)))
+            ends[self._far_end(handle, link, buses)] += 1
+        return (max(versions) if versions else None), dict(ends), num_inactive
+
+    def _version(self, number: int | None) -> str:
+        nvml = self.nvml
+        names = {
+            getattr(nvml, name, None): name.removeprefix("NVML_NVLINK_VERSION_").replace("_", ".")
+            for name in dir(nvml)
+            if name.startswith("NVML_NVLINK_VERSION_") and not name.endswith("INVALID")
+        }
+        return names.get(number, "?") if number is not None else "?"
+
+    def _far_end(self, handle: Any, link: int, buses: Sequence[str]) -> str:
+        nvml = self.nvml
+        kind = self._asked(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return "NVSwitch"
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_IBMNPU:
+            return "CPU"
+        remote = self._asked(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        bus = "" if remote is None else _bus(remote)
+        return f"GPU {buses.index(bus)}" if bus in buses else "?"
+
+    def _slowed_by(self, handle: Any) -> tuple[str, ...]:
+        nvml = self.nvml
+        # drivers before 535 have the older name
+        reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        if reasons is None:
+            reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        bits = (
+            nvml.nvmlClocksEventReasonHwSlowdown,
+            nvml.nvmlClocksEventReasonHwThermalSlowdown,
+            nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+            nvml.nvmlClocksEventReasonSwThermalSlowdown,
+        )
+        return tuple(word for bit, word in zip(bits, _SLOWDOWNS, strict=True) if reasons & bit)
+
+    def _compute_mode(self, handle: Any) -> str:
+        nvml = self.nvml
+        words = {
+            nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+            nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
+            nvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: "exclusive",
+        }
+        return words.get(self._asked(nvml.nvmlDeviceGetComputeMode, handle), "default")
+
+    def _pair(self, first: int, second: int, handles: Sequence[Any], gpus: Sequence[Gpu]) -> GpuPair:
+        level = self._asked(self.nvml.nvmlDeviceGetTopologyCommonAncestor, handles[first], handles[second])
+        return GpuPair(
+            first=first,
+            second=second,
+            refusal=self._refusal(handles[first], handles[second]) or self._refusal(handles[second], handles[first]),
+            path=self._path(level),
+            nvlinks=gpus[first].nvlinks.get(f"GPU {second}", 0),
+        )
+
+    def _refusal(self, one: Any, other: Any) -> str | None:
+        nvml = self.nvml
+        for index in (_P2P_READ, _P2P_WRITE):
+            try:
+                status = nvml.nvmlDeviceGetP2PStatus(one, other, index)
+            except nvml.NVMLError as error:
+                return str(error)
+            if status != nvml.NVML_P2P_STATUS_OK:
+                return {
+                    nvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
+                    nvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "the GPU does not support it",
+                    nvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "no PCIe path between them supports it",
+                    nvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "the driver's settings forbid it",
+                    nvml.NVML_P2P_STATUS_NOT_SUPPORTED: "it is not supported",
+                }.get(status, "the driver does not say why")
+        return None
+
+    def _path(self, level: int | None) -> str:
+        nvml = self.nvml
+        return {
+            nvml.NVML_TOPOLOGY_INTERNAL: "on one board",
+            nvml.NVML_TOPOLOGY_SINGLE: "over one PCIe switch",
+            nvml.NVML_TOPOLOGY_MULTIPLE: "over several PCIe switches",
+            nvml.NVML_TOPOLOGY_HOSTBRIDGE: "over a PCIe host bridge",
+            nvml.NVML_TOPOLOGY_NODE: "within one NUMA node",
+            nvml.NVML_TOPOLOGY_SYSTEM: "between CPU sockets",
+        }.get(level, "not known")
+
+
+def _bus(info: Any) -> str:
+    return text(info.busId).lower()

@@ -1,0 +1,81 @@
+"""Whether the kernel has ended a process for want of memory, and whose memory it was: the host's, or a container's."""
+
+from pathlib import Path
+
+from dure.host.cgroups import CGROUPS, groups_of
+
+_VMSTAT = Path("/proc/vmstat")
+_NO_LIMIT_BYTES = 2**60
+"""Version 1 of the groups writes a limit of about 2**63 where there is none."""
+_CHARGED_AT_ONCE_BYTES = 2**22
+"""The kernel takes a group's memory in portions: a huge page of 2 MiB was refused before the very limit."""
+
+
+class OomWatch:
+    """The kernel's counters when a process started, for comparison with those when it has ended.
+
+    Its own group counts the processes that were ended in it, for want of whosever memory: exact, where it can be read.
+    The host's counter knows of all containers, so that another one's loss would look like this process's.
+    """
+
+    def __init__(self, pid: int, root: Path = CGROUPS, vmstat: Path = _VMSTAT) -> None:
+        self._pid, self._root, self._vmstat = pid, root, vmstat
+        self._host_before = _number(vmstat, "oom_kill")
+        self._groups: list[Path] = []
+        self._before: dict[Path, tuple[int | None, int | None]] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Find out which groups it is in, while it lives: somebody may have put it into others."""
+        groups = list(groups_of("memory", self._pid, self._root))
+        # of a process that is about to end, version 1 says that it is in the root
+        if groups and groups[0] not in self._groups:
+            self._groups, self._before = groups, {group: _counts(group) for group in groups}
+
+    def was_killed(self) -> bool | None:
+        """Whether the kernel has ended it for want of memory, of a process that was killed; None: not known."""
+        own = next((group for group in self._groups if self._before[group][0] is not None), None)
+        if own is not None and (kills := _counts(own)[0]) is not None:
+            return kills != self._before[own][0]
+        now = _number(self._vmstat, "oom_kill")
+        return None if self._host_before is None or now is None else now > self._host_before
+
+    def limit_bytes(self) -> int | None:
+        """Return the limit of the innermost group (a container, a job) that was full meanwhile; None: none was."""
+        for group in self._groups:
+            before, now, limit = self._before[group][1], _counts(group)[1], _limit(group)
+            if limit is None:
+                continue
+            if (before is not None and now is not None and now > before) or _met_with_swap(group, limit):
+                return limit
+        return None
+
+
+def _counts(group: Path) -> tuple[int | None, int | None]:
+    """Return how many processes the kernel has ended in a group, and how often the group was full."""
+    if (kills := _number(group / "memory.events", "oom_kill")) is not None:
+        return kills, _number(group / "memory.events", "oom")
+    return _number(group / "memory.oom_control", "oom_kill"), _number(group / "memory.failcnt")
+
+
+def _met_with_swap(group: Path, limit: int) -> bool:
+    """Whether memory and swap together met a limit that is no higher than memory's: newer kernels do not count that."""
+    together, most = _number(group / "memory.memsw.limit_in_bytes"), _number(group / "memory.memsw.max_usage_in_bytes")
+    return together is not None and most is not None and together <= limit and most > together - _CHARGED_AT_ONCE_BYTES
+
+
+def _limit(group: Path) -> int | None:
+    limits = _number(group / "memory.max"), _number(group / "memory.limit_in_bytes")
+    return next((limit for limit in limits if limit is not None and limit < _NO_LIMIT_BYTES), None)
+
+
+def _number(file: Path, name: str | None = None) -> int | None:
+    """Return the number that stands in a file alone, or behind a name; None where there is none."""
+    try:
+        for line in file.read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[:-1] == ([] if name is None else [name]):
+                return int(words[-1])
+    except (OSError, ValueError):  # no such file; "max"
+        return None
+    return None

@@ -1,0 +1,1 @@
+"""Ranks that do not get on: notice, ask, explain."""

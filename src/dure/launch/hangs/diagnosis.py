@@ -1,0 +1,356 @@
+"""From what every rank was at to one answer: who waits in which call at which line, who is elsewhere, and where."""
+
+import linecache
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dure.errors import DureError
+from dure.failures.frames import OWN_ROOT, Frame, users_frame
+from dure.launch.hangs.rank_state import RankState, state_from_json
+from dure.launch.hangs.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
+from dure.process.stop_signals import signal_name
+from dure.records.run_dir import RunDir
+from dure.terminal import tell
+
+_LOADER_FILE = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+_DEBUGGER_FILES = tuple(os.path.join(os.path.dirname(os.__file__), name) for name in ("bdb.py", "code.py"))
+_MOST_TEXT = 100
+_USUAL_PHASES = ("starting", "training")
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What one rank is at, in words and for comparison."""
+
+    state: RankState
+    waits_in: Wait | None
+    """A call in which it waits for other ranks."""
+    what: str
+    """`waits in all_reduce #10 of [3] float`, `computes`, ..."""
+    line: Frame | None
+    """The user's line, or the innermost where none is the user's."""
+    call: str = ""
+    """The call that it waits in, by name."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether it waits for other ranks."""
+        return self.waits_in is not None
+
+    @property
+    def will_not_go_on(self) -> bool:
+        """Return whether it never does by itself; one that computes, loads data or sleeps may only be slow."""
+        return self.state.exit_code is not None or self.state.is_stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangVerdict:
+    """Why no step finishes."""
+
+    text: str
+    """For people: the first line names who is to blame and who waits, the rest where each rank is."""
+    culprits: tuple[int, ...]
+    """Ranks that the others wait for; empty where none can be named."""
+    is_certain: bool
+    """True if it will not end by itself; a rank that computes, loads data or sleeps may only be slow."""
+    states: tuple[RankState, ...]
+    is_waited: bool = True
+    """True if any rank waits for another."""
+
+    def has_moved(self, later: Sequence[RankState]) -> bool:
+        """Return whether a rank that is to blame is elsewhere, has made other calls, or is not seen in a later look."""
+        now = {state.rank: state.whereabouts for state in later}
+        before = [state for state in self.states if state.rank in self.culprits]
+        return any(now.get(state.rank) != state.whereabouts for state in before)
+
+    def announcing(self, what_follows: str | None) -> "HangVerdict":
+        """Return the verdict with a last line that says what will be done."""
+        return self if what_follows is None else replace(self, text=f"{self.text}\n  {what_follows}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "culprits": list(self.culprits),
+            "is_certain": self.is_certain,
+            "ranks": [state.to_json() for state in self.states],
+        }
+
+
+def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
+    """Rebuild a verdict from `to_json`'s answer."""
+    return HangVerdict(
+        text=data["text"],
+        culprits=tuple(data["culprits"]),
+        is_certain=data["is_certain"],
+        states=tuple(state_from_json(state) for state in data["ranks"]),
+    )
+
+
+def tell_of_hang(run: RunDir | None, verdict: HangVerdict) -> None:
+    """Keep all that was found out, where a run's folder is this launcher's to write, and say it in the terminal."""
+    with suppress(DureError):
+        if run is not None:
+            run.note_hang(verdict.to_json())
+    tell(verdict.text)
+
+
+def explain(states: Sequence[RankState], silent_seconds: float) -> HangVerdict:
+    """Say who is where.
+
+    Args:
+        states: Of all ranks, those that have ended too.
+        silent_seconds: How long no step has finished.
+    """
+    ranks = [state.rank for state in states]
+    places = [_where(state, ranks) for state in states]
+    blame = _blame(places)
+    has_steps = any(state.step > 0 for state in states) or all(state.calls <= 0 for state in states)
+    kind = "step" if has_steps else "call of a process group"
+    lines = [f"no {kind} has finished for {silent_seconds:.1f} s: {blame.reason}"]
+    is_one_mute = any(_is_mute(state) for state in states)
+    for group in _alike(places):
+        first = group[0]
+        progress = _progress([place.state for place in group], with_sequence=is_one_mute)
+        lines.append(f"  {_ranks(group)} {_said(group)}{_at(first.line)}{progress}")
+        text = _source(first.line)
+        if text:
+            lines.append(f"    {text}")
+    return HangVerdict(
+        text="\n".join(lines),
+        culprits=tuple(blame.culprits),
+        is_certain=blame.is_certain,
+        states=tuple(states),
+        is_waited=any(place.is_waiting for place in places),
+    )
+
+
+def _where(state: RankState, world: Sequence[int]) -> Where:
+    line = _users_line(state)
+    if state.exit_code is not None:
+        how = f"exit code {state.exit_code}" if state.exit_code >= 0 else signal_name(-state.exit_code)
+        return Where(state=state, waits_in=None, what=f"has left with {how}", line=None)
+    if state.is_stopped:
+        said = f"was stopped from outside (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT {state.pid}` lets it go on"
+        return Where(state=state, waits_in=None, what=said, line=line)
+    wait = wait_of(state, users_frame(state.main))
+    if wait is None:
+        return Where(state=state, waits_in=None, what=_doing(state), line=line)
+    call = wait.describe(world)
+    # what it does itself is what keeps the others, if they wait for it
+    what = f"waits in {call}" if wait.is_main else f"{_doing(state)} while {call} has not finished"
+    return Where(state=state, waits_in=wait, what=what, line=wait.line, call=call)
+
+
+def _doing(state: RankState) -> str:
+    busy = state.busy_fraction >= BUSY_FRACTION
+    inner = state.main[0] if state.main else None
+    if state.phase == "leaving":
+        return "has come to its end and is leaving"
+    if state.collectives is None and busy:
+        return "is in native code that lets no other thread run (it holds Python's lock)"
+    if any(_LOADER_FILE in frame.file for frame in state.main):
+        return "waits for data from its loader"
+    if inner is not None and inner.function == "_recv_bytes":
+        return "waits for another process of its own"
+    if not busy and any(frame.file in _DEBUGGER_FILES for frame in state.main):
+        return "waits in a debugger"
+    if busy:
+        return "computes"
+    if state.collectives is None:
+        return "waits in native code with Python's lock held"
+    return "is idle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blame:
+    culprits: Sequence[int]
+    reason: str
+    is_certain: bool = False
+
+
+def _blame(places: Sequence[Where]) -> _Blame:
+    """Find who the others wait for, and say it in one sentence."""
+    by_rank = {place.state.rank: place for place in places}
+    states = {rank: place.state for rank, place in by_rank.items()}
+    waits = {rank: place.waits_in for rank, place in by_rank.items() if place.waits_in is not None}
+    edges = {rank: awaited_by(rank, waits, states) for rank in waits}
+    stopped = [place for place in places if place.state.is_stopped]
+    if stopped:
+        return _blamed(stopped, places, edges)
+    in_vain = {rank for rank, wait in waits.items() if wait.is_main} or set(waits)
+    # who waits for one that does something else may only have to wait for long; the rest wait for each other
+    stuck = [by_rank[rank] for rank in sorted(in_vain) if reached(rank, edges) <= in_vain]
+    found = circles(_ranks_of(stuck), edges)
+    if found:
+        return _disagreement([by_rank[rank] for rank in found[0]])
+    awaited = {one for rank in in_vain for one in reached(rank, edges)} - in_vain
+    left = [place for place in places if place.state.rank in awaited and place.state.exit_code is not None]
+    busy = [place for place in places if place.state.rank in awaited and place not in left]
+    if left or busy:
+        # one that waits in the background for another is no end of the chain while there is one
+        ends = [place for place in busy if not place.is_waiting]
+        return _blamed(left or ends or busy, places, edges)
+    if stuck:
+        return _same_call(stuck, len(places))
+    here = [place for place in places if place.state.exit_code is None]
+    alike = next(iter(_alike(here)), [])
+    if len(here) > len(alike) > 0:
+        return _Blame(culprits=[], reason="no rank waits for another, and none gets on")
+    said = f"{_ranks(alike)} {_said(alike)}{_at(alike[0].line)}" if alike else "there is no rank"
+    return _Blame(culprits=[], reason=said)
+
+
+def _blamed(culprits: Sequence[Where], places: Sequence[Where], edges: Mapping[int, set[int]]) -> _Blame:
+    """Say where those are whom the others wait for."""
+    ranks = _ranks_of(culprits)
+    others = [place for place in places if place not in culprits]
+    waiting = [place for place in others if edges.get(place.state.rank, set()) & set(ranks)]
+    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(culprits))
+    return _Blame(
+        culprits=ranks,
+        reason=f"{said}{_waited_for(waiting)}",
+        is_certain=all(place.will_not_go_on for place in culprits),
+    )
+
+
+def _disagreement(circle: Sequence[Where]) -> _Blame:
+    """Say of ranks that wait for each other what they do not agree on."""
+    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(circle))
+    waits = [place.waits_in for place in circle if place.waits_in is not None]
+    return _Blame(
+        culprits=_minority(circle),
+        reason=f"{_why(waits)}: {said}",
+        # another thread of a rank may do later what the ranks wait for
+        is_certain=all(wait.is_followed and wait.is_main for wait in waits)
+        and not any(_has_other_threads(place) for place in circle),
+    )
+
+
+def _why(waits: Sequence[Wait]) -> str:
+    pairs = [(one, other) for one in waits for other in waits if one is not other]
+    role = next((one.role for one, other in pairs if one.is_same_as(other) and differ_in_peer(one, other)), None)
+    if all(wait.is_transfer for wait in waits):
+        kinds = {wait.op.removeprefix("i").removesuffix("_object_list") for wait in waits}
+        if len(kinds) == 1:
+            return f"ranks wait for each other in {kinds.pop()}, and none does the other part"
+        return "sends and receives do not fit each other"
+    if role is not None:
+        return f"ranks do not agree on {role}"
+    same_number = (
+        (one.recorded, other.recorded)
+        for one, other in pairs
+        if (one.group, one.sequence) == (other.group, other.sequence)
+    )
+    if any(one is not None and other is not None and not agree(one, other) for one, other in same_number):
+        return "ranks do not agree on what comes next"
+    return "ranks wait for each other in different calls"
+
+
+def _same_call(stuck: Sequence[Where], num_ranks: int) -> _Blame:
+    """Say of ranks which wait in calls that all have come to what is known of it."""
+    waits = [place.waits_in for place in stuck if place.waits_in is not None]
+    said = "; ".join(f"{_ranks(group)} {_said(group)}{_at(group[0].line)}" for group in _shown(stuck))
+    if any(not wait.is_followed for wait in waits):
+        return _Blame(culprits=[], reason=said)
+    if all(wait.is_same_as(waits[0]) for wait in waits):
+        if len(waits) == len(waits[0].members or range(num_ranks)):
+            who = "all ranks wait" if len(waits) == num_ranks else f"{_ranks(stuck)} wait"
+            reason = f"{who} in the same call{_at(stuck[0].line)}: a link between them is cut or very slow"
+            return _Blame(culprits=[], reason=reason)
+        return _Blame(culprits=[], reason=f"{said}, which the others have called too, and have finished")
+    sizes = {wait.sizes for wait in waits}
+    if all(wait.is_transfer for wait in waits):
+        why = "the sizes of send and recv differ" if len(sizes) > 1 else "a link between them is cut or very slow"
+        return _Blame(culprits=_ranks_of(stuck) if len(sizes) > 1 else [], reason=f"{said}: {why}")
+    return _Blame(culprits=_minority(stuck), reason=f"ranks wait in different calls: {said}")
+
+
+def _has_other_threads(place: Where) -> bool:
+    return any(users_frame(frames) is not None for frames in place.state.others)
+
+
+def _shown(places: Sequence[Where]) -> list[list[Where]]:
+    """Return ranks by where they are, the fewest first; of many only some."""
+    groups = sorted(_alike(places), key=len)
+    return groups if len(groups) <= _MOST_SHOWN else [*groups[: _MOST_SHOWN - 1], groups[-1]]
+
+
+def _minority(places: Sequence[Where]) -> list[int]:
+    """Return the ranks that are not where most are; all of them where there is no majority."""
+    where = Counter((place.line, place.what) for place in places)
+    (most, count), *rest = where.most_common()
+    if not rest or rest[0][1] == count:
+        return _ranks_of(places)
+    return _ranks_of([place for place in places if (place.line, place.what) != most])
+
+
+def _waited_for(waiting: Sequence[Where]) -> str:
+    said = [
+        f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} for it in {group[0].call}{_at(group[0].line)}"
+        for group in _shown(waiting)
+    ]
+    return f", and {'; '.join(said)}" if said else ""
+
+
+def _alike(places: Sequence[Where]) -> list[list[Where]]:
+    """Group ranks that are at the same: in a run of hundreds most are."""
+    groups: dict[tuple[str, Frame | None, int], list[Where]] = {}
+    for place in places:
+        groups.setdefault((place.what, place.line, place.state.step), []).append(place)
+    return list(groups.values())
+
+
+def _is_mute(state: RankState) -> bool:
+    """Whether a rank is there and could not answer; its last heartbeat is all that it has told."""
+    return state.collectives is None and state.exit_code is None
+
+
+def _progress(states: Sequence[RankState], *, with_sequence: bool) -> str:
+    """Say how far ranks in one place had come at their last heartbeats: of one that cannot answer it is all we know."""
+    state = states[0]
+    if state.exit_code is not None:
+        return ""
+    step = f", in step {state.step}" if state.step > 0 else ", with no step done" if _is_mute(state) else ""
+    phase = f" ({state.phase})" if state.step > 0 and state.phase not in _USUAL_PHASES else ""
+    numbers = {state.sequence for state in states}
+    has_number = with_sequence and len(numbers) == 1 and state.sequence >= 0
+    number = f", after collective #{state.sequence}" if has_number else ""
+    return f"{step}{phase}{number}"
+
+
+def _ranks(places: Sequence[Where]) -> str:
+    numbers = _ranks_of(places)
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"
+
+
+def _said(places: Sequence[Where]) -> str:
+    """Say what ranks are at, in the singular or the plural."""
+    verb, space, rest = places[0].what.partition(" ")
+    if len(places) > 1:
+        verb = {"is": "are", "was": "were", "has": "have"}.get(verb, verb.removesuffix("s"))
+    return f"{verb}{space}{rest}"
+
+
+def _ranks_of(places: Sequence[Where]) -> list[int]:
+    return [place.state.rank for place in places]
+
+
+def _users_line(state: RankState) -> Frame | None:
+    """Return the user's line that the rank is in; where there is none, the innermost that is not dure's own."""
+    foreign = [frame for frame in state.main if not frame.file.startswith((OWN_ROOT, "<frozen"))]
+    return users_frame(state.main) or next(iter(foreign), None)
+
+
+def _at(line: Frame | None) -> str:
+    return "" if line is None else f" at {line}"
+
+
+def _source(line: Frame | None) -> str:
+    text = "" if line is None else linecache.getline(line.file, line.line).strip()
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

@@ -1,0 +1,151 @@
+"""Asks every rank what it is at, while it hangs: its Python stacks, its collectives, and what the system sees of it."""
+
+import ctypes
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dure.launch.hangs.rank_state import Call, RankState, collective_from, frames_from
+from dure.launch.worker.questions import wait_for_answers
+from dure.launch.worker.responder import STACKS_SIGNAL, STATE
+from dure.launch.worker.stacks import Threads, head, is_stopped, proc_stat, written_stacks
+from dure.process.heartbeat import Heartbeats
+
+if TYPE_CHECKING:
+    from dure.launch.worker.worker_process import Worker
+
+_PATIENCE_SECONDS = 1.0
+"""A rank that has not answered by then cannot: it is stopped, or native code holds the interpreter."""
+_NUM_SAMPLES, _SAMPLE_SECONDS = 10, 0.01
+_NUM_QUIET = 10
+"""Samples in which nothing was written any more: then the stacks are whole."""
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""The number of the system call that sends a signal to one thread, for no library's function does."""
+_OBSERVER = re.compile(r"^observer (\d+)$", re.M)
+
+
+def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankState]:
+    """Ask all ranks at once; takes at most about three seconds, whatever they are doing."""
+    alive = [worker for worker in workers if worker.end is None]
+    began = time.monotonic()
+    busy = _busy_fractions(alive)  # before they are asked: a rank waits for its own observer, which needs Python's lock
+    answers = _answers(alive)
+    mute = [worker for worker in alive if worker.rank not in answers and not is_stopped(worker.pid)]
+    stacks = _written_stacks(mute)
+    states = []
+    for worker in workers:
+        beat = heartbeats.last(worker.rank)
+        told = {} if worker.end is not None else _told(worker, answers.get(worker.rank), stacks.get(worker.rank))
+        state = RankState(
+            rank=worker.rank,
+            pid=worker.pid,
+            step=beat.step,
+            phase=beat.phase,
+            silent_seconds=began - beat.time if beat.time else 0.0,
+            sequence=beat.sequence,
+            exit_code=None if worker.end is None else worker.end.exit_code,
+            busy_fraction=busy.get(worker.rank, 0.0),
+            **told,
+        )
+        states.append(state)
+    return states
+
+
+def _told(worker: "Worker", answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
+    """Return the fields of a state that a rank has told of itself, or its system of it."""
+    told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid)}
+    if answer is None:
+        main, others = stacks or ((), ())
+        return {**told, "main": main, "others": others}
+    return {
+        **told,
+        "main": frames_from(answer["main"]),
+        "others": tuple(frames_from(frames) for frames in answer["others"]),
+        "collectives": tuple(collective_from(one) for one in answer["collectives"]),
+        "call": answer["call"] and Call(**answer["call"]),
+        "called": answer["called"],
+        "groups": answer["groups"],
+        "calls": answer["calls"],
+    }
+
+
+def _answers(workers: "Sequence[Worker]") -> dict[int, Mapping[str, Any]]:
+    """Ask, and collect what comes back in time."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    waiting = {worker: worker.questions.ask(STATE) for worker in workers if not is_stopped(worker.pid)}
+    done: dict[int, Mapping[str, Any]] = {}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        wait_for_answers([worker.questions for worker in waiting], left)
+        for worker, number in list(waiting.items()):
+            answer = worker.questions.take(number)
+            if answer is not None:
+                done[worker.rank] = answer
+            if answer is not None or worker.questions.is_over:
+                del waiting[worker]
+    return done
+
+
+def _written_stacks(workers: "Sequence[Worker]") -> dict[int, Threads]:
+    """Let ranks that cannot answer write their stacks by a signal, and wait until they are whole."""
+    began_at = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in workers}
+    for worker in workers:
+        _ask_by_signal(worker)
+    before: dict[int, int] = {}
+    num_quiet = 0
+    deadline = time.monotonic() + (_PATIENCE_SECONDS if workers and STACKS_SIGNAL is not None else 0.0)
+    while time.monotonic() < deadline:
+        here = [worker for worker in workers if proc_stat(worker.pid)[0] not in "?Z"]
+        sizes = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in here}
+        num_quiet = num_quiet + 1 if sizes == before else 0
+        if num_quiet > _NUM_QUIET and all(size > began_at[rank] for rank, size in sizes.items()):
+            break
+        before = sizes
+        time.sleep(_SAMPLE_SECONDS)
+    return {worker.rank: written_stacks(worker.stacks_fd, began_at[worker.rank]) for worker in workers}
+
+
+def _ask_by_signal(worker: "Worker") -> None:
+    """Send the signal to the thread that looks, for in any other it would cut a system call of the script's short."""
+    if STACKS_SIGNAL is None:
+        return
+    observer = _OBSERVER.search(head(worker.stacks_fd))
+    call = _TGKILL.get(os.uname().machine) if sys.platform == "linux" else None
+    if observer is None or call is None:
+        with suppress(OSError):
+            worker.send(STACKS_SIGNAL)
+    else:
+        ctypes.CDLL(None).syscall(call, worker.pid, int(observer[1]), int(STACKS_SIGNAL))
+
+
+def _busy_fractions(workers: "Sequence[Worker]") -> dict[int, float]:
+    """Return how much of the time each main thread was running, or would have been had there been a core for it."""
+    counts = dict.fromkeys((worker.rank for worker in workers), 0)
+    used = {worker.rank: _used_seconds(worker.pid) for worker in workers}
+    began = time.monotonic()
+    for _ in range(_NUM_SAMPLES):
+        for worker in workers:
+            counts[worker.rank] += proc_stat(worker.pid)[0] == "R"
+        time.sleep(_SAMPLE_SECONDS)
+    seconds = time.monotonic() - began
+    # the system adds up a wait for a core when it is over, and a sample may fall on moments that are no rule
+    return {
+        worker.rank: max(
+            counts[worker.rank] / _NUM_SAMPLES,
+            min(1.0, (_used_seconds(worker.pid) - used[worker.rank]) / seconds),
+        )
+        for worker in workers
+    }
+
+
+def _used_seconds(pid: int) -> float:
+    """Return how long a main thread has run and has waited for a core; 0 where the system does not count it."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
+            ran, waited, _ = file.read().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(ran) + int(waited)) / 1e9

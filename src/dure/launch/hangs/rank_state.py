@@ -1,0 +1,125 @@
+"""State of one rank at the moment when it was looked at."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dure.failures.frames import Frame
+from dure.launch.worker.stacks import without_launcher
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A call of the process group that has not returned everywhere, or the last one that has."""
+
+    group: str
+    sequence: int
+    op: str
+    sizes: list[Any]
+    dtypes: list[str]
+    time: float
+    """Of the call, seconds since the epoch."""
+    is_pending: bool
+    frames: tuple[Frame, ...]
+    """Where it was called, the innermost first."""
+
+    def __str__(self) -> str:
+        """Name it, as people speak of it: `all_reduce #10 of [3] float`."""
+        shapes = ", ".join(f"{size}" for size in self.sizes[:2])
+        kinds = ", ".join(dict.fromkeys(self.dtypes)).lower()
+        return f"{self.op} #{self.sequence}" + (f" of {shapes} {kinds}".rstrip() if shapes else "")
+
+    @property
+    def signature(self) -> tuple[str, str, str]:
+        """What must be the same on all ranks."""
+        return self.op, str(self.sizes), str(self.dtypes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The call of `torch.distributed` that a thread is in, by its frames; gloo's record knows no sends and receives."""
+
+    op: str
+    group: str
+    role: str | None
+    """`src` or `dst`, where one rank has that part."""
+    peer: int | None
+    """The rank in that role; None: any, or not known."""
+    tag: int
+    sizes: list[Any]
+    is_main: bool
+    """True if it is the main thread's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What one rank was at when it was looked at."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    silent_seconds: float
+    """Since it last told of itself; 0 if it never did."""
+    sequence: int = -1
+    """Collectives that the group of all ranks had been asked for when it last told of itself; -1: not known."""
+    exit_code: int | None = None
+    """Of a rank that has ended."""
+    is_stopped: bool = False
+    """Whether the system keeps it from running: SIGSTOP, Ctrl-Z or a debugger."""
+    busy_fraction: float = 0.0
+    """How often its main thread had something to compute when it was looked at."""
+    main: tuple[Frame, ...] = ()
+    """The main thread's frames, the innermost first."""
+    others: tuple[tuple[Frame, ...], ...] = ()
+    """Those of its other threads."""
+    collectives: tuple[Collective, ...] | None = None
+    """The last ones, oldest first; None where it could not answer."""
+    call: Call | None = None
+    """Call that a thread of the script is in."""
+    called: str | None = None
+    """Name of what the main thread's innermost line calls, where the source says it."""
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The ranks of each process group that it knows, by the group's name."""
+    calls: int = -1
+    """Calls that it has made of all process groups, sends and receives too; -1: not known."""
+
+    @property
+    def whereabouts(self) -> tuple[object, ...]:
+        """Values of which one changes when the rank gets on."""
+        return self.step, self.calls, self.main, self.exit_code
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def state_from_json(data: dict[str, Any]) -> RankState:
+    """Rebuild a state from `to_json`'s answer."""
+
+    def frames(many: Sequence[dict[str, Any]]) -> tuple[Frame, ...]:
+        return tuple(Frame(**frame) for frame in many)
+
+    collectives = data["collectives"]
+    return RankState(
+        **{
+            **data,
+            "main": frames(data["main"]),
+            "others": tuple(frames(thread) for thread in data["others"]),
+            "collectives": None
+            if collectives is None
+            else tuple(Collective(**{**one, "frames": frames(one["frames"])}) for one in collectives),
+            "call": None if data["call"] is None else Call(**data["call"]),
+        }
+    )
+
+
+def frames_from(told: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
+    return without_launcher(Frame(file=file, line=line, function=name) for file, line, name in told)
+
+
+def collective_from(told: Mapping[str, Any]) -> Collective:
+    """Read one entry of `torchcompat.flight_record`."""
+    return Collective(**{**told, "frames": frames_from(told["frames"])})

@@ -1,0 +1,174 @@
+"""Notices that no step finishes, from the heartbeats that ranks leave in shared memory.
+
+A script without optimiser steps leaves none. Its ranks are asked how many calls of process groups they have made.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dure.process.heartbeat import Heartbeats, Pace
+
+LEAST_SECONDS = 10.0
+"""Shorter waits are no hang: a loader starts, a file system hesitates."""
+TIMES_MEDIAN = 10.0
+TIMES_LONGEST = 3.0
+"""What has once taken so long and went on may take three times as long the next time."""
+UNKNOWN_SECONDS = 300.0
+"""Where it is not known yet how long things take: the first step may compile, a checkpoint may be large."""
+TIMES_UNCERTAIN = 6.0
+"""A rank that may only be slow gets so many times the limit."""
+_FEWEST_KNOWN = 3
+_MOST_KNOWN = 101
+_GAP_SECONDS = 5.0
+"""A supervisor that has not looked for so long was stopped itself, with all ranks: `Ctrl-Z`, then `fg`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangPolicy:
+    """When no news is bad news, and what then happens."""
+
+    hang_after: float | None = None
+    """Seconds of silence, whatever a rank is at; None: by what has been seen of the run."""
+    action: str = "restart"
+    """`restart`, `stop` or `wait`."""
+
+    counts_calls: bool = False
+    """True if a call of a process group is news too: of a script nobody knows what its steps are."""
+
+    def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
+        """Return whether it is time to do something. A rank that may only be slow gets longer."""
+        return seconds > self.patience(threshold, is_certain=is_certain)
+
+    def patience(self, threshold: float, *, is_certain: bool) -> float:
+        """Return after how many seconds of silence something is done."""
+        if self.action == "wait":
+            return float("inf")
+        if self.hang_after is not None:
+            return self.hang_after
+        return threshold if is_certain else TIMES_UNCERTAIN * threshold
+
+    def announcement(self, seconds: float, threshold: float, *, is_certain: bool) -> str | None:
+        """Say what will be done, and when, if nothing changes; None: it is done now, or never."""
+        patience = self.patience(threshold, is_certain=is_certain)
+        if seconds > patience or patience == float("inf"):
+            return None
+        done = "all ranks are started again" if self.action == "restart" else "the run is ended"
+        return f"it may only be slow: {done} after {patience:.0f} s of this (--hang-after sets a limit)"
+
+
+@dataclass(kw_only=True)
+class _Calls:
+    """The calls of process groups of one rank."""
+
+    count: int = 0
+    time: float = 0.0
+    """When the last one was noticed."""
+    longest_seconds: float = 0.0
+    """Longest time between two calls."""
+
+
+class Watchdog:
+    """Looks at the heartbeats of ranks; every look costs some microseconds for each."""
+
+    def __init__(
+        self, heartbeats: Heartbeats, hang_after: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.heartbeats = heartbeats
+        self.hang_after = hang_after
+        self.clock = clock
+        self._last_look = clock()
+        self._not_before = 0.0
+        """Silence is counted from here at the earliest."""
+        self._seen: dict[int, int] = {}
+        """By rank: how many of its beats."""
+        self._paces: dict[tuple[int, str], Pace] = {}
+        self._known: dict[str, deque[tuple[float, float]]] = {}
+        """By phase: how long the next beat took to come, the mean and the longest between two looks."""
+        self._beats: dict[str, int] = {}
+        """By phase: how many of them are known."""
+        self.last_threshold = UNKNOWN_SECONDS
+        """Of the rank that is silent for longest, where some are for too long."""
+        self._calls: dict[int, _Calls] = {}
+        self.mute: set[int] = set()
+        """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
+        self.is_known = True
+        """True if that rank's limit is known from what it did before, or was given."""
+        self._tell_at = 0.0
+        """Silence below this has been told already."""
+
+    def silent_seconds(self, ranks: Sequence[int]) -> float | None:
+        """Return how long no step has finished, once that is too long, and again each time it has doubled.
+
+        None while all is well, or there is nothing new.
+
+        Args:
+            ranks: Those that are there.
+        """
+        now = self.clock()
+        if now - self._last_look > _GAP_SECONDS:
+            self._not_before = now
+        self._last_look = now
+        silent: list[tuple[float, float, bool]] = []
+        last_call = max((calls.time for calls in self._calls.values()), default=0.0)
+        for rank in ranks:
+            beat = self.heartbeats.last(rank)
+            if not beat.time:
+                continue  # it has nothing to tell, or not yet
+            if self._seen.get(rank) != beat.count:
+                self._seen[rank] = beat.count
+                self._learn(rank)
+            calls = self._calls.get(rank, _Calls())
+            seconds = now - max(beat.time, last_call if rank in self.mute else calls.time, self._not_before)
+            self.last_threshold = self.threshold(beat.phase)
+            self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
+            if not self.is_known and calls.count:
+                self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)
+            if seconds > self.last_threshold:
+                silent.append((seconds, self.last_threshold, self.is_known))
+        if not silent:
+            self._tell_at = 0.0
+            return None
+        longest, self.last_threshold, self.is_known = max(silent)
+        if longest <= self._tell_at:
+            return None
+        uncertain = TIMES_UNCERTAIN * self.last_threshold
+        self._tell_at = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
+        return longest
+
+    def told_nothing(self, seconds: float) -> None:
+        """Look again soon: silence of so many seconds was no hang."""
+        self._tell_at = min(seconds + LEAST_SECONDS, UNKNOWN_SECONDS)
+
+    def note_calls(self, rank: int, count: int) -> None:
+        """Take note of how many calls of process groups a rank has made so far."""
+        calls = self._calls.setdefault(rank, _Calls())
+        if count <= calls.count:
+            return
+        now = self.clock()
+        if calls.count:
+            calls.longest_seconds = max(calls.longest_seconds, now - calls.time)
+        calls.count, calls.time = count, now
+
+    def threshold(self, phase: str) -> float:
+        """Return how many seconds of silence are too many."""
+        if self.hang_after is not None:
+            return self.hang_after
+        known = self._known.get(phase, ())
+        if self._beats.get(phase, 0) < _FEWEST_KNOWN:
+            return UNKNOWN_SECONDS
+        median = statistics.median(mean for mean, _ in known)
+        return max(LEAST_SECONDS, TIMES_MEDIAN * median, TIMES_LONGEST * max(longest for _, longest in known))
+
+    def _learn(self, rank: int) -> None:
+        for phase, pace in self.heartbeats.paces(rank).items():
+            before = self._paces.get((rank, phase), Pace())
+            self._paces[rank, phase] = pace
+            number = pace.count - before.count
+            if number > 0:
+                mean = (pace.seconds - before.seconds) / number
+                longest = pace.longest_seconds if pace.longest_seconds > before.longest_seconds else mean
+                self._known.setdefault(phase, deque(maxlen=_MOST_KNOWN)).append((mean, longest))
+                self._beats[phase] = self._beats.get(phase, 0) + number

@@ -1,0 +1,251 @@
+"""What ranks speak through, as their supervisor has it: pipes to a process that shows their lines and keeps them."""
+
+import fcntl
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from dure.launch.logs import log_pump
+from dure.own_files import touch
+from dure.terminal import own_descriptor
+
+_PIPE_BYTES = 2**20
+"""That a rank may say before anybody reads it, where the system allows so much."""
+_RELAY_BYTES = 2**16
+_POLL_SECONDS = 0.02
+_CATCH_UP_SECONDS = 1.0
+"""How long the supervisor holds its own words back for those of ranks: one that floods its pipe has no last word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voice:
+    """Where goes what a rank says."""
+
+    log: Path
+    consoles: tuple[int | None, int | None] = (None, None)
+    """The descriptors on which its stdout and its stderr are shown, if they are. Where both go to one place, the lines
+    keep their order."""
+    prefix: str = ""
+    """Of shown lines."""
+    has_live_line: bool = False
+    """Whether an unfinished line is shown at once, to be written over: the consoles are a terminal or a notebook."""
+    can_erase: bool = True
+    """Whether the rest of a line can be erased there; a notebook needs blanks."""
+
+
+class Relay:
+    """Pipe from the process that shows ranks' lines to a stream of Python's, where that is not a descriptor of its own.
+
+    A notebook's `sys.stderr` is such a stream. It is written by the process that calls, between two looks at the ranks.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.reading, False)
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    @classmethod
+    def of_stderr(cls) -> "Relay | None":
+        """Return a relay to Python's stderr, None if that is the process's own."""
+        return cls(sys.stderr) if own_descriptor(sys.stderr) is None else None
+
+    def pass_on(self) -> None:
+        """Write what has come to the stream."""
+        with suppress(BlockingIOError):
+            while data := os.read(self.reading, _RELAY_BYTES):
+                with suppress(OSError, ValueError):  # closed meanwhile: the ranks go on
+                    self._stream.write(self._decoder.decode(data))
+                    self._stream.flush()
+
+    def close(self) -> None:
+        """Let go of the pipe."""
+        _close((self.reading, self.writing))
+
+
+class RankLogs:
+    """The logs of a host's ranks; which ranks it has may change from round to round."""
+
+    def __init__(self, voice_of: Callable[[int], Voice], ranks: Iterable[int], relay: Relay | None = None) -> None:
+        """Make the pipes of the first round's ranks, whose lines one process takes.
+
+        Args:
+            voice_of: Returns where goes what a rank says.
+            ranks: Of the first round.
+            relay: Console of those voices that lead to its descriptor; closed with this object.
+        """
+        first = list(ranks)
+        self._voice_of = voice_of
+        self._relay = relay
+        self._pumps = [_Pump([voice_of(rank) for rank in first])]
+        self._descriptors = dict(zip(first, self._pumps[0].descriptors, strict=True))
+
+    def descriptors_of(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's stdout and stderr go."""
+        if rank not in self._descriptors:
+            self._pumps.append(_Pump([self._voice_of(rank)]))
+            (self._descriptors[rank],) = self._pumps[-1].descriptors
+        return self._descriptors[rank]
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """Descriptors on which there may be something to do: a rank has said something that is not yet shown."""
+        relay = [] if self._relay is None else [self._relay.reading]
+        return [descriptor for pump in self._pumps for descriptor in pump.waiting_for] + relay
+
+    def start(self) -> None:
+        """Begin to read before anything is said: then it is not lost should the supervisor be killed."""
+        for pump in self._pumps:
+            pump.start()
+
+    def go_on(self) -> None:
+        """See that what was said is shown; to be called whenever there is something to read."""
+        for pump in self._pumps:
+            pump.start_if_needed()
+        self._pass_on()
+
+    def catch_up(self) -> None:
+        """Wait a moment until all that was said is shown, unfinished lines too: what is told next comes below."""
+        for pump in self._pumps:
+            pump.ask()
+        deadline = time.monotonic() + _CATCH_UP_SECONDS
+        patience = _CATCH_UP_SECONDS if self._relay is None else _POLL_SECONDS
+        while not all(pump.has_answered(patience) for pump in self._pumps) and time.monotonic() < deadline:
+            self._pass_on()
+        self._pass_on()
+
+    def leave(self) -> None:
+        """In a forked rank, let go of what belongs to the supervisor and to the other ranks."""
+        for pump in self._pumps:
+            pump.leave()
+        if self._relay is not None:
+            self._relay.close()
+
+    def close(self) -> None:
+        """Wait until all that was said is shown and in the logs; nobody may start a rank afterwards."""
+        for pump in self._pumps:
+            pump.let_go()
+        patience = None if self._relay is None else _POLL_SECONDS
+        while not all(pump.has_ended(patience) for pump in self._pumps):
+            self._pass_on()
+        self._pass_on()
+        if self._relay is not None:
+            self._relay.close()
+
+    def _pass_on(self) -> None:
+        if self._relay is not None:
+            self._relay.pass_on()
+
+
+class _Pump:
+    """The pipes of some ranks, and the process that reads them.
+
+    It is mostly started when something is said: most ranks never say anything, and a start need not wait for it.
+    """
+
+    def __init__(self, voices: Sequence[Voice]) -> None:
+        pipes = [_pipes(is_one=voice.consoles[0] == voice.consoles[1]) for voice in voices]
+        self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
+        """Of each rank: where its stdout and its stderr go."""
+        self.waiting_for = sorted({end for out, err in pipes for end in (out[0], err[0])})
+        """Empty when the process is started."""
+        self._told = [
+            {
+                "log": str(voice.log),
+                "reading": (out[0], err[0]),
+                "consoles": voice.consoles,
+                "prefix": voice.prefix,
+                "has_live_line": voice.has_live_line,
+                "can_erase": voice.can_erase,
+            }
+            for voice, (out, err) in zip(voices, pipes, strict=True)
+        ]
+        self._consoles = {console for voice in voices for console in voice.consoles if console is not None}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._questions: socket.socket | None = None
+        self._is_asked = False
+        for voice in voices:
+            touch(voice.log)
+
+    def start_if_needed(self) -> None:
+        poll = select.poll()
+        for descriptor in self.waiting_for:
+            poll.register(descriptor, select.POLLIN)
+        if self.waiting_for and poll.poll(0):
+            self.start()
+
+    def start(self) -> None:
+        self._questions, theirs = socket.socketpair()
+        told = {"supervisor": theirs.fileno(), "voices": self._told}
+        # nothing of dure or of its environment is needed, and half of the time is saved without
+        command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(told)]
+        inherited = [*self.waiting_for, theirs.fileno(), *self._consoles]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        _close(self.waiting_for)
+        self.waiting_for = []
+
+    def ask(self) -> None:
+        """Ask whether all is shown."""
+        self.start_if_needed()
+        self._is_asked = self._questions is not None
+        if self._questions is not None:
+            with suppress(OSError):  # it was killed
+                self._questions.send(b"?")
+
+    def has_answered(self, seconds: float) -> bool:
+        """Wait so long for the answer; return whether there is nothing more to wait for."""
+        if self._is_asked and self._questions is not None:
+            try:
+                self._questions.settimeout(seconds)
+                self._questions.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:  # it was killed
+                pass
+        self._is_asked = False
+        return True
+
+    def leave(self) -> None:
+        if self._questions is not None:
+            self._questions.close()
+        _close({*self.waiting_for, *(end for both in self.descriptors for end in both)})
+
+    def let_go(self) -> None:
+        """Let it end when it has shown all."""
+        self.start_if_needed()
+        self.leave()
+
+    def has_ended(self, seconds: float | None) -> bool:
+        """Wait so long for its end, and return whether it has come.
+
+        It ends by itself, though not before a paused terminal or a pager has taken what there is to show.
+        """
+        if self._process is None:
+            return True
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+
+def _pipes(*, is_one: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Make a pipe for stdout and one for stderr, or one for both."""
+    out = os.pipe()
+    with suppress(OSError, AttributeError):  # beyond what a user may have, or not Linux
+        fcntl.fcntl(out[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return out, out if is_one else os.pipe()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Other hosts of a run, and the connections to their launchers."""

@@ -1,0 +1,177 @@
+"""Where nodes come in: those that a run begins with, and those that come, or come back, while it goes on."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from dure.errors import Misuse
+from dure.launch.nodes.channel import Channel, ChannelClosed, Door
+from dure.launch.nodes.leader_lease import Lease
+from dure.launch.nodes.member import Member
+from dure.launch.nodes.messages import refusal_of
+from dure.launch.nodes.round_state import RoundNews
+
+_MOST_UNNAMED = 16
+_UNNAMED_SECONDS = 10.0
+"""Within which who has proved itself says who it is."""
+
+
+class Peers(Protocol):
+    """Part of `Nodes` that a reception needs to welcome a node."""
+
+    round: int
+    leader: int
+    members: tuple[Member, ...]
+    lease: Lease | None
+    news: RoundNews
+    ready: set[int]
+    is_over: bool
+    is_stopping: bool
+    is_new_leader: bool
+
+    def is_known(self, rank: int) -> bool:
+        """Return whether there is a node with that rank."""
+        ...
+
+    def add(self, rank: int, channel: Channel) -> None:
+        """Take up a node that has come."""
+        ...
+
+    def yield_to(self, round_number: int) -> None:
+        """Take note that a node which came has gone on for longer than this one."""
+        ...
+
+    def shake(self, why: str) -> None:
+        """End the round, so that the next one begins with other nodes."""
+        ...
+
+
+class Reception:
+    """The door of a run, and those who came through it and have not said who they are."""
+
+    def __init__(self, door: Door, mine: Mapping[str, Any]) -> None:
+        """Take over an open door.
+
+        Args:
+            door: Where nodes knock.
+            mine: What this node said, or would say, when it joins: the others' must be like it.
+        """
+        self.door = door
+        self.mine = dict(mine)
+        self.unnamed: list[Channel] = []
+        self.folder: str | None = None
+        """Of the run, once there is one."""
+        self.waiting: dict[int, Member] = {}
+        """Nodes that came while the run went on, and are not yet of it."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait on."""
+        return [*self.door.descriptors, *(channel.fileno() for channel in self.unnamed)]
+
+    def heard(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:
+        """Return who has said who it is, after at most that time."""
+        self.unnamed += self.door.admit(most_seconds)
+        named = []
+        for channel in self.unnamed[:]:
+            try:
+                messages = channel.receive()
+                late = time.monotonic() - channel.last_heard > _UNNAMED_SECONDS
+                if not messages and not late and len(self.unnamed) <= _MOST_UNNAMED:
+                    continue
+                self.unnamed.remove(channel)
+                if messages:
+                    named.append((channel, messages[0]))
+                else:
+                    channel.close()
+            except ChannelClosed:
+                channel.close()
+                self.unnamed.remove(channel)
+        return named
+
+    def let_in(self, nodes: "Peers") -> None:
+        """Welcome who comes while the run goes on; on the leader, again and again.
+
+        It is of the next round when it has imported what its ranks need; then this round is ended.
+        """
+        for rank in [rank for rank in self.waiting if not nodes.is_known(rank)]:
+            del self.waiting[rank]
+        for channel, said in self.heard(0.0):
+            try:
+                member = checked(said, self.mine, channel)
+                if nodes.is_known(member.node_rank) or self.folder is None:
+                    # that its end has not been noticed yet is likelier than that there are two
+                    channel.send({"kind": "later"})
+                    channel.close()
+                    continue
+                theirs = int(said.get("round", -1))
+                if nodes.is_new_leader and theirs > nodes.round:
+                    nodes.yield_to(theirs)
+                channel.send(
+                    {
+                        "kind": "welcome",
+                        "folder": self.folder,
+                        "epoch": 0 if nodes.lease is None else nodes.lease.epoch,
+                        "leader": nodes.leader,
+                        "keeps_memory": theirs == nodes.round,
+                        "members": [asdict(one) for one in (*nodes.members, member)],
+                    }
+                )
+            except Misuse as error:
+                with suppress(ChannelClosed):
+                    channel.send(refusal_of(error))
+                channel.close()
+                continue
+            except ChannelClosed:
+                channel.close()
+                continue
+            self.waiting[member.node_rank] = member
+            nodes.add(member.node_rank, channel)
+        come = sorted(rank for rank in self.waiting if rank in nodes.ready)
+        here = {member.node_rank for member in nodes.members}
+        if come and nodes.news.shaken is None and not (nodes.is_over or nodes.is_stopping):
+            back = ", ".join(str(self.waiting[rank]) for rank in come)
+            nodes.shake(f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else ""))
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self.door.close()
+        for channel in self.unnamed:
+            channel.close()
+        self.unnamed.clear()
+
+
+def checked(theirs: Mapping[str, Any], mine: Mapping[str, Any], channel: Channel) -> Member:
+    """Compare what a node is about to run with what this one does.
+
+    Raises:
+        Misuse: They disagree; names the field and both values.
+    """
+    try:
+        member = Member(
+            node_rank=int(theirs["node_rank"]),
+            host=str(theirs["host"])[:255],
+            address=channel.peer_address,
+            num_ranks=int(theirs["num_ranks"]),
+            # but for the time that the message took
+            clock_behind_seconds=time.time() - float(theirs["time"]),
+        )
+        num_nodes, facts = theirs["num_nodes"], dict(theirs["facts"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise Misuse("a node speaks another protocol: install the same version of dure on all nodes") from None
+    who = f"node {member.node_rank} ({member.host})"
+    wanted = {"nnodes": mine["num_nodes"], **mine["facts"]}
+    for name, value in {"nnodes": num_nodes, **facts}.items():
+        if name not in wanted or wanted[name] != value:
+            raise Misuse(
+                f"nodes do not run the same: {name} is {wanted.get(name)} on node {mine['node_rank']} and {value} on "
+                f"{who}; start all nodes with the same settings, code and versions"
+            )
+    if missing := [name for name in wanted if name not in ("nnodes", *facts)]:
+        raise Misuse(
+            f"nodes do not run the same: {missing[0]} is {wanted[missing[0]]} on node {mine['node_rank']} and not "
+            f"given on {who}"
+        )
+    return member

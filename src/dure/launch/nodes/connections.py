@@ -1,0 +1,75 @@
+"""The connections of one launcher to others: what is sent, waited for, closed; who is lost is for the owner to say."""
+
+import select
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Any
+
+from dure.launch.nodes.channel import Channel, ChannelClosed
+
+QUIET_SECONDS = 2.5
+"""Without a word for so long, ranks that do not get on may be waiting for that node."""
+_FLUSH_SECONDS = 5.0
+
+
+class Links(ABC):
+    """Connections by node rank."""
+
+    def __init__(self, channels: dict[int, Channel]) -> None:
+        self._channels = channels
+
+    @abstractmethod
+    def _lose(self, rank: int, why: str) -> None:
+        """Take note that a node is gone."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait on for a word of the others."""
+        return [channel.fileno() for channel in self._channels.values()]
+
+    @property
+    def is_one_quiet(self) -> bool:
+        """Whether a node has said nothing for longer than it should."""
+        now = time.monotonic()
+        return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
+
+    def send(self, rank: int, message: dict[str, Any]) -> None:
+        """Send to one node; a message that is too long stays here."""
+        if rank not in self._channels:
+            return
+        try:
+            with suppress(ValueError):
+                self._channels[rank].send(message)
+        except ChannelClosed as error:
+            self._lose(rank, str(error))
+
+    def send_to_all(self, message: dict[str, Any], but: int | None = None) -> None:
+        """Send to all nodes that this one has a connection with."""
+        for rank in [rank for rank in self._channels if rank != but]:
+            self.send(rank, message)
+
+    def sleep(self, most_seconds: float) -> None:
+        """Wait until something comes, at most so long."""
+        poll = select.poll()
+        for descriptor in self.descriptors:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(most_seconds * 1000)
+
+    def close(self) -> None:
+        """Say what is still to be said, and leave."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while any(channel.has_unsent for channel in self._channels.values()) and time.monotonic() < deadline:
+            for rank, channel in list(self._channels.items()):
+                try:
+                    channel.flush()
+                except ChannelClosed:
+                    del self._channels[rank]
+            time.sleep(0.01)
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        """Close all connections."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()

@@ -1,0 +1,180 @@
+"""What a node does that cannot reach the leader of its run: wait and come back, or lead itself.
+
+To both sides a cut cable looks like a lost node. The lease in the run's folder tells them apart: while it is renewed,
+the leader lives, and this node was cut off.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dure.launch.nodes.admission import Reception
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.leader_lease import STALE_SECONDS, Leader, Lease
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.secret import read_secret
+
+_LOOK_SECONDS = 0.1
+_KNOCK_SECONDS = 1.0
+"""Time for one attempt to reach the leader, during which the lease is not watched: well below `STALE_SECONDS`."""
+_ANSWER_SECONDS = 5.0
+_BETWEEN_SECONDS = 1.0
+"""Between two of those that could take over."""
+_OTHERS_SECONDS = 4.0
+"""How long who took over waits for those that lost the same leader."""
+NOBODY = -1
+"""As the node rank of a leader that is not known."""
+_GONE_SECONDS = 2.0
+"""Time without a lease, in a folder that can be read, after which the leader has ended the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayFound:
+    """How a node goes on."""
+
+    keeps_memory: bool
+    """Whether the snapshots here are of what the run goes on from."""
+    expected: set[int]
+    """Of a node that leads now: those that may come to it."""
+    patience_seconds: float = 0.0
+    """How long it waits for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayBack:
+    """How a node of a run comes back to it."""
+
+    said: Mapping[str, Any]
+    """What it says when it joins."""
+    folder: str
+    """The run's."""
+    secret_file: Path | None
+    port: int
+    """At which this node lets others in, should it lead."""
+    timeout_seconds: float
+    how_ended: Callable[[], str | None]
+    """Returns how the run ended, by its record; None while it goes on."""
+    on_wait: Callable[[str], None]
+    """Told what this node waits for."""
+    on_lead: Callable[[], None]
+    """Told when it leads."""
+
+    def go(self, nodes: Nodes, is_stopped: Callable[[], bool]) -> WayFound | None:
+        """Come back to the run or lead it; the ranks here have ended. None when it does not go on here.
+
+        Args:
+            nodes: All of them, as this node knew them.
+            is_stopped: Whether this node was asked to stop meanwhile.
+        """
+        lease, why = nodes.lease, nodes.news.shaken or "another node leads the run"
+        assert lease is not None
+        leader = next((str(member) for member in nodes.members if member.node_rank == nodes.leader), "the leader")
+        old = [member.node_rank for member in nodes.members if member.node_rank != nodes.leader]
+        place = old.index(nodes.me.node_rank) if nodes.me.node_rank in old else len(old)
+        was_leader = lease.is_deposed
+        nodes.drop_all()
+        nodes.leader = NOBODY
+        began, has_told, is_second = time.monotonic(), False, False
+        gone_since: float | None = None
+        first: tuple[int, int] | None = None
+        while time.monotonic() - began < self.timeout_seconds and not is_stopped():
+            unchanged, found = lease.unchanged_seconds(), lease.read()
+            if found is not None:
+                first = first or (found.epoch, found.counter)
+                is_alive = found.epoch > lease.epoch or (found.epoch, found.counter) != first
+                if is_alive and unchanged < STALE_SECONDS:
+                    if not was_leader and found.epoch == lease.epoch:
+                        why = (
+                            f"nothing is heard of {leader}, which still leads the run: the network between it and this "
+                            "node is cut or too slow"
+                        )
+                    if not has_told and time.monotonic() - began > 2 * STALE_SECONDS:
+                        has_told = True
+                        self.on_wait(
+                            f"{why}\n      the run goes on without this node, which tries to come back for "
+                            f"{self.timeout_seconds:g} s (--rendezvous-timeout)"
+                        )
+                    if (way := self._come(nodes, lease, found)) is not None:
+                        # what an old leader's ranks did last may have been when another led
+                        return replace(way, keeps_memory=way.keeps_memory and not was_leader)
+            gone_since = None if not lease.is_given_up() else gone_since or time.monotonic()
+            is_gone = gone_since is not None and time.monotonic() - gone_since > _GONE_SECONDS
+            is_free = found is not None and unchanged > STALE_SECONDS + place * _BETWEEN_SECONDS
+            if (is_gone or is_free) and ((ended := self.how_ended()) is not None or is_gone):
+                nodes.lost = f"{why}; meanwhile {ended or 'the run was ended before it had begun to train'}"
+                return None
+            if is_free and found is not None:
+                # an epoch that was begun, and of which nothing came, is over as well
+                last = None if is_second else max(lease.epoch, found.epoch)
+                if (way := self._lead(nodes, lease, set(old), last)) is not None or nodes.lost:
+                    return way
+                is_second = True
+            time.sleep(_LOOK_SECONDS)
+        if is_stopped():
+            return None
+        hidden = "" if lease.can_be_read() else f", and {lease.folder.parent} cannot be read here either"
+        nodes.lost = (
+            f"{why}; the run could not be reached again within {self.timeout_seconds:g} s (--rendezvous-timeout)"
+            f"{hidden}: start the same command once more when it can"
+        )
+        return None
+
+    def _come(self, nodes: Nodes, lease: Lease, leader: Leader) -> WayFound | None:
+        """Knock where the leader is; None when it does not open now."""
+        try:
+            family, address = _address(leader.address, leader.port)
+            secret = read_secret(self.secret_file, host=leader.address, may_make=False)
+            channel = knock(family, address, secret, timeout_seconds=_KNOCK_SECONDS)
+        except (OSError, HandshakeRefused):
+            return None
+        try:
+            channel.send({**self.said, "round": nodes.round, "time": time.time()})
+            welcome = _answer(channel)
+            if welcome is None or welcome["kind"] != "welcome" or welcome.get("folder") != self.folder:
+                channel.close()
+                return None
+        except ChannelClosed:
+            channel.close()
+            return None
+        lease.epoch, lease.is_deposed = int(welcome["epoch"]), False
+        nodes.follow(channel, int(welcome["leader"]))
+        return WayFound(keeps_memory=bool(welcome["keeps_memory"]), expected=set())
+
+    def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> WayFound | None:
+        """Take over, if no other was sooner and this node can listen."""
+        own = nodes.own_address
+        if not lease.claim(nodes.me.node_rank, own, self.port, after=ended):
+            lease.look_anew()
+            return None
+        try:
+            family, address = _address(own, self.port)
+            secret = read_secret(self.secret_file, host=own, may_make=False)
+            reception = Reception(Door(family, address, secret), self.said)
+        except OSError as error:
+            nodes.lost = f"this node cannot listen at {own}:{self.port} to lead the run ({error.strerror})"
+            return None
+        reception.folder = self.folder
+        nodes.me = replace(nodes.me, address=own)
+        nodes.lead(reception)
+        lease.renew(nodes.round)
+        self.on_lead()
+        return WayFound(keeps_memory=True, expected=old, patience_seconds=_OTHERS_SECONDS)
+
+
+def _address(host: str, port: int) -> tuple[int, Address]:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    return family, address
+
+
+def _answer(channel: Channel) -> dict[str, Any] | None:
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(ValueError):
+            for message in channel.receive():
+                return message
+        time.sleep(0.01)
+    return None

@@ -1,0 +1,161 @@
+"""Who leads a run on several hosts, written down in its folder, which all see: a cut cable looks alike on both sides.
+
+The leader writes a counter twice a second. Who cannot reach it looks whether the counter still moves, by its own clock:
+clocks of hosts are never compared. If it does, that node was cut off, and waits. If it does not, the node takes over by
+creating the file of the next epoch, which only one can. An old leader that comes back sees that file before it starts
+ranks or completes a checkpoint.
+"""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.documents import read_json
+from dure.own_files import open_own
+from dure.records.leader_epoch import FOLDER, begin_epoch, newest_epoch
+
+_LEASE = "lease.json"
+_LEASE_BYTES = 1024
+RENEW_SECONDS = 0.5
+STALE_SECONDS = 2.0
+"""Without a change for so long, nobody leads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader:
+    """What a leader says of itself."""
+
+    epoch: int
+    node_rank: int
+    host: str
+    address: str
+    port: int
+    counter: int
+    round: int
+
+
+class Lease:
+    """One node's view of who leads."""
+
+    def __init__(self, run: Path) -> None:
+        """Look at a run's folder; nothing is written yet."""
+        self.folder = run / FOLDER
+        self.epoch = 0
+        """That this node leads, or follows."""
+        self.is_deposed = False
+        """Whether this node led, and another does now."""
+        self._mine: dict[str, Any] | None = None
+        self._counter = 0
+        self._next = 0.0
+        self._seen: tuple[int, int] | None = None
+        self._seen_at = 0.0
+
+    # --- leading
+
+    def claim(self, node_rank: int, address: str, port: int, *, after: int | None = None) -> bool:
+        """Become the leader of the next epoch; False when another was sooner.
+
+        Args:
+            node_rank: This node's.
+            address: At which others reach it.
+            port: At which it lets them in.
+            after: The epoch that ended; None: whatever is there, at the start of a run.
+        """
+        epoch = (newest_epoch(self.folder.parent) if after is None else after) + 1
+        if not begin_epoch(self.folder.parent, epoch):
+            return False
+        self.epoch, self.is_deposed = epoch, False
+        self._mine = {
+            "epoch": epoch, "node_rank": node_rank, "host": socket.gethostname(), "address": address, "port": port,
+        }  # fmt: skip
+        self._next = 0.0
+        return True
+
+    def renew(self, round_number: int) -> None:
+        """Say that this node still leads, if it is time, and notice whether it does."""
+        if self._mine is None or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + RENEW_SECONDS
+        if self.is_taken():
+            self.is_deposed, self._mine = True, None
+            return
+        self._counter += 1
+        told = json.dumps({**self._mine, "counter": self._counter, "round": round_number})
+        with suppress(OSError):  # a disk that is full or away for a while is no reason to end
+            # over the old one: that needs no room, and a reader takes what it cannot parse for no news
+            descriptor = open_own(self.folder / _LEASE, os.O_WRONLY | os.O_CREAT)
+            try:
+                os.pwrite(descriptor, told.ljust(_LEASE_BYTES).encode(), 0)
+            finally:
+                os.close(descriptor)
+
+    def is_taken(self) -> bool:
+        """Whether another node has begun a later epoch."""
+        return newest_epoch(self.folder.parent) > self.epoch
+
+    def give_up(self) -> None:
+        """Lead no more: the run is over."""
+        if self._mine is not None and not self.is_taken():
+            with suppress(OSError):
+                (self.folder / _LEASE).unlink()
+        self._mine = None
+
+    # --- watching
+
+    def read(self) -> Leader | None:
+        """Return who leads, or led last."""
+        try:
+            told = read_json(self.folder / _LEASE)
+            numbers = {name: int(told[name]) for name in ("epoch", "node_rank", "port", "counter", "round")}
+            return Leader(**numbers, host=str(told["host"]), address=str(told["address"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def can_be_read(self) -> bool:
+        """Return whether this node sees the folder in which leaders write."""
+        return newest_epoch(self.folder.parent) > 0
+
+    def is_given_up(self) -> bool:
+        """Return whether a leader has taken its lease away: not whether it cannot be read, which says nothing."""
+        try:
+            os.stat(self.folder / _LEASE)
+        except FileNotFoundError:
+            return self.can_be_read()
+        except OSError:
+            pass
+        return False
+
+    def unchanged_seconds(self) -> float:
+        """Return how long this node has seen no news of the leader; to be asked again and again."""
+        found, now = self.read(), time.monotonic()
+        if found is not None and (found.epoch, found.counter) != self._seen:
+            self._seen, self._seen_at = (found.epoch, found.counter), now
+        if not self._seen_at:
+            self._seen_at = now
+        return now - self._seen_at
+
+    def look(self) -> None:
+        """Take the epoch that is now for this node's."""
+        self.epoch = max(self.epoch, newest_epoch(self.folder.parent))
+
+    def look_anew(self) -> None:
+        """Begin to watch now."""
+        self._seen, self._seen_at = None, 0.0
+
+
+def live_leader(run: Path) -> Leader | None:
+    """Return who leads a run that goes on now; takes a moment where somebody has led it before."""
+    lease = Lease(run)
+    before = lease.read()
+    deadline = time.monotonic() + STALE_SECONDS
+    while before is not None and time.monotonic() < deadline:
+        now = lease.read()
+        if now is not None and (now.epoch, now.counter) != (before.epoch, before.counter):
+            return now
+        time.sleep(0.05)
+    return None

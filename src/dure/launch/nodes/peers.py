@@ -1,0 +1,416 @@
+"""The other launchers of a run on several hosts, while it goes on: what they say, whether they are there, how it ends.
+
+One node leads, node 0 unless it was lost, and is the middle of a star: what one node says and all must know, it passes
+on. A run has rounds: all ranks of the nodes that are there start together and end together. Nothing here waits for a
+node that does not answer longer than `silence_seconds`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+from dure.errors import DureError, WorkerFailed
+from dure.launch.nodes.admission import Reception
+from dure.launch.nodes.channel import Channel, ChannelClosed
+from dure.launch.nodes.connections import Links
+from dure.launch.nodes.leader_lease import Lease
+from dure.launch.nodes.member import Member, StoppedByPeer
+from dure.launch.nodes.messages import end_from_json, end_to_json, refusal_of, refused_error
+from dure.launch.nodes.roster import Roster
+from dure.launch.nodes.round_state import RoundNews
+from dure.launch.worker.verdict import WorkerEnd
+
+__all__ = ["Member", "Nodes", "StoppedByPeer"]
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0
+"""Without a word for so long, a node of a run that needs all counts as lost."""
+LOST_SECONDS = 13.0
+"""The same where the others go on without it: the whole must be over within 15 s."""
+LEADER_LOST_SECONDS = 10.5
+"""Silence of the leader after which a node's ranks are ended: before the others go on without them.
+
+Where a cut lets one direction through, that node hears one more beat than the leader, and the leader one less: the two
+limits are more than two beats apart.
+"""
+_PREPARATION_SECONDS = 600.0
+"""Before the ranks run, a launcher that imports says nothing for a while."""
+
+
+class Nodes(Roster, Links):
+    """All nodes of a run, as one of them sees them."""
+
+    def __init__(
+        self,
+        me: Member,
+        members: Sequence[Member],
+        channels: dict[int, Channel],
+        own_address: str | None = None,
+        *,
+        fewest: int | None = None,
+        most: int | None = None,
+        reception: Reception | None = None,
+        leader: int = 0,
+    ) -> None:
+        """Take over the connections of nodes that have met.
+
+        Args:
+            me: This node.
+            members: All that are there, this one too.
+            channels: Of the leader: to each other node; of the others: to the leader.
+            own_address: On the way to the leader.
+            fewest: Nodes without which the run does not go on; fewer than `most`: it goes on without some.
+            most: Nodes that there may be.
+            reception: Where nodes come in while the run goes on, on the leader.
+            leader: Its node rank.
+        """
+        Roster.__init__(self, me, members, own_address=own_address, fewest=fewest, most=most, leader=leader)
+        Links.__init__(self, channels)
+        self.reception = reception
+        self.lease: Lease | None = None
+        """By which nodes that cannot reach each other know who leads, once there is a run folder."""
+        self.round = -1
+        """Number of the last round whose ranks were started here."""
+        self.lost: str | None = None
+        """The sentence about a node that went away, where the run does not go on without it."""
+        self.refusal: DureError | None = None
+        """Why another node does not go on."""
+        self.is_over = False
+        self.is_under_way = False
+        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
+        self.ending: dict[str, Any] = {}
+        """What the leader said at the end."""
+        self.has_lost_leader = False
+        self.is_new_leader = self.is_outdated = False
+        """Whether this node has taken the lead and begun no round, and whether one that came has gone on for longer."""
+        self.folder: str | None = None
+        """The run's, where this node came to a run that had begun."""
+        self.silence_seconds: float | None = None
+        """What counts as lost; None: `SILENCE_SECONDS`, or less where the run goes on."""
+        self.next_round: Mapping[str, Any] | None = None
+        """What the leader said of the round that is to begin."""
+        self.news = RoundNews()
+        self._signals: list[tuple[int, int]] = []
+        """Number, and the how many-th it was where it came."""
+        self._told_signals = 0
+        self.is_stopping = False
+        """True if a stop signal has come: ranks are not ended any more for nodes that come."""
+        self._is_running = False
+        self._gathered: dict[int, list[Any]] = {}
+        self._answers: list[list[Any]] = []
+        self.ready: set[int] = set()
+        """Nodes that have imported what their ranks need."""
+        self._next_beat = self._pumped_at = 0.0
+
+    @property
+    def why_lost(self) -> str | None:
+        """Return the sentence about a node that went away or did not go on."""
+        return str(self.refusal) if self.lost is None and self.refusal is not None else self.lost
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        """Leave; the others are told if it is because this node does not go on."""
+        goes_on_without = self.is_elastic and self.is_under_way
+        if error is not None and not self.is_over and self.refusal is None and not goes_on_without:
+            self.send_to_all(refusal_of(error))
+        self.close()
+
+    # --- what all say to all
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every node said, by node; all nodes must ask the same number of times.
+
+        Raises:
+            DureError: A node went away, or does not go on.
+            StoppedByPeer: A node was asked to stop.
+        """
+        deadline = time.monotonic() + _PREPARATION_SECONDS
+        if not self.is_leader:
+            self.send(self.leader, {"kind": "gather", "value": mine})
+        while True:
+            if self.refusal is not None:
+                raise self.refusal
+            if self.lost or self.news.shaken or self.has_lost_leader:
+                raise WorkerFailed(self.lost or self.news.shaken or "the leader of the run is gone")
+            if self._signals:
+                raise StoppedByPeer(self._signals[0][0])
+            if self._answers:
+                return self._answers.pop(0)
+            if self.is_leader and all(self._gathered.get(rank) for rank in self._channels):
+                values = [mine, *(self._gathered[rank].pop(0) for rank in sorted(self._channels))]
+                self.send_to_all({"kind": "gathered", "values": values})
+                return values
+            if time.monotonic() > deadline:
+                raise WorkerFailed(f"nodes did not get ready within {_PREPARATION_SECONDS:g} s: see what each says")
+            self.sleep(0.2)
+            self.pump()
+
+    def watch(self) -> None:
+        """From here on every node has to say something each second."""
+        if not self._is_running:
+            self._is_running = True
+            for channel in self._channels.values():
+                channel.last_heard = time.monotonic()
+
+    # --- rounds
+
+    def open_round(self, port: int, told: Mapping[str, Any]) -> None:
+        """Tell all that a round begins, on the leader, and what their ranks are to be told."""
+        self.round += 1
+        self.is_new_leader = self.is_outdated = False
+        members = [asdict(member) for member in self.members]
+        here = {member.node_rank for member in self.members}
+        for rank in [rank for rank in self._channels if rank in here]:
+            self.send(rank, {"kind": "round", "number": self.round, "port": port, "members": members, **told})
+        self.news = RoundNews()
+        self.watch()
+
+    def enter_round(self) -> Mapping[str, Any]:
+        """Take over what the leader said of the next round."""
+        told, self.next_round = self.next_round, None
+        assert told is not None
+        self.round = int(told["number"])
+        self.watch()
+        return told
+
+    def shake(self, text: str) -> None:
+        """End this round on all nodes, so that the next one begins with those that are there then."""
+        if self.news.shaken is None:
+            self.news.shaken = text
+            if self.is_leader:
+                self.send_to_all({"kind": "lost", "text": text, "is_fatal": False})
+
+    def finish_round(self, ends: Sequence[WorkerEnd], steps: Mapping[int, int], tick: Callable[[], bool]) -> None:
+        """Say how this node's ranks ended; the leader waits for all that are there.
+
+        Args:
+            ends: This node's.
+            steps: The step that each of its ranks was in.
+            tick: Called while waiting; False gives up.
+        """
+        self.news.ends_of[self.me.node_rank] = list(ends)
+        self.news.steps.update(steps)
+        if not self.is_leader:
+            for end in ends:
+                self.send(self.leader, {"kind": "end", "end": end_to_json(end)})
+            self.send(self.leader, {"kind": "done", "steps": {str(rank): step for rank, step in steps.items()}})
+            return
+        while tick() and not self.news.done >= self.others() and self.refusal is None:
+            self.sleep(0.1)
+            self.pump()
+
+    def others(self) -> set[int]:
+        """Return the node ranks of the others that are there and can be reached."""
+        return {member.node_rank for member in self.members} & self._channels.keys()
+
+    def tell_outcome(self, **told: Any) -> None:
+        """Tell all how the ranks of all ended, and that this is the end; on the leader."""
+        for other in list(self._channels):
+            for rank, ends in self.news.ends_of.items():
+                for end in ends if rank != other else ():
+                    self.send(other, {"kind": "end", "node_rank": rank, "end": end_to_json(end)})
+        self.send_to_all({"kind": "over", **told})
+        self.ending = told
+        self.is_over = True
+
+    def begin_anew(self) -> None:
+        """Go back to before ranks ran, when all have heard how they ended: they may gather again, and run others."""
+        self.is_over = self.is_under_way = self._is_running = False
+        self.next_round, self.ending = None, {}
+        self.ready.clear()
+        self.news = RoundNews()
+
+    # --- while ranks run
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait on for a word of the others."""
+        own = super().descriptors
+        return own if self.reception is None else [*own, *self.reception.descriptors]
+
+    def pump(self) -> None:
+        """Hear what has come, say that this node is there, note who is not, and let in who comes."""
+        now, before, self._pumped_at = time.monotonic(), self._pumped_at, time.monotonic()
+        if self._is_running and before and now - before > self._patience():
+            # this host was frozen: to the others it is lost, and what they sent meanwhile is of the past
+            for rank in list(self._channels):
+                self._lose(rank, f"this host stood still for {now - before:.0f} s")
+        for rank in list(self._channels):
+            try:
+                channel = self._channels[rank]
+                channel.flush()
+                for message in channel.receive():
+                    self._hear(rank, message)
+                silent = time.monotonic() - channel.last_heard
+                is_importing = self.is_leader and self.is_elastic and rank not in self.ready
+                if self._is_running and silent > self._patience() and not is_importing:
+                    raise ChannelClosed(f"nothing was heard of it for {silent:.0f} s")
+            except ChannelClosed as error:
+                self._lose(rank, str(error))
+            except (KeyError, TypeError, ValueError, IndexError, StopIteration):
+                self._lose(rank, "it said what makes no sense")
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
+            self.send_to_all({"kind": "beat"})
+        if self.lease is not None and not self.is_leader and self.is_one_quiet:
+            self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
+        if self.lease is not None and self.is_leader:
+            self.lease.renew(self.round)
+            if self.lease.is_deposed and self.news.shaken is None:
+                self.news.shaken = "another node has taken the lead, for nothing was seen of this one"
+        if self.reception is not None and self.is_leader:
+            self.reception.let_in(self)
+
+    def _patience(self) -> float:
+        if self.silence_seconds is not None:
+            return self.silence_seconds
+        if not self.is_elastic:
+            return SILENCE_SECONDS
+        return LOST_SECONDS if self.is_leader else LEADER_LOST_SECONDS
+
+    def exchange_signals(self, received: list[int]) -> list[int]:
+        """Tell the others of stop signals that this node got, and return those of theirs that are new here.
+
+        One wish to stop may reach all launchers at once, from a cluster's scheduler: the first signal of each is one
+        wish, and only the second that one of them gets is a second wish.
+
+        Args:
+            received: This node's so far; what is new is added.
+        """
+        for ordinal in range(self._told_signals + 1, len(received) + 1):
+            self.send_to_all({"kind": "signal", "number": int(received[ordinal - 1]), "ordinal": ordinal})
+        heard, self._signals = self._signals, []
+        fresh = []
+        for number, ordinal in heard:
+            if ordinal > len(received):
+                received.append(number)
+                fresh.append(number)
+        self._told_signals = len(received)  # whoever got it has told all
+        self.is_stopping = bool(received)
+        return fresh
+
+    def tell_signal(self, number: int) -> None:
+        """Tell the others of a stop signal that a rank of this node got, and this launcher did not: the first wish."""
+        self.send_to_all({"kind": "signal", "number": number, "ordinal": 1})
+
+    def tell_ending(self, why: str) -> None:
+        """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
+        if not self.news.has_told_ending:
+            self.news.has_told_ending = True
+            self.send_to_all({"kind": "ending", "why": why})
+
+    def drop_all(self) -> None:
+        """Close all connections, and listen no more."""
+        super().drop_all()
+        if self.reception is not None:
+            self.reception.close()
+            self.reception = None
+
+    # --- nodes that come and go
+
+    def add(self, rank: int, channel: Channel) -> None:
+        """Know a node that has come, on the leader; it is of the next round when it says that it is ready."""
+        channel.last_heard = time.monotonic()
+        self._channels[rank] = channel
+
+    def is_known(self, rank: int) -> bool:
+        """Whether there is a node with that rank."""
+        return rank == self.me.node_rank or rank in self._channels
+
+    def yield_to(self, round_number: int) -> None:
+        """Take note, as a new leader, that a node which came has gone on for longer than this one."""
+        self.round, self.is_outdated = round_number, True
+
+    def follow(self, channel: Channel, leader: int) -> None:
+        """Go on under a leader that let this node in."""
+        channel.last_heard = time.monotonic()
+        self._channels[leader], self.leader, self.own_address = channel, leader, channel.own_address
+        self.has_lost_leader, self.next_round = False, None
+        self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
+        self.news = RoundNews()
+
+    def lead(self, reception: Reception) -> None:
+        """Go on as the leader, alone until others come in."""
+        self.drop_all()
+        self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None
+        self.ready.clear()
+        self._pumped_at = 0.0
+        self.is_new_leader = True
+        self.take_in([self.me])
+        self.news = RoundNews()
+
+    # --- messages
+
+    def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "gather":
+            self._gathered.setdefault(rank, []).append(message["value"])
+        elif kind == "gathered":
+            self._answers.append(list(message["values"]))
+        elif kind == "ready":
+            self.ready.add(rank)
+        elif kind == "round":
+            self.take_in([Member(**member) for member in message["members"]])
+            self.news = RoundNews()
+            self.next_round = message
+        elif kind == "signal":
+            self._signals.append((int(message["number"]), int(message["ordinal"])))
+            self._pass_on(rank, message)
+        elif kind == "ending":
+            self.news.endings.add(str(message["why"]))
+            self._pass_on(rank, message)
+        elif kind == "end":
+            whose = rank if self.is_leader else int(message["node_rank"])
+            behind = self.member(whose).clock_behind_seconds if self.is_leader else 0.0
+            end = end_from_json(message["end"], str(self.member(whose)), behind)
+            self.news.ends_of.setdefault(whose, []).append(end)
+        elif kind == "done":
+            self.news.steps.update({int(one): int(step) for one, step in dict(message["steps"]).items()})
+            self.news.done.add(rank)
+        elif kind == "over":
+            self.is_over, self.ending = True, dict(message)
+        elif kind == "lost":
+            if message.get("is_fatal", True):
+                self.lost = self.lost or str(message["text"])
+            else:
+                self.news.shaken = self.news.shaken or str(message["text"])
+        elif kind in ("look", "state", "looked", "hang", "no_hang"):
+            self.news.looks.append((rank, message))
+        elif kind == "refused":
+            self.refusal = self.refusal or refused_error(message)
+            self._pass_on(rank, message)
+
+    def _pass_on(self, rank: int, message: Mapping[str, Any]) -> None:
+        if self.is_leader:
+            self.send_to_all(dict(message), but=rank)
+
+    def send_to_first(self, message: dict[str, Any]) -> None:
+        """Send to the leader."""
+        self.send(self.leader, message)
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Take note that a node is gone, and tell the others."""
+        channel = self._channels.pop(rank, None)
+        if channel is None:
+            return
+        channel.close()
+        self.ready.discard(rank)
+        is_member = any(member.node_rank == rank for member in self.members)
+        if self.is_over or not is_member:
+            return
+        text = (
+            f"{self.member(rank)} is gone ({why}): its launcher was ended, its host went down, or the network between "
+            "the nodes is cut"
+        )
+        self.has_lost_leader = not self.is_leader
+        if self.is_elastic and self.is_under_way:
+            self.shake(text)
+        elif self.lost is None and self.refusal is None:
+            self.lost = text
+            self.send_to_all({"kind": "lost", "text": self.lost})

@@ -1,0 +1,337 @@
+"""Where the launchers of one run on several hosts find each other and agree on what they start."""
+
+import hashlib
+import ipaddress
+import json
+import platform
+import select
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
+from dure.launch.nodes.addresses import DEFAULT_PORT, cannot_listen, resolved, split_address
+from dure.launch.nodes.admission import Reception, checked
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.messages import refusal_of, refused_error
+from dure.launch.nodes.peers import Member, Nodes
+from dure.launch.nodes.secret import read_secret
+from dure.terminal import tell
+
+__all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
+
+PROTOCOL = 2
+DEFAULT_TIMEOUT_SECONDS = 600.0
+LAST_CALL_SECONDS = 5.0
+"""How long those that are enough wait for one more, before a run begins."""
+_LOOK_SECONDS = 0.2
+_KNOCK_SECONDS = 5.0
+_MOST_REFUSALS = 3
+"""A door full of strangers may send an honest node away; more often it does not know the secret."""
+_LONGEST_VALUE = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """What a user says of several nodes."""
+
+    num_nodes: int
+    node_rank: int
+    rendezvous: str
+    """`host:port` of node 0."""
+    fewest_nodes: int | None = None
+    """Without which the run does not go on; None: all."""
+    secret_file: Path | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    allow_public_address: bool = False
+    leader: tuple[str, int] | None = None
+    """Where a run that goes on is led from, if not from the rendezvous."""
+
+    @property
+    def fewest(self) -> int:
+        """Nodes without which the run does not go on."""
+        return self.fewest_nodes or self.num_nodes
+
+    @property
+    def words(self) -> str:
+        """How many nodes, as the user says it."""
+        return str(self.num_nodes) if self.fewest == self.num_nodes else f"{self.fewest}:{self.num_nodes}"
+
+
+def node_settings(
+    *,
+    nnodes: int,
+    node_rank: int | None,
+    rendezvous: str | None,
+    secret_file: Path | None,
+    timeout_seconds: float,
+    allow_public_address: bool,
+    fewest: int | None = None,
+) -> NodeSettings | None:
+    """Return what was said of several nodes, or None for a run on one.
+
+    Raises:
+        SpecInvalid: All that cannot be.
+    """
+    faults = []
+    if nnodes < 1:
+        faults.append(f"nnodes is {nnodes} but must be a whole number above 0")
+    if fewest is not None and not 1 <= fewest <= nnodes:
+        faults.append(f"nnodes is {fewest}:{nnodes} but must be the fewest and the most hosts, as 1:{max(nnodes, 2)}")
+    if timeout_seconds <= 0:
+        faults.append(f"rendezvous_timeout is {timeout_seconds:g} but must be a number above 0")
+    if nnodes == 1 and (node_rank or rendezvous is not None):
+        faults.append("node_rank and rendezvous are for a run on several nodes: give --nnodes too, or leave them out")
+    if nnodes > 1 and (node_rank is None or not 0 <= node_rank < nnodes):
+        said = "not given" if node_rank is None else str(node_rank)
+        faults.append(f"node_rank is {said} but must be 0 to {nnodes - 1}, another on each of the {nnodes} nodes")
+    if nnodes > 1 and rendezvous is None:
+        faults.append("rendezvous is not given: all nodes need node 0's address, as --rendezvous 10.0.0.1:29400")
+    elif rendezvous is not None:
+        try:
+            split_address(rendezvous)
+        except ValueError as error:
+            faults.append(f"rendezvous is {rendezvous!r} but {error}: write it as 10.0.0.1:29400")
+    if faults:
+        raise SpecInvalid(faults)
+    if nnodes == 1 or node_rank is None or rendezvous is None:
+        return None
+    return NodeSettings(
+        num_nodes=nnodes,
+        fewest_nodes=fewest,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        secret_file=secret_file,
+        timeout_seconds=timeout_seconds,
+        allow_public_address=allow_public_address,
+    )
+
+
+def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int, *, compares_versions: bool = True) -> Nodes:
+    """Meet the other nodes, and return all of them once all are there and agree.
+
+    Args:
+        settings: Who this node is, and where they meet.
+        facts: What must be the same on all nodes, by its name in words.
+        num_ranks: Ranks that this node starts.
+        compares_versions: Whether versions of software are among these facts.
+
+    Raises:
+        Misuse: Nodes disagree, or this one may not meet the others so.
+        EnvironmentLacks: A node did not come, or the address is not to be had here.
+    """
+    host, _port = split_address(settings.rendezvous)
+    patience = 0.0 if settings.node_rank == 0 else settings.timeout_seconds
+    family, address = resolved(settings.rendezvous, patience, allow_public_address=settings.allow_public_address)
+    secret = read_secret(settings.secret_file, host=host, may_make=settings.node_rank == 0)
+    me = Member(node_rank=settings.node_rank, host=socket.gethostname(), address="", num_ranks=num_ranks)
+    mine = about(settings, me, facts, with_versions=compares_versions)
+    if settings.leader is not None:
+        return _come(settings, family, settings.leader, secret, mine)
+    if settings.node_rank == 0:
+        return _receive(settings, family, address, secret, me, mine)
+    return _come(settings, family, address, secret, mine)
+
+
+def about(
+    settings: NodeSettings, me: Member, facts: Mapping[str, Any], *, with_versions: bool = True
+) -> dict[str, Any]:
+    """Return what a node says of itself when it joins."""
+    mine = {"kind": "join", "num_nodes": settings.words, **asdict(me), "round": -1}
+    return {**mine, "facts": _all_facts(facts, with_versions=with_versions)}
+
+
+def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, Any]:
+    import importlib.metadata
+
+    versions: dict[str, Any] = {"protocol": PROTOCOL}
+    if with_versions:
+        versions["Python version"] = ".".join(platform.python_version_tuple()[:2])
+    for package in ("dure", "torch") if with_versions else ():
+        try:
+            versions[f"{package} version"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[f"{package} version"] = "unknown"
+    # what was called comes first: where that differs, versions are not the news
+    return {name: _short(value) for name, value in {**facts, **versions, **facts}.items()}
+
+
+def _short(value: Any) -> Any:
+    """Keep messages and sentences short: of what is long, its digest says whether it is the same."""
+    text = json.dumps(value, default=str, sort_keys=True)
+    if len(text) > _LONGEST_VALUE:
+        return f"something with digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return json.loads(text)
+
+
+# --- node 0
+
+
+def _receive(
+    settings: NodeSettings, family: int, address: Address, secret: bytes, me: Member, mine: Mapping[str, Any]
+) -> Nodes:
+    """Wait for all nodes.
+
+    Where the run needs all, the door is closed when all are in, so that nobody else can knock during the run.
+    """
+    try:
+        reception = Reception(Door(family, address, secret), mine)
+    except OSError as error:
+        raise cannot_listen(settings.rendezvous, error) from None
+    if ipaddress.ip_address(str(address[0])).is_loopback:
+        tell(f"{settings.rendezvous} leads to {address[0]} here: only processes of this host can join")
+    joined: dict[int, tuple[Member, Channel]] = {}
+    try:
+        _wait_for_all(settings, reception, joined)
+        members = [
+            replace(me, address=str(address[0])),
+            *(joined[rank][0] for rank in sorted(joined)),
+        ]
+        for channel in (channel for _, channel in joined.values()):
+            channel.send({"kind": "welcome", "leader": 0, "members": [asdict(member) for member in members]})
+    except BaseException as error:
+        reason = refusal_of(error)
+        for channel in (*reception.unnamed, *(channel for _, channel in joined.values())):
+            with suppress(ChannelClosed):
+                channel.send(reason)
+        reception.close()
+        for _, channel in joined.values():
+            channel.close()
+        raise
+    is_elastic = settings.fewest < settings.num_nodes
+    if not is_elastic:
+        reception.close()  # who had proved itself and then said nothing goes, too
+    return Nodes(
+        members[0],
+        members,
+        {rank: channel for rank, (_, channel) in joined.items()},
+        fewest=settings.fewest,
+        most=settings.num_nodes,
+        reception=reception if is_elastic else None,
+    )
+
+
+def _wait_for_all(settings: NodeSettings, reception: Reception, joined: dict[int, tuple[Member, Channel]]) -> None:
+    deadline = time.monotonic() + settings.timeout_seconds
+    last_came = time.monotonic()
+    while len(joined) < settings.num_nodes - 1:
+        now = time.monotonic()
+        is_enough = len(joined) + 1 >= settings.fewest and settings.fewest < settings.num_nodes
+        if is_enough and now - last_came > LAST_CALL_SECONDS:
+            return
+        if now > deadline:
+            missing = [str(rank) for rank in range(1, settings.num_nodes) if rank not in joined]
+            num_refused = reception.door.num_refused
+            refused = f"; {num_refused} that came did not know the secret" if num_refused else ""
+            raise EnvironmentLacks(
+                f"node {', '.join(missing)} of {settings.num_nodes} did not come to {settings.rendezvous} within "
+                f"{settings.timeout_seconds:g} s{refused}: start it there, or wait longer with --rendezvous-timeout"
+            )
+        named = reception.heard(_LOOK_SECONDS)
+        for rank in [rank for rank, (_, channel) in joined.items() if _is_gone(channel)]:
+            del joined[rank]  # its launcher was ended; it may come again
+        for position, (channel, said) in enumerate(named):
+            try:
+                member = checked(said, reception.mine, channel)
+                if member.node_rank in (0, *joined) or not 0 < member.node_rank < settings.num_nodes:
+                    raise Misuse(
+                        f"two nodes have node_rank {member.node_rank} (one is {member.host} at {member.address}): give "
+                        f"each node another --node-rank, 0 to {settings.num_nodes - 1}"
+                    )
+            except Misuse:
+                reception.unnamed += [one for one, _ in named[position:]]  # they are told why, too
+                raise
+            joined[member.node_rank] = (member, channel)
+            last_came = time.monotonic()
+
+
+def _is_gone(channel: Channel) -> bool:
+    try:
+        channel.receive()
+    except ChannelClosed:
+        channel.close()
+        return True
+    return False
+
+
+# --- the other nodes
+
+
+def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, mine: dict[str, Any]) -> Nodes:
+    deadline = time.monotonic() + settings.timeout_seconds
+    while True:
+        channel = _knocked(settings, family, address, secret, deadline)
+        try:
+            channel.send({**mine, "time": time.time()})
+            welcome = _first_answer(settings, channel, deadline)
+            if welcome["kind"] == "later":
+                channel.close()
+                if time.monotonic() > deadline:
+                    raise EnvironmentLacks(
+                        f"node {settings.node_rank} of the run is there already: give this one another --node-rank, or "
+                        "end the other one"
+                    )
+                time.sleep(_LOOK_SECONDS)
+                continue
+            members = [Member(**member) for member in welcome["members"]]
+            break
+        except ChannelClosed as error:
+            channel.close()
+            raise EnvironmentLacks(
+                f"node 0 went away while this node waited for the others ({error}): see what it says itself"
+            ) from None
+        except BaseException as error:
+            with suppress(ChannelClosed):
+                channel.send(refusal_of(error))
+            channel.close()
+            raise
+    leader = int(welcome["leader"])
+    nodes = Nodes(
+        next(member for member in members if member.node_rank == settings.node_rank),
+        members,
+        {leader: channel},
+        own_address=channel.own_address,
+        fewest=settings.fewest,
+        most=settings.num_nodes,
+        leader=leader,
+    )
+    nodes.folder = welcome.get("folder")
+    return nodes
+
+
+def _knocked(settings: NodeSettings, family: int, address: Address, secret: bytes, deadline: float) -> Channel:
+    refusals = 0
+    while True:
+        try:
+            return knock(family, address, secret, timeout_seconds=_KNOCK_SECONDS)
+        except HandshakeRefused as error:
+            refusals += 1
+            if refusals >= _MOST_REFUSALS:
+                raise Misuse(
+                    f"node 0 at {settings.rendezvous} has another secret than this node ({error}): copy node 0's "
+                    "secret file here, or name the right one with --secret-file"
+                ) from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise EnvironmentLacks(
+                    f"nothing answered at {settings.rendezvous} within {settings.timeout_seconds:g} s "
+                    f"({error.strerror or error}): start node 0 there, and see that its port can be reached"
+                ) from None
+        time.sleep(_LOOK_SECONDS)
+
+
+def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> dict[str, Any]:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while True:
+        for message in channel.receive() if poll.poll(_LOOK_SECONDS * 1000) else ():
+            if message.get("kind") == "refused":
+                raise refused_error(message)
+            return message
+        # node 0 has its own clock for this, and says who is missing
+        if time.monotonic() > deadline + settings.timeout_seconds:
+            raise EnvironmentLacks(f"node 0 at {settings.rendezvous} says nothing: see what it is at")

@@ -1,0 +1,54 @@
+"""The folder of a run on several nodes: whether all see the one that node 0 made, and what those have that do not."""
+
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dure.launch.nodes.peers import Nodes
+from dure.own_files import touch
+from dure.records.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetFolder:
+    """A run's folder on this node."""
+
+    run: RunDir
+    is_own: bool
+    """Whether this node made it: node 0, and a node that does not see node 0's."""
+
+
+def meet_in_folder(
+    nodes: Nodes, make: Callable[[], RunDir], make_own: Callable[[str], RunDir], *, is_new: bool = True
+) -> MetFolder:
+    """Let node 0 make the run's folder, and find out with a small file in it which nodes see it.
+
+    Args:
+        nodes: All of them; every node must call this.
+        make: On node 0: opens or makes the folder.
+        make_own: On a node that does not see it: makes one with the same name, or refuses.
+        is_new: Whether node 0 makes it, so that it goes again where a node refuses.
+    """
+    if nodes.me.node_rank == 0:
+        run = make()
+        mark = run.path / f".seen-{secrets.token_hex(8)}"
+        touch(mark)
+        try:
+            nodes.gather([str(mark.resolve()), run.name])
+            nodes.gather(True)
+        except BaseException:
+            if is_new:
+                run.discard()
+            raise
+        finally:
+            mark.unlink(missing_ok=True)
+        return MetFolder(run=run, is_own=True)
+    mark_path, name = nodes.gather(None)[0]
+    is_seen = False
+    with suppress(OSError):
+        is_seen = Path(mark_path).is_file()
+    run = RunDir(Path(mark_path).parent) if is_seen else make_own(name)
+    nodes.gather(is_seen)
+    return MetFolder(run=run, is_own=not is_seen)

@@ -1,0 +1,176 @@
+"""One look at the ranks of all nodes when those of one are not getting on: whom they wait for may be elsewhere."""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dure.launch.hangs.diagnosis import HangVerdict, explain
+from dure.launch.hangs.rank_state import RankState, state_from_json
+from dure.launch.nodes.peers import Nodes
+
+_PATIENCE_SECONDS = 5.0
+"""A node that has not looked by then is left out."""
+_PAUSE_SECONDS = 2.0
+"""All nodes notice the same hang, and each asks for a look."""
+_MOST_FRAMES, _MOST_THREADS, _MOST_CALLS = 30, 6, 4
+
+
+class JointLook:
+    """A look that any node asks for, that all take, and that the leader explains to all.
+
+    A verdict that is certain needs a second look, in which no rank that is to blame has moved: ranks answer one after
+    the other, and of such as get on, answers may not fit each other.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        examine: Callable[[], Sequence[RankState]],
+        decide: Callable[[HangVerdict, float], tuple[HangVerdict, bool]],
+        on_nothing: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Prepare to look; nothing is done yet.
+
+        Args:
+            nodes: All of them.
+            examine: Looks at this node's ranks; takes about a second.
+            decide: Says what follows from a verdict over so many seconds, and whether to end the ranks now.
+            on_nothing: Called when silence of so many seconds was no hang.
+        """
+        self._nodes, self._examine, self._decide, self._on_nothing = nodes, examine, decide, on_nothing
+        self._is_only_told_if_waited = False
+        self._is_confirmed = True
+        self._seconds = 0.0
+        self._deadline: float | None = None
+        self._not_before = 0.0
+        self._number = 0
+        """Number of the look that is under way: an answer to an earlier one comes too late."""
+        self._states: list[RankState] = []
+        self._looked: set[int] = set()
+        self._suspicion: HangVerdict | None = None
+        """A certain verdict, until the second look."""
+
+    def ask(self, seconds: float, *, only_if_waited: bool = False, is_confirmed: bool = True) -> None:
+        """Ask for a look, for no step has finished for so long.
+
+        Args:
+            seconds: How long.
+            only_if_waited: Whether it is no hang where no rank waits for another.
+            is_confirmed: Whether a certain verdict takes a second look; where nothing follows from it, there is no
+                need.
+        """
+        wish = {"seconds": seconds, "only_if_waited": only_if_waited, "is_confirmed": is_confirmed}
+        if not self._nodes.is_leader:
+            self._nodes.send_to_first({"kind": "look", **wish})
+        else:
+            self._begin(wish)
+
+    def advance(self) -> tuple[HangVerdict, bool] | None:
+        """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
+        for rank, message in self._nodes.news.take_looks():
+            kind = message["kind"]
+            if kind == "look" and not self._nodes.is_leader:
+                self._send_states(int(message["number"]))
+            elif kind == "look":
+                self._begin(message)
+            elif kind == "state" and message["number"] == self._number:
+                self._states.append(state_from_json(message["state"]))
+            elif kind == "looked" and message["number"] == self._number:
+                self._looked.add(rank)
+            elif kind == "no_hang":
+                self._on_nothing(float(message["seconds"]))
+            elif kind == "hang":
+                return self._told(message)
+        if self._deadline is None:
+            return None
+        if len(self._looked) + 1 < len(self._nodes.members) and time.monotonic() < self._deadline:
+            return None
+        return self._explained()
+
+    def _begin(self, wish: Mapping[str, Any]) -> None:
+        if self._deadline is not None or time.monotonic() < self._not_before:
+            return
+        self._seconds = float(wish["seconds"])
+        self._is_only_told_if_waited, self._is_confirmed = bool(wish["only_if_waited"]), bool(wish["is_confirmed"])
+        self._suspicion = None
+        self._look()
+
+    def _look(self) -> None:
+        self._number, self._looked = time.monotonic_ns(), set()
+        self._nodes.send_to_all({"kind": "look", "number": self._number})
+        self._states = list(self._examine())
+        self._deadline = time.monotonic() + _PATIENCE_SECONDS
+
+    def _send_states(self, number: int) -> None:
+        self._states = list(self._examine())
+        for state in self._states:
+            self._nodes.send_to_first({"kind": "state", "number": number, "state": _shortened(state)})
+        self._nodes.send_to_first({"kind": "looked", "number": number})
+
+    def _explained(self) -> tuple[HangVerdict, bool] | None:
+        self._deadline, self._not_before = None, time.monotonic() + _PAUSE_SECONDS
+        verdict, self._suspicion = self._suspicion, None
+        if verdict is None:
+            verdict = explain(sorted(self._states, key=lambda state: state.rank), self._seconds)
+            if self._is_only_told_if_waited and not verdict.is_waited:
+                self._nothing()
+                return None
+            if verdict.is_certain and self._is_confirmed:
+                self._suspicion = verdict
+                self._look()
+                return None
+        elif verdict.has_moved(self._states):
+            self._nothing()
+            return None
+        verdict = replace(verdict, text=f"{verdict.text}\n{self._where()}")
+        verdict, acts = self._decide(verdict, self._seconds)
+        told = {"text": verdict.text[:8000], "culprits": verdict.culprits, "is_certain": verdict.is_certain}
+        self._nodes.send_to_all({"kind": "hang", "acts": acts, **told})
+        return verdict, acts
+
+    def _nothing(self) -> None:
+        """Let all nodes look again soon."""
+        self._nodes.send_to_all({"kind": "no_hang", "seconds": self._seconds})
+        self._on_nothing(self._seconds)
+
+    def _told(self, message: Any) -> tuple[HangVerdict, bool]:
+        verdict = HangVerdict(
+            text=str(message["text"]),
+            culprits=tuple(int(rank) for rank in message["culprits"]),
+            is_certain=bool(message["is_certain"]),
+            states=tuple(self._states),
+        )
+        return verdict, bool(message["acts"])
+
+    def _where(self) -> str:
+        lines, first = [], 0
+        for member in self._nodes.members:
+            last = first + member.num_ranks - 1
+            ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            silent = "" if member.node_rank in (self._nodes.leader, *self._looked) else ", which did not answer"
+            lines.append(f"  {ranks}: {member}{silent}")
+            first = last + 1
+        return "\n".join(lines)
+
+
+def _shortened(state: RankState) -> dict[str, Any]:
+    """Return what a verdict needs of a state: a message has a limit, and threads may be many."""
+    calls = state.collectives
+    if calls is not None:
+        pending = [call for call in calls if call.is_pending]
+        calls = tuple(
+            replace(call, frames=call.frames[:_MOST_FRAMES]) for call in (*calls[-1:], *pending[:_MOST_CALLS])
+        )
+        calls = tuple({(call.group, call.sequence, call.op): call for call in calls}.values())
+    used = {*itertools.islice(state.groups, 1), *(call.group for call in calls or ())}
+    if state.call is not None:
+        used.add(state.call.group)
+    return replace(
+        state,
+        groups={name: ranks for name, ranks in state.groups.items() if name in used},
+        main=state.main[:_MOST_FRAMES],
+        others=tuple(thread[:_MOST_FRAMES] for thread in state.others[:_MOST_THREADS]),
+        collectives=calls,
+    ).to_json()

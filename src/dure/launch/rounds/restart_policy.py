@@ -1,0 +1,155 @@
+"""Whether a run whose rank failed is worth another start from where it was."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dure.launch.hangs.diagnosis import HangVerdict
+from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """How often ranks are started again."""
+
+    most: int = 0
+    """Restarts within the window; 0: none."""
+    window_seconds: float = 600.0
+    """Restarts longer ago do not count: a run of weeks may meet more failures than one of minutes."""
+    after_any: bool = False
+    """Whether every failure is worth one: of what knows nothing of dure, nobody can tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A restart that is decided."""
+
+    number: int
+    """From 1, of those that count."""
+    rank: int
+    """Whose failure was the first cause."""
+    step: int
+    """The step that it was in; -1 before the first."""
+    cause: str
+    """In one line."""
+    microbatch_sizes: tuple[int, int] | None = None
+    """Where memory ran out: samples that were computed at once, and those that are to be. It counts as no restart."""
+    go_back_to: int | None = None
+    """Samples seen up to where the run can be trusted, if it is to go on from there."""
+
+
+_CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""What differs between two messages of one failure: addresses, times, ports, process numbers."""
+
+
+class Restarts:
+    """The budget of one run. A failure that comes back at the same step is nobody's bad luck, and ends it."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.policy = policy
+        self.count = 0
+        self.refusal: str | None = None
+        """Why the last failure was not answered with a restart, where there is more to say than the failure."""
+        self._times: deque[float] = deque()
+        self._last: tuple[int | None, int, str] | None = None
+
+    def after(self, ends: Sequence[WorkerEnd], step_of: Callable[[int], int]) -> Restart | None:
+        """Decide about ranks that ended, the first of them by a failure; None when they are to stay ended.
+
+        Args:
+            ends: How each rank ended.
+            step_of: The step that a rank was in.
+        """
+        self.refusal = None
+        was_asked_to_stop = any(end.exit_code in STOP_ENDS for end in ends)
+        if self.policy.most == 0 or was_asked_to_stop:
+            return None
+        first = first_failure(list(ends))
+        if first is None:
+            return None
+        if first.failure is not None and (size := first.failure.get("microbatch_size")):
+            return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
+        if first.failure is not None and first.failure.get("is_gpu_lost"):
+            self.refusal = "a GPU that is gone does not come back by itself, so the ranks were not started again"
+            return None
+        if not (self.policy.after_any or _may_help(first, step_of)):
+            return None
+        step, cause = step_of(first.rank), in_brief(first, len(ends))
+        go_back_to = None if first.failure is None else first.failure.get("go_back_to")
+        # what all ranks found out together, any of them may be the first to say
+        rank, what = (None if go_back_to is not None else first.rank), cause
+        if first.is_out_of_memory:
+            rank, what = None, "out of memory"  # which of the ranks the kernel ends is a matter of chance
+        if self._has_come_again(rank, step, what):
+            return None
+        return self._granted(first.rank, step, cause, go_back_to)
+
+    def heed(self, restart: Restart) -> None:
+        """Count a restart that another node has decided: this one may have to decide the next."""
+        if restart.microbatch_sizes is None:
+            self.count = restart.number
+            self._times.append(time.monotonic())
+            self._has_come_again(None if restart.go_back_to is not None else restart.rank, restart.step, restart.cause)
+
+    def after_hang(self, hang: HangVerdict) -> Restart | None:
+        """Decide about ranks that were ended because they hung.
+
+        A rank that is to blame again at the same step ends the run. A hang of which no rank is to blame is the
+        network's, which may fail twice at the same place.
+
+        Args:
+            hang: Who was where.
+        """
+        self.refusal = None
+        if self.policy.most == 0:
+            return None
+        rank = next(iter(hang.culprits), 0)
+        step = next(state.step for state in hang.states if state.rank == rank)
+        cause = "the ranks were ended because they hung"
+        if hang.culprits and self._has_come_again(rank, step, cause):
+            return None
+        return self._granted(rank, step, cause)
+
+    def _has_come_again(self, rank: int | None, step: int, cause: str) -> bool:
+        """Whether it is the failure before once more, which then is the reason not to try again."""
+        this = rank, step, _CHANCE.sub("#", cause)
+        is_same, self._last = self._last == this, this
+        if is_same:
+            self.refusal = f"the same failure came again at step {step} after a restart, so it was not tried once more"
+        return is_same
+
+    def _granted(self, rank: int, step: int, cause: str, go_back_to: int | None = None) -> Restart | None:
+        now = time.monotonic()
+        while self._times and now - self._times[0] > self.policy.window_seconds:
+            self._times.popleft()
+        if len(self._times) >= self.policy.most:
+            self.refusal = (
+                f"{len(self._times)} restarts within {self.policy.window_seconds:g} s are used up (--max-restarts)"
+            )
+            return None
+        self._times.append(now)
+        self.count += 1
+        return Restart(number=self.count, rank=rank, step=step, cause=cause, go_back_to=go_back_to)
+
+    def _with_smaller_microbatches(self, end: WorkerEnd, size: int, step: int, num_ranks: int) -> Restart | None:
+        """Let all compute half as many samples at once, down to one: each time it is another attempt, and a cheap one.
+
+        The first step is no exception: where memory runs out, it mostly does so there.
+        """
+        if size == 1:
+            return None
+        half = -(-size // 2)
+        cause = in_brief(end, num_ranks)
+        return Restart(number=self.count, rank=end.rank, step=step, cause=cause, microbatch_sizes=(size, half))
+
+
+def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
+    """Whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
+    failure = end.failure
+    if failure is None:
+        return end.exit_code < 0
+    if failure["is_consequence"] or failure.get("go_back_to") is not None:
+        return True
+    return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1

@@ -1,0 +1,366 @@
+"""One round of a job on one host: its ranks are started, watched, and ended together."""
+
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+
+from dure.errors import EnvironmentLacks
+from dure.launch.hangs.call_counts import CallCounts
+from dure.launch.hangs.diagnosis import HangVerdict, explain
+from dure.launch.hangs.probe import examine
+from dure.launch.hangs.rank_state import RankState
+from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
+from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.kept_memory import KeptMemory
+from dure.launch.rounds.node_hang_survey import JointLook
+from dure.launch.rounds.request import Launch, StoreSocket
+from dure.launch.rounds.signal_forwarding import pass_on_signal, signals_held_back
+from dure.launch.rounds.start import start_worker
+from dure.launch.rounds.stop_limit import StopLimit
+from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
+from dure.launch.worker.leftovers import end_leftovers
+from dure.launch.worker.store_server import StoreServer
+from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, stop_signal
+from dure.launch.worker.worker_process import Worker
+from dure.terminal import end_open_line
+
+_FAILURE_GRACE_SECONDS = 1.0
+"""What the other ranks get after one failed, to end by themselves and leave word why."""
+_RESTART_GRACE_SECONDS = 0.1
+"""What they get where all are started again anyway and the first to fail has said why."""
+_POLL_SECONDS = 0.02
+_COUNTS_OF_A_LIMIT = 0.25
+"""Interval between requests for the ranks' call counts, as a fraction of the limit."""
+_LOOK_SECONDS = 0.5
+"""The longest sleep: a bound on what a missed wake-up could cost."""
+_STOP_LOOK_SECONDS = 0.1
+"""The longest sleep after a stop signal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How all ranks of a job ended, on all nodes."""
+
+    ends: list[WorkerEnd]
+    """Empty when a signal came before any rank was started."""
+    signal: int | None
+    """The first signal that asked the run to stop, if any."""
+    refusal: str | None = None
+    """Why the ranks were not started once more, where the failure alone does not say it."""
+    hang: HangVerdict | None = None
+    """Why the supervisor ended ranks that were not getting on."""
+    lost: str | None = None
+    """The sentence about a node that went away, or did not go on."""
+    is_cut_off: bool = False
+    """True if this node could not reach the one that leads when it ended."""
+
+
+def run_round(
+    launch: Launch,
+    workers: list[Worker],
+    memory: KeptMemory,
+    round_number: int,
+    received: list[int],
+    store: StoreSocket,
+    *,
+    by_fork: bool,
+) -> HangVerdict | None:
+    """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
+    memory.heartbeats.forget()
+    with _store_served(launch, store, by_fork=by_fork):
+        with signals_held_back():
+            for rank in range(launch.first_rank, launch.first_rank + launch.num_processes):
+                worker = start_worker(launch, rank, store, memory, round_number=round_number, by_fork=by_fork)
+                workers.append(worker)  # one by one: those started must be known if the next cannot be
+        if store.listener is not None:
+            store.listener.close()
+        hang = _wait(launch, workers, memory, received)
+        kill_all(workers)
+    if received or any(worker.end is not None and worker.end.exit_code != 0 for worker in workers):
+        # what a script that ended well leaves running is its own affair
+        end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
+    return hang
+
+
+def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
+    """See to it that what people are told next comes below what the ranks have said, on a line of its own."""
+    if launch.logs is not None:
+        launch.logs.catch_up()
+    elif any(_leaves_line_open(worker) for worker in workers):
+        end_open_line()
+
+
+def _leaves_line_open(worker: Worker) -> bool:
+    return worker.rank == 0 and (worker.end is None or worker.end.exit_code < 0)
+
+
+def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
+    """Tell of ranks that are not getting on, if anybody is to be told."""
+    if launch.on_hang is not None:
+        show_what_was_said(launch, workers)
+        launch.on_hang(verdict)
+
+
+def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
+    """Wait until all have ended; after the first end only as long as its grace lasts, and never beyond their time.
+
+    Returns:
+        Why they will not end by themselves, if they hang and are not to be waited for.
+    """
+    watchdog = None if launch.hangs is None else Watchdog(memory.heartbeats, launch.hangs.hang_after)
+    counts = call_counts(launch, watchdog)
+    look = joint_look(launch, workers, memory, watchdog, received)
+    deadline = None if launch.most_seconds is None else time.monotonic() + launch.most_seconds
+    stop = StopLimit(launch, memory.heartbeats)
+    have_been_asked = False
+    while True:
+        alive = _still_alive(workers)
+        if not alive:
+            return None
+        ends = [worker.end for worker in workers if worker.end is not None]
+        ending = ending_of(ends)
+        grace = _grace(ending, launch, ends)
+        if ending == "stopped" and not received and not have_been_asked:
+            have_been_asked = True
+            _ask_the_others_too(launch, alive, ends)
+        others: list[int] = [] if launch.logs is None else launch.logs.waiting_for
+        if launch.nodes is not None:
+            _fall_silent(launch.nodes, alive)
+            grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
+            others += launch.nodes.descriptors
+        if received:
+            grace = _least(grace, _time_to_stop(launch, stop, workers, memory, look))
+        if grace is not None:
+            deadline = min(deadline or float("inf"), time.monotonic() + grace)
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return None
+        most = _STOP_LOOK_SECONDS if received else _LOOK_SECONDS
+        _sleep_until_one_ends(alive, most if left is None else min(most, left), others)
+        if launch.logs is not None:
+            launch.logs.go_on()
+        if counts is not None:
+            counts.go_on([worker for worker in workers if worker.end is None])
+        if watchdog is not None and deadline is None:
+            hang = _hang(launch, workers, memory, watchdog, look)
+            if hang is not None:
+                return hang
+
+
+def _time_to_stop(
+    launch: Launch, stop: StopLimit, workers: list[Worker], memory: KeptMemory, look: JointLook | None
+) -> float:
+    """Return the seconds that ranks have left after a stop signal, and say what they are waited for, and where."""
+    alive = [worker.rank for worker in workers if worker.end is None]
+    seconds = stop.seconds_left(alive)
+    last = min(memory.heartbeats.last(rank).time for rank in alive)
+    if stop.is_half_over(seconds) and launch.hangs is not None and last:
+        if look is None:
+            _report_stop(launch, workers, explain(examine(workers, memory.heartbeats), time.monotonic() - last).text)
+        else:
+            look.ask(time.monotonic() - last, is_confirmed=False)
+    if look is not None and (found := look.advance()) is not None:
+        _report_stop(launch, workers, found[0].text)
+    if (text := stop.words(alive)) is not None:
+        _report_stop(launch, workers, text)
+    return seconds
+
+
+def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
+    """Print what a stop waits for; a step that is merely long is recorded as no hang."""
+    if launch.on_stopping is not None:
+        show_what_was_said(launch, workers)
+        launch.on_stopping(text)
+
+
+def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
+    """Pass on a signal that only a rank got: the others could use up their whole grace without having heard of it."""
+    number = stop_signal(ends)
+    assert number is not None
+    pass_on_signal(number, alive, is_first=True)
+    if launch.nodes is not None:
+        launch.nodes.tell_signal(number)
+
+
+def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
+    """Return what asks ranks for the calls they have made, where calls are news."""
+    if watchdog is None or launch.hangs is None or not launch.hangs.counts_calls:
+        return None
+    return CallCounts(watchdog, _COUNTS_OF_A_LIMIT * (launch.hangs.hang_after or LEAST_SECONDS))
+
+
+def joint_look(
+    launch: Launch,
+    workers: list[Worker],
+    memory: KeptMemory,
+    watchdog: Watchdog | None = None,
+    received: Sequence[int] = (),
+) -> JointLook | None:
+    """Return the look that this node takes together with others, where there are others."""
+    hangs = launch.hangs
+    if launch.nodes is None or hangs is None:
+        return None
+
+    def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+        # ranks that were asked to stop have a limit of their own
+        return (verdict, False) if watchdog is None or received else _decided(hangs, watchdog, verdict, seconds)
+
+    def examine_own() -> list[RankState]:
+        return examine(workers, memory.heartbeats)
+
+    if watchdog is None:
+        return JointLook(launch.nodes, examine_own, decide)
+    return JointLook(launch.nodes, examine_own, decide, watchdog.told_nothing)
+
+
+def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
+    """Return the verdict with what follows from it, and whether that is to be done now."""
+    if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
+        return verdict, False  # of a script without steps whose ranks do not wait nobody knows that it hangs
+    limit, is_certain = watchdog.last_threshold, verdict.is_certain
+    announced = verdict.announcing(hangs.announcement(seconds, limit, is_certain=is_certain))
+    return announced, hangs.acts(seconds, limit, is_certain=is_certain)
+
+
+def _hang(
+    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog, look: JointLook | None
+) -> HangVerdict | None:
+    """Tell of ranks that are not getting on; return why, if they are to be ended."""
+    seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
+    if look is not None:
+        assert launch.nodes is not None
+        if seconds is not None and not launch.nodes.is_one_quiet:
+            look.ask(seconds, only_if_waited=_is_only_told_if_waited(watchdog, seconds))
+        found = look.advance()
+        if found is not None:
+            report_hang(launch, workers, found[0])
+        return found[0] if found is not None and found[1] else None
+    if seconds is None or launch.hangs is None:
+        return None
+    verdict = explain(examine(workers, memory.heartbeats), seconds)
+    is_nothing = not verdict.is_waited and _is_only_told_if_waited(watchdog, seconds)
+    # ranks answer one after the other: of such as get on, answers may not fit each other
+    if is_nothing or (verdict.is_certain and verdict.has_moved(examine(workers, memory.heartbeats))):
+        watchdog.told_nothing(seconds)
+        return None
+    verdict, acts = _decided(launch.hangs, watchdog, verdict, seconds)
+    report_hang(launch, workers, verdict)
+    return verdict if acts else None
+
+
+def _is_only_told_if_waited(watchdog: Watchdog, seconds: float) -> bool:
+    """Return whether silence means nothing by itself: ranks that have made calls before need make no more of them."""
+    return not watchdog.is_known and seconds < UNKNOWN_SECONDS
+
+
+def _still_alive(workers: list[Worker]) -> list[Worker]:
+    for worker in workers:
+        if worker.end is None:
+            worker.poll()
+    return [worker for worker in workers if worker.end is None]
+
+
+def _heed_others(
+    launch: Launch, nodes: Nodes, workers: list[Worker], received: list[int], ending: str | None
+) -> float | None:
+    """Exchange with the other nodes what concerns all; return what their news leave the ranks here, if anything."""
+    nodes.pump()
+    for number in nodes.exchange_signals(received):
+        pass_on_signal(number, workers, is_first=len(received) == 1)
+    if ending is not None:
+        nodes.tell_ending(ending)
+    if nodes.news.shaken is not None:
+        return 0.0  # all are started again anyway
+    if nodes.lost is not None or nodes.refusal is not None:
+        return _FAILURE_GRACE_SECONDS
+    graces = [_grace(said, launch) for said in nodes.news.endings]
+    return _least(*graces) if graces else None
+
+
+def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
+    """Let this host stand still and say nothing, where a planned fault asks for it."""
+    seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
+    if seconds is None:
+        return
+    for worker in alive:
+        worker.send(signal.SIGSTOP)
+    time.sleep(seconds)
+    nodes.pump()
+    if nodes.news.shaken is None and nodes.lost is None:  # else they are ended without another instruction
+        for worker in alive:
+            worker.send(signal.SIGCONT)
+
+
+def _least(*graces: float | None) -> float | None:
+    return min((grace for grace in graces if grace is not None), default=None)
+
+
+def ending_of(ends: list[WorkerEnd]) -> str | None:
+    """Return what the first ranks to end mean for the others: `failed`, `stopped`, `ended`, or nothing yet."""
+    ends = [end for end in ends if not end.is_tolerated]
+    if any(end.exit_code != 0 and end.exit_code not in STOP_ENDS for end in ends):
+        return "failed"
+    if any(end.exit_code in STOP_ENDS for end in ends):
+        return "stopped"
+    return "ended" if ends else None
+
+
+def _grace(ending: str | None, launch: Launch, ends: Sequence[WorkerEnd] = ()) -> float | None:
+    """Return the seconds that the other ranks get; None: any time."""
+    if ending == "failed":
+        if not launch.restarts.most:
+            return _FAILURE_GRACE_SECONDS
+        was_killed = any(end.failure is None and end.exit_code < 0 and end.exit_code not in STOP_ENDS for end in ends)
+        return 0.0 if was_killed else _RESTART_GRACE_SECONDS
+    if ending == "stopped":
+        return launch.stop_grace_seconds
+    return launch.end_grace_seconds if ending == "ended" else None
+
+
+def _sleep_until_one_ends(alive: list[Worker], most_seconds: float, others: Sequence[int] = ()) -> None:
+    pidfds = [worker.pidfd for worker in alive if worker.pidfd is not None]
+    if len(pidfds) < len(alive):
+        time.sleep(min(_POLL_SECONDS, most_seconds))
+        return
+    poll = select.poll()  # select() itself takes no descriptor above 1023
+    for descriptor in (*pidfds, *others):
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(most_seconds * 1000)
+
+
+def kill_all(workers: list[Worker]) -> None:
+    """End workers that are still there, and wait until they are gone."""
+    for worker in workers:
+        worker.stop_at_once()
+    while _still_alive(workers):
+        time.sleep(0.001)
+
+
+def _store_served(launch: Launch, store: StoreSocket, *, by_fork: bool) -> AbstractContextManager[object]:
+    if not launch.serves_store or store.listener is None:
+        return nullcontext()
+    return closing(StoreServer(store.listener, by_fork=by_fork))
+
+
+def decide_to_fork(launch: Launch) -> bool:
+    """Return whether ranks are forked.
+
+    Raises:
+        EnvironmentLacks: It was asked for where it cannot work.
+    """
+    if launch.start != "fork":
+        return launch.start == "auto" and reason_not_to_fork() is None
+    reason = reason_fork_would_fail(launch.threads)
+    if reason is not None:
+        raise EnvironmentLacks(f"start is fork but {reason}: use --start spawn, or auto")
+    return True
+
+
+def listening_on(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)

@@ -1,0 +1,106 @@
+"""Stop signals that a supervisor gets and its ranks are to follow."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dure.launch.worker.worker_process import Worker
+from dure.process.stop_signals import STOP_SIGNALS, end_if_unanswered, heeded_signals, is_said_again
+
+
+class StoppedBeforeStart(BaseException):
+    """A signal came while there was no rank."""
+
+
+@contextmanager
+def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
+    """Pass stop signals on to workers, the second one as the end of all; gives the list of those that came.
+
+    While there is no worker, the first one raises `StoppedBeforeStart`.
+    """
+    received: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if received and is_said_again(number):
+            return
+        received.append(number)
+        if not workers:
+            raise StoppedBeforeStart
+        pass_on_signal(number, workers, is_first=len(received) == 1)
+
+    def pause(number: int, frame: FrameType | None) -> None:
+        for worker in workers:  # they may be in groups of their own, which Ctrl-Z does not reach
+            worker.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for worker in workers:
+            worker.send(signal.SIGCONT)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    end_if_unanswered()
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
+    # where children are not waited for (SIG_IGN), nobody would learn how they ended
+    if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            # None: a handler that was not set from Python, and cannot be put back from it
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def pass_on_signal(number: int, workers: list[Worker], *, is_first: bool) -> None:
+    """Ask workers to stop, or end them where they were asked before."""
+    for worker in workers:
+        if not is_first:
+            worker.stop_at_once()
+        elif not (worker.keeps_terminal and number == signal.SIGINT and _is_in_foreground()):
+            worker.send(number)  # a rank at the terminal has got its Ctrl-C
+
+
+def _is_in_foreground() -> bool:
+    """Return whether this process's group is the one that a terminal sends Ctrl-C to."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Deliver stop signals only when every worker is known, so that none misses a signal passed on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Deliver a stop signal afterwards; an error that ends this anyway takes its place.
+
+    By handlers: a signal that the main thread blocks is delivered to another thread, as libraries have them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def put_off(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, put_off) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if received:
+        signal.raise_signal(received[0])

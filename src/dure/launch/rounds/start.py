@@ -1,0 +1,160 @@
+"""Worker processes as their supervisor has them: started by fork or by spawn, polled, signalled."""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from dure.cluster.rank import RankInfo
+from dure.errors import EnvironmentLacks
+from dure.launch.rounds.kept_memory import KeptMemory
+from dure.launch.rounds.request import Launch, StoreSocket
+from dure.launch.worker.child import Output, run_in_child
+from dure.launch.worker.questions import Questions
+from dure.launch.worker.worker_process import Worker, unnamed_file
+from dure.process.context import Place, StoreAddress
+
+if TYPE_CHECKING:
+    pass
+
+
+def start_worker(
+    launch: Launch, rank: int, store: StoreSocket, memory: KeptMemory, *, round_number: int, by_fork: bool
+) -> Worker:
+    """Start one rank; stop signals must be blocked meanwhile, and the new process unblocks them when it is ready.
+
+    Args:
+        launch: What to start.
+        rank: Which one.
+        store: Where the store is, which rank 0 serves unless another process does.
+        memory: What ranks leave to those of the next round.
+        round_number: How often the ranks were started before.
+        by_fork: Fork; otherwise start a fresh interpreter.
+
+    Raises:
+        EnvironmentLacks: The system starts no more processes.
+    """
+    report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
+    questions, answers = socket.socketpair()
+    output = launch.outputs[rank - launch.first_rank]
+    place = replace(
+        _place(launch, rank, store, report_fd, round_number),
+        heartbeat_fd=memory.heartbeat_fd,
+        snapshot_fds=memory.snapshot_fds,
+        stacks_fd=stacks_fd,
+        questions_fd=answers.fileno(),
+        has_live_line=output.has_live_line,
+    )
+    try:
+        start = _fork if by_fork else _spawn
+        pid, process = start(launch, place, output, store.listener)
+    except OSError as error:
+        os.close(report_fd)
+        os.close(stacks_fd)
+        questions.close()
+        raise EnvironmentLacks(
+            f"rank {rank} of {launch.world_size} could not be started: {error.strerror}; use a smaller --nproc, or "
+            "raise the limit on processes (ulimit -u)"
+        ) from error
+    finally:
+        answers.close()
+    return Worker(
+        rank=rank,
+        pid=pid,
+        report_fd=report_fd,
+        stacks_fd=stacks_fd,
+        questions=Questions(questions),
+        process=process,
+        pidfd=_pidfd(pid),
+        is_expendable=rank in launch.expendable,
+        keeps_terminal=output.is_terminal,
+        has_begun=lambda: memory.heartbeats.last(rank).step >= 0,
+    )
+
+
+def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_number: int) -> Place:
+    serves = rank == 0 and not launch.serves_store and store.listener is not None
+    return Place(
+        rank=RankInfo(
+            rank=rank,
+            local_rank=rank - launch.first_rank,
+            node_rank=0 if launch.nodes is None else launch.nodes.me.node_rank,
+            world_size=launch.world_size,
+            local_world_size=launch.num_processes,
+        ),
+        store=StoreAddress(
+            host=store.host,
+            port=store.port,
+            prefix=f"{launch.store_prefix}/{round_number}",
+            listen_fd=store.listener.fileno() if serves and store.listener is not None else None,
+        ),
+        interface=None if launch.nodes is None else launch.nodes.interface,
+        is_on_several_hosts=launch.nodes is not None,
+        epoch=None if launch.nodes is None or launch.nodes.lease is None else launch.nodes.lease.epoch,
+        threads=launch.threads,
+        is_supervised=True,
+        report_fd=report_fd,
+        round=round_number,
+        microbatch_size=launch.microbatch_size,
+        trusted_samples=launch.trusted_samples,
+        stopped_by=launch.stopped_by,
+    )
+
+
+_Started = tuple[int, "subprocess.Popen[bytes] | None"]
+"""The process, and what Python knows of one that was spawned."""
+
+
+def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, NumPy's too, which do survive; `reason_not_to_fork` has looked closer
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid, None
+    if listener is not None and place.store is not None and place.store.listen_fd is not None:
+        listener.detach()
+    elif listener is not None:
+        listener.close()
+
+    def entry() -> int:
+        if launch.logs is not None:
+            launch.logs.leave()
+        return int(importlib.import_module(launch.entry).main(launch.job, place))
+
+    run_in_child(entry, place, output, parent)
+    raise AssertionError("a child does not return")
+
+
+def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
+    told = {
+        "entry": launch.entry,
+        "job": dict(launch.job),
+        "place": asdict(place),
+        "output": asdict(output),
+        "parent_pid": os.getpid(),
+    }
+    own = place.report_fd, place.stacks_fd, place.questions_fd, place.heartbeat_fd, *place.snapshot_fds
+    fds = [fd for fd in (*own, *(output.descriptors or ())) if fd is not None]
+    if place.store is not None and place.store.listen_fd is not None:
+        fds.append(place.store.listen_fd)
+    # -W, -X, -O and the like, as multiprocessing hands them on
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "dure.launch.worker.spawn_entry", json.dumps(told)]
+    process = subprocess.Popen(command, pass_fds=fds, stdin=None if output.is_terminal else subprocess.DEVNULL)
+    return process.pid, process
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

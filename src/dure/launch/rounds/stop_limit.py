@@ -1,0 +1,109 @@
+"""Time that ranks have to end in order after a stop signal."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dure.launch.rounds.request import Launch
+from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd
+from dure.process.heartbeat import PHASES, Heartbeats
+
+_SAVE_FRACTION = 1 / 2
+"""Part of the grace time that is left for saving what ranks that do not end have in memory..."""
+_SAVE_SECONDS = 10.0
+"""...and the most of it."""
+_SAID_AFTER_SECONDS = 0.3
+"""Time after which people learn what a stop waits for; most steps are over by then."""
+
+_STARTING, _TRAINING, _EVALUATING, _SAVING, _LEAVING = PHASES
+_WAITS_FOR = {
+    _TRAINING: "step {step} and the next one to end",  # in which the ranks agree on it
+    _EVALUATING: "the evaluation to end",
+    _SAVING: "the checkpoint to be written",
+    _LEAVING: "the ranks to leave",
+}
+
+
+class StopLimit:
+    """Deadline of the ranks of one round, from when the first stop signal was seen."""
+
+    def __init__(self, launch: Launch, heartbeats: Heartbeats) -> None:
+        self._launch = launch
+        self._heartbeats = heartbeats
+        self._began: float | None = None
+        self._is_said = False
+        self._was_half_over = False
+
+    def seconds_left(self, alive: Sequence[int]) -> float:
+        """Return the seconds that ranks have left, counted from the first call.
+
+        Ranks that write a checkpoint have the whole grace time; others are ended a little sooner where their
+        snapshots can be saved by ranks that are started anew.
+
+        Args:
+            alive: Ranks that have not ended.
+        """
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        seconds = self._launch.grace_seconds
+        launch = self._launch
+        is_followed = launch.saves_snapshots and launch.stopped_by is None
+        if is_followed and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
+            seconds -= save_seconds(self._launch)
+        return self._began + seconds - now
+
+    def is_half_over(self, seconds_left: float) -> bool:
+        """Return, once, whether less time is left than has passed: time to look where ranks are.
+
+        Args:
+            seconds_left: As `seconds_left` returned them.
+        """
+        if self._was_half_over or self._began is None or time.monotonic() - self._began < seconds_left:
+            return False
+        self._was_half_over = True
+        return True
+
+    def words(self, alive: Sequence[int]) -> str | None:
+        """Return what a stop waits for, once, when it takes longer than most steps; None otherwise.
+
+        Args:
+            alive: Ranks that have not ended.
+        """
+        if self._is_said or self._began is None or time.monotonic() - self._began < _SAID_AFTER_SECONDS:
+            return None
+        self._is_said = True
+        beat = min((self._heartbeats.last(rank) for rank in alive), key=lambda beat: beat.time)
+        waits_for = _WAITS_FOR.get(beat.phase, "the ranks to end") if beat.time else "the ranks to end"
+        since = f" (begun {time.monotonic() - beat.time:.0f} s ago)" if beat.time else ""
+        end = "and the last step in memory is saved" if self._launch.saves_snapshots else "as they are"
+        return (
+            f"stopping: waiting for {waits_for.format(step=beat.step)}{since}. A second Ctrl-C ends the ranks at once; "
+            f"after {self._launch.grace_seconds:g} s (--grace-seconds) they are ended {end}"
+        )
+
+
+def save_seconds(launch: Launch) -> float:
+    """Return the part of the grace time that is left for saving snapshots."""
+    return min(_SAVE_SECONDS, launch.grace_seconds * _SAVE_FRACTION)
+
+
+def has_left_snapshots(
+    launch: Launch, ends: Sequence[WorkerEnd], received: Sequence[int], *, has_begun: bool = True
+) -> bool:
+    """Return whether ranks ended after one stop signal without a checkpoint, so that snapshots may be left to save.
+
+    Args:
+        launch: Of the ranks.
+        ends: How they ended.
+        received: Stop signals that came.
+        has_begun: Whether a rank of this round has begun a step; before that ranks leave without a checkpoint.
+    """
+    is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
+    has_saved = any(end.exit_code == 0 or (end.exit_code > 0 and end.exit_code in STOP_ENDS) for end in ends)
+    return is_first and bool(ends) and not (has_saved and has_begun)
+
+
+def saving(launch: Launch, number: int) -> Launch:
+    """Return the launch of ranks that save what those before them left in memory, and leave by this signal."""
+    return replace(launch, stopped_by=number, grace_seconds=save_seconds(launch), on_stopping=None)

@@ -1,0 +1,1 @@
+"""Scripts under `dure run`, as a rank runs them."""

@@ -1,0 +1,256 @@
+"""The entry of a rank that runs somebody's script: all is as under `torchrun`, and no line of it changed."""
+
+import ast
+import atexit
+import gc
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dure.launch.hangs.rank_state import collective_from
+from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
+from dure.process.context import Place
+from dure.process.heartbeat import Heartbeats
+from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
+from dure.terminal import print_traceback
+
+if TYPE_CHECKING:
+    from dure.failures.device_errors import AskDriver
+
+_kept: list[object] = []
+"""What the script leaves behind: a process group that goes while the interpreter is alive joins its threads with
+Python's lock held, which gloo's want too (5 of 11 plain DDP scripts hung so)."""
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
+
+
+def before_fork(job: Mapping[str, Any]) -> None:
+    """Import once, in the process that forks the ranks, what all of them need."""
+    from dure.torchcompat import import_late_parts
+
+    import_late_parts()
+    importlib.import_module("dure.failures.report")
+
+
+def main(job: Mapping[str, Any], place: Place) -> int:
+    """Run one rank's script in this process and return its exit code.
+
+    Args:
+        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`,
+            `num_nodes`.
+        place: Where this rank is.
+    """
+    if not os.isatty(0) and os.getpgrp() != os.getpid():  # torchrun and mpirun gave it a group of its own already
+        # a terminal, or `timeout`, signals the whole group, and the supervisor passes on what it gets: once is enough;
+        # and a script that signals its group is to reach its own processes
+        os.setpgrp()
+    before_fork(job)  # of a spawned rank; a forked one has it
+    os.environ.update(environment(job, place))
+    _set_threads(place.threads)
+    _meet(place)
+    step, marker = _tell_of_steps(place), list[object]()
+    try:
+        code = _run(job, place)
+    except BaseException as error:
+        try:
+            _be_deaf()
+        except BaseException:  # of a handler of the script's, for a signal that was due just now
+            _be_deaf()
+        _kept.append(error)
+        code = _fail_once(error, place, step[0])
+    _note_end(place, step[0])
+    return _leave_in_order(code, marker)
+
+
+def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
+    """Return what torchrun sets, and so what scripts read."""
+    assert place.store is not None
+    rank = place.rank
+    num_nodes = job.get("num_nodes", 1)
+    # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
+    loopback = {} if num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
+    return {
+        **loopback,
+        **rank.to_environment(),
+        "MASTER_ADDR": place.store.host,
+        "MASTER_PORT": str(place.store.port),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "ROLE_NAME": str(job.get("role", "default")),
+        "ROLE_RANK": str(rank.rank),
+        "ROLE_WORLD_SIZE": str(rank.world_size),
+        "TORCHELASTIC_RESTART_COUNT": str(place.round),
+        "TORCHELASTIC_MAX_RESTARTS": str(job["max_restarts"]),
+        "TORCHELASTIC_RUN_ID": str(job["run"]),
+        # the store is served already: see `meet_at_served_store`
+        "TORCHELASTIC_USE_AGENT_STORE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(place.threads)),
+    }
+
+
+def _be_deaf() -> None:
+    """Heed no stop signal any more: this rank ends anyway, and what a handler raises would take its word why."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _set_threads(threads: int) -> None:
+    """Do what OMP_NUM_THREADS would have done had it been set before torch was imported."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]) if os.environ["OMP_NUM_THREADS"].isdecimal() else threads)
+
+
+def _meet(place: Place) -> None:
+    from dure.torchcompat import meet_at_served_store
+
+    assert place.store is not None
+    meet_at_served_store(place.store.host, place.store.port)
+
+
+def _tell_of_steps(place: Place) -> list[int]:
+    """Let every optimiser's step be a heartbeat; return the count, which goes on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from dure.torchcompat import SequenceNumber
+
+    count = [0]
+    if place.heartbeat_fd is None:
+        return count
+    heartbeats, rank = Heartbeats(place.heartbeat_fd, place.rank.world_size), place.rank.rank
+    sequence = SequenceNumber()
+    heartbeats.beat(rank, 0, "starting")
+
+    def beat(*_: Any) -> None:
+        count[0] += 1
+        heartbeats.beat(rank, count[0], sequence=sequence.now())
+
+    register_optimizer_step_post_hook(beat)
+    return count
+
+
+def _note_end(place: Place, step: int) -> None:
+    if place.heartbeat_fd is not None:
+        from dure.torchcompat import SequenceNumber
+
+        heartbeats = Heartbeats(place.heartbeat_fd, place.rank.world_size)
+        heartbeats.beat(place.rank.rank, step, "leaving", SequenceNumber().now())
+
+
+def _run(job: Mapping[str, Any], place: Place) -> int:
+    arguments = [*job["arguments"]]
+    said = job["local_rank_argument"]
+    flag = _LOCAL_RANK_FLAGS.get(said)
+    if said == "auto" and not job["is_module"]:
+        flag = local_rank_flag(Path(job["script"]))
+    if flag is not None:
+        arguments.insert(0, f"{flag}={place.rank.local_rank}")
+    _be_as_python_begins()
+    sys.argv[1:] = arguments
+    try:
+        run_as_main(job["script"], is_module=job["is_module"])
+    except SystemExit as leave:
+        from dure.failures.report import leave_departure
+
+        _kept.append(leave)
+        leave_departure(leave, place.report_fd)
+        return exit_code_of(leave)
+    return 0
+
+
+def _be_as_python_begins() -> None:
+    """Give back what a fresh interpreter has and a fork, or a command of ours, has not."""
+    for number in heeded_signals():
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # forks of one process would all draw the same; Python's own generator sees to that itself
+    import torch
+
+    torch.seed()
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
+
+
+def local_rank_flag(script: Path) -> str | None:
+    """Return the flag by which a script written for the old launcher wants its local rank, or None.
+
+    `torch.distributed.launch` gave it as an argument; such a script's parser does not read the environment.
+    """
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if found := next((flag for flag in _LOCAL_RANK_FLAGS.values() if flag in names), None):
+                return found
+    return None
+
+
+def _fail_once(error: BaseException, place: Place, step: int) -> int:
+    from dure.failures.report import told_undisturbed
+
+    try:
+        return told_undisturbed(lambda: _fail(error, place, step))
+    except RuntimeError:  # the handler that `told_undisturbed` keeps away came just before it could
+        return told_undisturbed(lambda: _fail(error, place, step))
+
+
+def _fail(error: BaseException, place: Place, step: int) -> int:
+    """Show the traceback as Python would, and leave word for the verdict over all ranks."""
+    from dure.failures.report import describe_failure, leave_word
+
+    error.__traceback__ = traceback_of_main(error)
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as leave:
+        code = exit_code_of(leave)
+    except BaseException as fault:
+        fault.__traceback__, fault.__context__ = traceback_of_main(fault), None
+        print_traceback("Error in sys.excepthook:")
+        sys.__excepthook__(type(fault), fault, fault.__traceback__)
+        print_traceback("\nOriginal exception was:")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    sys.stderr.flush()
+    more = {"user_traceback": None, "collective": _collective()}
+
+    def describe(ask_driver: "AskDriver | None") -> dict[str, Any]:
+        return {**describe_failure(error, place.rank.rank, step, ask_driver=ask_driver), **more}
+
+    leave_word(describe, place.report_fd)
+    return code
+
+
+def _collective() -> str | None:
+    """Name the collective that this rank is in, or was in when it failed."""
+    from dure.torchcompat import flight_record
+
+    try:
+        calls = [collective_from(told) for told in flight_record()]
+    except RuntimeError:  # the group is in no state to be asked
+        return None
+    return next((str(call) for call in calls if call.is_pending), str(calls[-1]) if calls else None)
+
+
+def _leave_in_order(code: int, marker: list[object]) -> int:
+    """Do what the interpreter does at its end, up to where torch's threads abort: that part is left out."""
+    atexit.unregister(gc.freeze)  # of the command that forked this rank
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that nobody has shut down
+        atexit._run_exitfuncs()
+    except BaseException:
+        print_traceback(traceback.format_exc())
+        code = code or 1
+    finish_files(marker)
+    return code

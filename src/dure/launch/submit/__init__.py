@@ -1,1 +1,0 @@
-"""Handing a run to a cluster: what is submitted, and how."""

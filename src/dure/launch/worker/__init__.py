@@ -1,0 +1,1 @@
+"""Process of one rank, from its start to the verdict about its end."""

@@ -1,0 +1,165 @@
+"""What a worker process does before it works and when it ends."""
+
+import errno
+import gc
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, TextIO
+
+from dure.launch.worker.leftovers import MARK_VARIABLE, mark_of
+from dure.launch.worker.responder import observe
+from dure.own_files import open_own
+from dure.process.context import Place
+from dure.process.parent_death import die_with_parent
+from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
+
+_is_worker = False
+
+
+def is_worker() -> bool:
+    """Tell whether this process is a worker that a supervisor of ours started."""
+    return _is_worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a worker's output goes, and whether it reads the terminal."""
+
+    log: str | None = None
+    """A file for both streams; None: the terminal, where stdout is joined to stderr, or the descriptors below."""
+    descriptors: tuple[int, int] | None = None
+    """For stdout and stderr."""
+    has_live_line: bool = False
+    """Whether what reads from the descriptors shows an unfinished line on a terminal, and writes it over."""
+    is_terminal: bool = False
+    """Whether all three streams stay as they are."""
+
+
+def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_pid: int) -> None:
+    """Make this new process a worker, run it, and end without going back into the parent's code.
+
+    `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: of plain
+    finished DDP scripts about one in four ends with SIGABRT.
+    """
+    global _is_worker
+    code = 1
+    try:
+        _is_worker = True
+        die_with_parent(parent_pid)
+        redirect_output(output)
+        os.environ.update(place.rank.to_environment())
+        os.environ.update(interface_variables(place.interface))
+        if place.stacks_fd is not None:
+            os.environ[MARK_VARIABLE] = mark_of(place.stacks_fd)
+        # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
+        gc.freeze()
+        _accept_signals()
+        observe(place)
+        code = entry()
+    except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
+        import traceback
+
+        from dure.terminal import print_traceback
+
+        print_traceback(traceback.format_exc())
+    finally:
+        leave(code)
+
+
+def interface_variables(interface: str | None) -> dict[str, str]:
+    """Return what tells gloo and NCCL the way to the other hosts; where the user said one, that stays."""
+    if interface is None:
+        return {}
+    # `=`: exactly this one, not all whose names begin so
+    named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in named.items() if name not in os.environ}
+
+
+def _accept_signals() -> None:
+    # a forked copy of the supervisor's handlers would pass signals on to the other ranks, and Python's own for SIGINT
+    # unwinds from anywhere: until the entry installs its own, a signal simply ends this process, which did nothing yet
+    for number in heeded_signals():
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, with what it has printed."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # also when the terminal is gone and flushing raises
+
+
+def redirect_output(output: Output) -> None:
+    """Send what is printed to where it belongs.
+
+    The results of a run go to stdout, and its workers have none: `--json` must find nothing else there.
+    """
+    sys.stdout.flush()
+    if output.is_terminal:
+        return
+    if output.has_live_line:
+        _tell_size_of_terminal()
+    if output.descriptors is not None:
+        os.dup2(output.descriptors[0], 1)
+        os.dup2(output.descriptors[1], 2)
+    elif output.log is None:
+        os.dup2(2, 1)
+    else:
+        descriptor = open_own(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    quiet_input = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(quiet_input, 0)
+    os.close(quiet_input)
+    # Python's own streams may be replaced by the caller (a notebook, a test): workers write to the descriptors
+    sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.stdout)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.stderr)  # type: ignore[misc]
+
+
+def _tell_size_of_terminal() -> None:
+    """Say it by the variables that stand for it, to what draws bars and cannot ask a pipe."""
+    with suppress(OSError):
+        columns, lines = os.get_terminal_size(2)
+        os.environ.setdefault("COLUMNS", str(columns))
+        os.environ.setdefault("LINES", str(lines))
+
+
+class _MaybeRead(io.FileIO):
+    """Output that goes nowhere once its reader is gone: a run must not end because `| head` did, or a terminal."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+class _Unbuffered(io.BufferedWriter):
+    """Output that is handed to the system at once."""
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.flush()
+        return written
+
+
+def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
+    raw = _MaybeRead(descriptor, "w", closefd=False)
+    raw.name = name
+    encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None) or "replace"
+    # nothing waits in a buffer: it would be lost where a rank ends hard, the dots of a bar for one
+    return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)

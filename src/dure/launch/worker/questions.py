@@ -1,0 +1,78 @@
+"""Questions to one rank and its answers, on a socket, which the thread of `dure.launch.worker.responder` answers."""
+
+import select
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from dure.documents import parse_json
+from dure.launch.worker.responder import LENGTH
+
+if TYPE_CHECKING:
+    pass
+
+_MOST_BYTES = 2**20
+
+
+class Questions:
+    """Questions to a rank, and its answers; nothing here waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._number = 0
+        self._data = bytearray()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self.is_over = False
+        """True if the rank has closed its end."""
+        self.is_free = True
+        """True if nothing is being asked; a rank that cannot answer is not to find a thousand questions."""
+
+    def ask(self, what: str) -> int:
+        """Ask, and return the question's number; an answer to an earlier question is not taken for one to this."""
+        self._number += 1
+        self._answers.clear()
+        self.is_free = False
+        with suppress(OSError):  # it has ended, or has not read for long
+            self._connection.send(f"{what} {self._number}\n".encode(), socket.MSG_DONTWAIT)
+        return self._number
+
+    def take(self, number: int) -> dict[str, Any] | None:
+        """Return the answer to a question, if it has come."""
+        self._receive()
+        return self._answers.pop(number, None)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _received(self) -> bytes:
+        try:
+            return self._connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            return b""
+
+    def _receive(self) -> None:
+        with suppress(BlockingIOError):
+            while data := self._received():
+                self._data += data
+            self.is_over = True
+        while len(self._data) >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._data)
+            if len(self._data) < LENGTH.size + size:
+                return
+            body = bytes(self._data[LENGTH.size : LENGTH.size + size])
+            del self._data[: LENGTH.size + size]
+            answer = parse_json(body)
+            self._answers[answer["number"]] = answer
+            self.is_free = answer["number"] == self._number
+
+
+def wait_for_answers(questions: Sequence[Questions], most_seconds: float) -> None:
+    """Return when one of them may have an answer, or after that time."""
+    poll = select.poll()
+    for one in questions:
+        poll.register(one.fileno(), select.POLLIN)
+    poll.poll(most_seconds * 1000)

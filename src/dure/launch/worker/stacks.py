@@ -1,0 +1,80 @@
+"""Python stacks that a rank writes when it crashes or cannot answer, and its main thread's fields in `/proc`."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dure.failures.frames import Frame, own_file
+
+if TYPE_CHECKING:
+    pass
+
+
+_STACKS_LIMIT_BYTES = 2**20
+_LAUNCHER = own_file("dure.launch.worker.child")
+_MAIN = re.compile(r"^main thread 0x([0-9a-f]+)$", re.M)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*:\n((?:  [^\n]*\n?)*)", re.M)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.M)
+Threads = tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]
+"""The main thread's frames, and those of the others."""
+
+
+def head(descriptor: int) -> str:
+    return os.pread(descriptor, 256, 0).decode(errors="replace")
+
+
+def written_stacks(descriptor: int, begin: int) -> Threads:
+    """Read what a rank's handler has written since `begin`."""
+    return parse_stacks(head(descriptor), os.pread(descriptor, _STACKS_LIMIT_BYTES, begin).decode(errors="replace"))
+
+
+def crash_frames(descriptor: int) -> tuple[Frame, ...]:
+    """Return where a rank's main thread was when native code crashed, the innermost first; nothing if it did not."""
+    text = os.pread(descriptor, _STACKS_LIMIT_BYTES, 0).decode(errors="replace")
+    head, is_crash, told = text.rpartition("Fatal Python error: ")
+    return parse_stacks(head, told)[0] if is_crash else ()
+
+
+def _frames(text: str) -> tuple[Frame, ...]:
+    found = (Frame(file=file, line=int(line), function=name) for file, line, name in _FRAME.findall(text))
+    return without_launcher(found)
+
+
+def parse_stacks(head: str, text: str) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, ...], ...]]:
+    """Read what `faulthandler` wrote.
+
+    Args:
+        head: The line that names the main thread.
+        text: One dump of all threads.
+    """
+    named = _MAIN.search(head)
+    main: tuple[Frame, ...] = ()
+    others = []
+    for ident, body in _THREAD.findall(text):
+        frames = _frames(body)
+        if named is not None and int(ident, 16) == int(named[1], 16):
+            main = frames
+        else:
+            others.append(frames)
+    return main, tuple(others)
+
+
+def without_launcher(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Leave out the frames that started this process: what a forked one has of its parent's stack is not its own."""
+    return tuple(itertools.takewhile(lambda frame: frame.file != _LAUNCHER, frames))
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a signal or a debugger holds a process."""
+    return proc_stat(pid)[0] in ("T", "t")
+
+
+def proc_stat(pid: int) -> list[str]:
+    """Return the main thread's fields in `/proc` from the state on; the name before it may hold anything."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return ["?"]

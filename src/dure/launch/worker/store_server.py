@@ -1,0 +1,66 @@
+"""The key-value store of ranks that run a script: served by a process that is none of them.
+
+A script's rank 0 may end before the others, and with it a store that it serves. A store of its own for each round also
+means that the addresses of dead ranks are never read by the next ones, which is how restarts under torchrun hang.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from dure.process.parent_death import die_with_parent
+
+_TIMEOUT_SECONDS = 1800.0
+
+
+class StoreServer:
+    """A process that serves a store on a socket that is bound already, as long as this object is open."""
+
+    def __init__(self, listener: socket.socket, *, by_fork: bool) -> None:
+        """Start it.
+
+        Args:
+            listener: Bound and listening; its address is the store's.
+            by_fork: Whether this process may be forked; it then has imported torch.
+        """
+        parent = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        if by_fork:
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    serve(listener.detach(), parent)
+                finally:
+                    os._exit(1)
+        else:
+            command = [sys.executable, "-m", "dure.launch.worker.store_server", str(listener.fileno()), str(parent)]
+            self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+            self.pid = self._process.pid
+
+    def close(self) -> None:
+        """End it; what it kept is of no use to the next round."""
+        os.kill(self.pid, signal.SIGKILL)
+        if self._process is None:
+            os.waitpid(self.pid, 0)
+        else:
+            self._process.wait()
+
+
+def serve(descriptor: int, parent_pid: int) -> None:
+    """Serve until the parent is gone."""
+    die_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    from datetime import timedelta
+
+    from dure.torchcompat import store_on_socket
+
+    store = store_on_socket(socket.socket(fileno=descriptor), timedelta(seconds=_TIMEOUT_SECONDS))
+    while store is not None:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

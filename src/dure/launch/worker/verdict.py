@@ -1,0 +1,278 @@
+"""From what the ranks left behind to one answer: who failed first, where, and who only followed."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dure.documents import DocumentInvalid, read_json
+from dure.failures.frames import Frame, from_here, users_frame
+from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
+from dure.units import format_bytes
+
+_SAID_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: "killed (SIGKILL): by somebody, or by the kernel when memory ran out",
+    signal.SIGSEGV: "ended by a crash in native code (SIGSEGV)",
+    signal.SIGABRT: "ended by an abort in native code (SIGABRT)",
+    signal.SIGBUS: "ended by a crash in native code (SIGBUS): often a full /dev/shm or a file that shrank",
+}
+
+_KILLED_BY_SOMEBODY = (
+    "killed (SIGKILL) by somebody: the kernel has ended nothing of this run for want of memory meanwhile"
+)
+
+STOP_ENDS: Mapping[int, int] = {
+    number_said: number
+    for number in STOP_SIGNALS
+    # as an exit code: it stopped in order; as a signal: it had only just been started, or was on its way out
+    for number_said in (stop_exit_code(number), -number)
+}
+"""The signal that asked for a stop, by the exit code of a rank that followed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnd:
+    """How one worker process ended."""
+
+    rank: int
+    exit_code: int
+    """As `subprocess` gives it: negative for a signal."""
+    time: float
+    """When the supervisor saw it, seconds since the epoch."""
+    was_stopped: bool
+    """Whether the supervisor itself ended it, because another rank had failed."""
+    was_held: bool = False
+    """Of one that the supervisor ended: whether a signal or a debugger held it then."""
+    failure: Mapping[str, Any] | None = None
+    """The rank's own record of why it failed, if it could leave one."""
+    departure: Mapping[str, Any] | None = None
+    """Of a script that left by `sys.exit`: its `message`, if it gave one, and the `user_line` where it did."""
+    is_tolerated: bool = False
+    """Whether the others could go on without it."""
+    is_out_of_memory: bool | None = None
+    """Of one that was killed: whether the kernel did it for want of memory, if known."""
+    memory_limit_bytes: int | None = None
+    """Of one that the kernel ended so: the limit of the container or job that was full; None: the host was."""
+    crash: tuple[Frame, ...] = ()
+    """Where it was when native code crashed, the innermost first."""
+    node: str = ""
+    """Of a run on several nodes: which, for people."""
+
+    def name(self, num_ranks: int, alone: str = "the worker") -> str:
+        """Name the rank as sentences begin: alone it is no rank among others."""
+        where = f" on {self.node}" if self.node else ""
+        return f"rank {self.rank}{where}" if num_ranks > 1 else alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The first causal failure in front, the rest folded."""
+
+    text: str
+    exit_code: int
+    first: Mapping[str, Any] | None
+    """The failure record of the first cause, when that rank left one."""
+
+
+def judge(
+    run: Path, ends: list[WorkerEnd], stopped_by: int | None = None, *, cure: str = "", is_script: bool = False
+) -> Verdict | None:
+    """Find the first cause among the ranks that failed; None when none did, or a signal explains every end.
+
+    An exception that only says that a peer went away is never the cause while there is another; a rank that died
+    without a word (a signal) is, unless the supervisor ended it.
+
+    Args:
+        run: The run's folder.
+        ends: How each rank ended.
+        stopped_by: The signal that asked the run to stop, if any.
+        cure: How to go on where nobody is known to be at fault: a rank that was killed from outside.
+        is_script: Whether what ran knows nothing of dure.
+    """
+    failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
+    failed = _failed(ends)
+    if not failed or (stopped_by is not None and all(_is_consequence(end, failures[end.rank]) for end in failed)):
+        return None
+    first = _first_cause(ends, failures)
+    failure = failures[first.rank]
+    told = (
+        _silent_end(first, len(ends), cure, is_script=is_script)
+        if failure is None
+        else _told(first, failure, len(ends), run, is_script=is_script)
+    )
+    others = [end for end in failed if end is not first]
+    lines = [told, *(_waits(first, others, failures) if failure is None else ())]
+    same = [e for e in others if (f := failures[e.rank]) and failure and f["message"] == failure["message"]]
+    followed = [e for e in others if e not in same]
+    if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
+        ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
+        lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
+    code = 1 if failure is None else int(failure["exit_code"])
+    if is_script and failure is None and first.exit_code > 0:
+        code = first.exit_code  # what it chose to say with it is between it and its user
+    return Verdict(text="\n".join(lines), exit_code=code, first=failure)
+
+
+def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
+    """Return the end that the others followed from, or None when no rank failed."""
+    return _first_cause(ends, {end.rank: end.failure for end in ends}) if _failed(ends) else None
+
+
+def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
+    return [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
+
+
+def _is_consequence(end: WorkerEnd, failure: Mapping[str, Any] | None) -> bool:
+    return end.was_stopped if failure is None else bool(failure["is_consequence"])
+
+
+def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]) -> WorkerEnd:
+    def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
+        failure = failures[end.rank]
+        told = end.time if failure is None else failure["time"]
+        return _is_consequence(end, failure), end.was_stopped, told, end.rank
+
+    failed = _failed(ends)
+    first = min(failed, key=order)
+    if not _is_consequence(first, failures[first.rank]):
+        return first
+    return next((end for end in ends if end.is_tolerated), None) or _unsaid_cause(ends, failed) or first
+
+
+def left_early(ends: list[WorkerEnd]) -> Verdict:
+    """Judge a job of which every rank ended with 0 and that is not done."""
+    first = min(ends, key=lambda end: end.time)
+    return Verdict(text=_silent_end(first, len(ends)), exit_code=1, first=None)
+
+
+def stop_signal(ends: list[WorkerEnd]) -> int | None:
+    """Return the signal that a rank stopped for, when only ranks got one."""
+    return next((STOP_ENDS[end.exit_code] for end in ends if end.exit_code in STOP_ENDS), None)
+
+
+def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
+    """Return what a rank wrote down when it failed, or None."""
+    try:
+        record = read_json(run / "logs" / f"failure-rank{rank}.json")
+    except (OSError, DocumentInvalid):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
+    """Find who the others lost, when all that failed only lost somebody: one that left with 0, or one that hung."""
+    left = [end for end in ends if end.exit_code == 0]
+    hung = [end for end in failed if end.was_stopped and end.failure is None]
+    return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
+
+
+def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path, *, is_script: bool = False) -> str:
+    if failure["is_ours"]:
+        return str(failure["message"]) + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
+    where = "" if not failure["step"] else f" after step {failure['step']}"
+    what = "script" if is_script else "task"
+    who = end.name(num_ranks, f"the {what}")
+    # no line of a message begins where one of ours does
+    text = f"{who} failed{where}: {failure['type']}: {_set_in(failure['message'])}"
+    if failure["advice"]:
+        text = f"{text.removesuffix('.')}: {failure['advice']}"
+    line = failure["user_line"]
+    if line:
+        text += f"\n  {_line_words(line)}"
+    if failure["user_traceback"]:
+        text += f"\n  {_set_in(failure['user_traceback'])}"
+    record = run / "logs" / f"failure-rank{failure['rank']}.json"
+    if failure["origin"] == "dure":
+        return f"{text}\n  this is an error in dure and not in the {what}: please report it with {record}"
+    if failure["origin"] == "library":
+        text += f"\n  in a library that dure called, at no line of the {what}; the traceback is in {record}"
+    return text
+
+
+def _set_in(text: str) -> str:
+    return text.replace("\n", "\n  ")
+
+
+def in_brief(end: WorkerEnd, num_ranks: int) -> str:
+    """Say in one line who failed, and how."""
+    who = end.name(num_ranks)
+    failure = end.failure
+    if failure is None and end.departure is not None and end.exit_code >= 0:
+        return _left(end, who).partition("\n")[0] + _place(end.departure["user_line"])
+    if failure is None:
+        return _silent_end(end, num_ranks).partition(";")[0]
+    where = _place(failure["user_line"])
+    said = str(failure["message"]).partition("\n")[0]
+    if failure.get("go_back_to") is not None:
+        return said  # which names the rank, and not the one that tells it
+    return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
+
+
+def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:
+    who = end.name(num_ranks)
+    if end.was_stopped:
+        return f"{who} did not answer, and the others waited in vain; it was ended"
+    if end.exit_code < 0:
+        number = -end.exit_code
+        said = _SAID_BY_SIGNAL.get(number, f"ended by {signal_name(number)}")
+        if end.is_out_of_memory is not None:
+            said = _killed_for_memory(end.memory_limit_bytes) if end.is_out_of_memory else _KILLED_BY_SOMEBODY
+        line = users_frame(end.crash)
+        where = "" if line is None else f" at {line}"
+        return f"{who} was {said}{where}{cure and '; '}{cure}"
+    if is_script:
+        return _left(end, end.name(num_ranks, "the script"))
+    return (
+        f"{who} ended with exit code {end.exit_code} before the run was done, and said nothing: something that the "
+        "task calls leaves the process (os._exit, or native code that calls exit)"
+    )
+
+
+def _left(end: WorkerEnd, who: str) -> str:
+    """Say with what exit code a script ended by its own will, and where, if it is known."""
+    text = f"{who} ended with exit code {end.exit_code}"
+    if end.exit_code == 0:
+        text += ", and the others lost it in a call that needs all"
+    if end.departure is None:
+        return text
+    if end.departure["message"]:
+        text += f": {_set_in(end.departure['message'])}"
+    line = end.departure["user_line"]
+    return text if line is None else f"{text}\n  {_line_words(line)}"
+
+
+def _place(line: Mapping[str, Any] | None) -> str:
+    return "" if line is None else f" ({from_here(line['file'])}:{line['line']})"
+
+
+def _line_words(line: Mapping[str, Any]) -> str:
+    return f"{from_here(line['file'])}:{line['line']} in {line['function']}: {line['text']}"
+
+
+def _killed_for_memory(limit_bytes: int | None) -> str:
+    fewer = "use fewer ranks, fewer loader workers or smaller microbatches"
+    if limit_bytes is None:
+        return f"killed (SIGKILL) by the kernel, which had run out of the host's memory: {fewer}"
+    return (
+        f"killed (SIGKILL) by the kernel, because the {format_bytes(limit_bytes)} of memory that its container or job "
+        f"may use (the limit of its control group) were full: raise that limit, or {fewer}"
+    )
+
+
+def _waits(
+    first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]
+) -> Iterator[str]:
+    """Say what the others were waiting in for a rank that left without a word."""
+    for end in sorted(others, key=lambda end: end.rank):
+        failure = failures[end.rank]
+        call = failure.get("collective") if failure else None
+        if failure and call:
+            line = failure["user_line"]
+            where = f" at {from_here(line['file'])}:{line['line']} in {line['function']}" if line else ""
+            yield f"  rank {end.rank} was in {call}{where}"
+    if first.exit_code == -signal.SIGABRT and first.crash:
+        yield (
+            "  gloo aborts so where ranks do not agree on the shape or the type of what they send, and torch RPC at a "
+            "port (TP_SOCKET_IFNAME) where anything but a rank connects"
+        )

@@ -1,0 +1,129 @@
+"""Process of one rank, as its supervisor polls and signals it."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dure.documents import DocumentInvalid, parse_json
+from dure.host.oom import OomWatch
+from dure.launch.worker.leftovers import mark_of, started_at
+from dure.launch.worker.questions import Questions
+from dure.launch.worker.stacks import crash_frames, is_stopped
+from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd
+from dure.process.context import CUT, DEPARTURE
+
+if TYPE_CHECKING:
+    pass
+
+
+_REPORT_LIMIT_BYTES = 2**20
+
+
+@dataclass(eq=False)
+class Worker:
+    """One rank's process."""
+
+    rank: int
+    pid: int
+    report_fd: int
+    """An unnamed file in which a rank that fails says why: it works on a full disk too."""
+    stacks_fd: int
+    """An unnamed file in which its Python stacks are written, when it is asked for them or crashes."""
+    questions: Questions
+    """Channel on which the rank can be asked where it is."""
+    process: "subprocess.Popen[bytes] | None" = None
+    """Of a spawned worker; a forked one has none."""
+    pidfd: int | None = None
+    is_expendable: bool = False
+    has_begun: Callable[[], bool] = lambda: True
+    """Whether it has trained: before that all ranks need each other."""
+    end: WorkerEnd | None = None
+    keeps_terminal: bool = False
+    """True if its streams are those of the supervisor."""
+    was_stopped: bool = False
+    was_held: bool = False
+
+    def __post_init__(self) -> None:
+        self.oom = OomWatch(self.pid)
+        self.mark, self.started_at = mark_of(self.stacks_fd), started_at(self.pid)
+
+    def poll(self) -> None:
+        """Take note of the end, if it has ended."""
+        if self.process is not None:
+            code = self.process.poll()
+        else:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            code = None if pid == 0 else os.waitstatus_to_exitcode(status)
+        if code is None:
+            self.oom.look()
+        else:
+            report = _read_report(self.report_fd) or {}
+            departure = report.get(DEPARTURE)
+            failure = report if report and departure is None else None
+            # an exception is the task's, and would come again on another rank; what kills a process is the machine's
+            was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
+            is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
+            self.end = WorkerEnd(
+                rank=self.rank,
+                exit_code=code,
+                time=time.time(),
+                was_stopped=self.was_stopped,
+                was_held=self.was_held,
+                failure=failure,
+                departure=departure,
+                is_tolerated=self.is_expendable and was_killed and self.has_begun(),
+                is_out_of_memory=is_out_of_memory,
+                memory_limit_bytes=self.oom.limit_bytes() if is_out_of_memory else None,
+                crash=crash_frames(self.stacks_fd) if code < 0 and not self.was_stopped else (),
+            )
+            self._close()
+
+    def asked_cut(self) -> float | None:
+        """Return for how many seconds it asks that its host fall silent, once."""
+        if self.end is not None or not os.fstat(self.report_fd).st_size:
+            return None
+        seconds = (_read_report(self.report_fd) or {}).get(CUT)
+        if seconds is not None:
+            os.ftruncate(self.report_fd, 0)
+        return None if seconds is None else float(seconds)
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it is gone."""
+        if self.end is None:
+            os.kill(self.pid, number)
+
+    def stop_at_once(self) -> None:
+        """Kill it, and remember that this end is our doing."""
+        if self.end is None:
+            self.was_stopped, self.was_held = True, is_stopped(self.pid)
+            self.send(signal.SIGKILL)
+
+    def _close(self) -> None:
+        os.close(self.report_fd)
+        os.close(self.stacks_fd)
+        self.questions.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def unnamed_file(name: str) -> int:
+    """Open a file that has no name in any file system, in memory where there is that."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _read_report(descriptor: int) -> dict[str, Any] | None:
+    data = os.pread(descriptor, _REPORT_LIMIT_BYTES, 0)
+    try:
+        report = parse_json(data) if data else None
+    except DocumentInvalid:  # it was killed while it wrote
+        return None
+    return report if isinstance(report, dict) else None

@@ -1,0 +1,211 @@
+"""Whether every node reaches every other, by trying: a listener on each, and a connection to each from all others.
+
+Both ends of each connection prove that they know the run's secret before anything is used (`launch/nodes/channel.py`).
+Then short messages tell how far the two clocks are apart, and a long one whether large packets come through as well.
+"""
+
+import errno
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
+from dure.launch.nodes.peers import Nodes
+
+PATIENCE_SECONDS = 5.0
+_NUM_PINGS = 8
+_LONG_MESSAGE = 48_000
+"""Characters, sent and sent back: dozens of packets of any size, and below what a message may have."""
+_LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One way between two nodes, tried from the one that opens the connection."""
+
+    source: int
+    target: int
+    address: str
+    """Of the target."""
+    cause: str | None = None
+    """Why it did not come through: `refused`, `silent`, `no route`, `forbidden`, `stranger`, `stalled`, `closed` or
+    `other`; None: it did."""
+    said: str = ""
+    """The system's words for that."""
+    round_trip_seconds: float | None = None
+    ahead_seconds: float | None = None
+    """How far the target's clock is ahead of the source's, to within half of the round trip."""
+
+
+def try_pairs(
+    nodes: Nodes, secret: bytes, *, patience_seconds: float = PATIENCE_SECONDS, clock: Callable[[], float] = time.time
+) -> list[Attempt]:
+    """Try every way; every node calls this, and all get all answers.
+
+    Args:
+        nodes: All of them.
+        secret: The run's.
+        patience_seconds: For each attempt; they go on at the same time.
+        clock: This node's.
+
+    Raises:
+        DureError: A node went away meanwhile.
+    """
+    address = nodes.own_address
+    try:
+        door = Door(*_resolved(address, 0), secret)
+    except OSError as error:
+        door, said = None, error.strerror or str(error)
+    mine = None if door is None else int(door.address[1])
+    ports = nodes.gather([address, mine] if door is not None else [address, said])
+    if door is None:
+        found = _tried(nodes.me.node_rank, ports, secret, patience_seconds, clock)
+        return _shared(nodes, found)
+    with closing(door):
+        is_done = threading.Event()
+        answerer = threading.Thread(target=_answer, args=(door, is_done, clock), name="preflight door")
+        answerer.start()
+        try:
+            return _shared(nodes, _tried(nodes.me.node_rank, ports, secret, patience_seconds, clock))
+        finally:
+            is_done.set()
+            answerer.join()
+
+
+def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
+    """Exchange what was found: a node says it when it has tried all, so after this nobody needs a door any more."""
+    found: list[Attempt] = []
+    for rank in range(len(nodes.members)):
+        # one node at a time, for the words of all would not fit into one message
+        told = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
+        found += [Attempt(**attempt) for attempt in told]
+    return found
+
+
+def _resolved(address: str, port: int) -> tuple[int, Address]:
+    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return family, resolved
+
+
+def _tried(
+    source: int, doors: Sequence[Any], secret: bytes, patience_seconds: float, clock: Callable[[], float]
+) -> list[Attempt]:
+    """Try the doors of all other nodes, all at the same time."""
+    found: dict[int, Attempt] = {}
+
+    def try_one(target: int, address: str, port: Any) -> None:
+        attempt = Attempt(source=source, target=target, address=address)
+        if isinstance(port, int):
+            found[target] = _attempted(attempt, port, secret, time.monotonic() + patience_seconds, clock)
+        else:
+            found[target] = replace(attempt, cause="closed", said=str(port))
+
+    threads = [
+        threading.Thread(target=try_one, args=(target, str(address), port), name=f"preflight to node {target}")
+        for target, (address, port) in enumerate(doors)
+        if target != source
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[target] for target in sorted(found)]
+
+
+def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, clock: Callable[[], float]) -> Attempt:
+    try:
+        family, address = _resolved(attempt.address, port)
+        channel = knock(family, address, secret, timeout_seconds=max(0.1, deadline - time.monotonic()))
+    except OSError as error:
+        cause, said = _cause(error)
+        return replace(attempt, cause=cause, said=said)
+    with closing(channel):
+        try:
+            round_trip, ahead = _clocks(channel, deadline, clock)
+            _asked(channel, {"kind": "long", "text": "x" * _LONG_MESSAGE}, deadline)
+        except TimeoutError:
+            return replace(attempt, cause="stalled", said="timed out")
+        except (ChannelClosed, KeyError, TypeError, ValueError) as error:
+            return replace(attempt, cause="stalled", said=str(error))
+    return replace(attempt, round_trip_seconds=round_trip, ahead_seconds=ahead)
+
+
+def _cause(error: OSError) -> tuple[str, str]:
+    """Tell apart why nobody answers."""
+    said = error.strerror or str(error)
+    if isinstance(error, HandshakeRefused):
+        return "stranger", said
+    if isinstance(error, ConnectionRefusedError):
+        return "refused", said
+    if isinstance(error, TimeoutError):
+        return "silent", "timed out"
+    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN):
+        return "no route", said
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return "forbidden", said
+    return ("stranger" if isinstance(error, ChannelClosed) else "other"), said
+
+
+def _clocks(channel: Channel, deadline: float, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the shortest round trip of several, and how far the other clock is ahead, by that one (Cristian 1989)."""
+    best = (float("inf"), 0.0)
+    for _ in range(_NUM_PINGS):
+        before = clock()
+        theirs = float(_asked(channel, {"kind": "ping"}, deadline)["time"])
+        after = clock()
+        best = min(best, (after - before, theirs - (before + after) / 2))
+    return best
+
+
+def _asked(channel: Channel, question: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Send a message and return the answer.
+
+    Raises:
+        TimeoutError: It does not come in time.
+        ChannelClosed: The other side is gone.
+    """
+    channel.send(question)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while time.monotonic() < deadline:
+        channel.flush()
+        # what is still to be sent waits for room, which nobody polls for
+        most = _LOOK_SECONDS if channel.has_unsent else max(0.0, deadline - time.monotonic())
+        if poll.poll(most * 1000) and (messages := channel.receive()):
+            return messages[0]
+    raise TimeoutError
+
+
+def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) -> None:
+    """Let in who knows the secret, and answer, until all nodes have tried all."""
+    guests: list[Channel] = []
+    try:
+        while not is_done.is_set():
+            guests += door.admit(0.0 if guests else _LOOK_SECONDS)
+            poll = select.poll()
+            for guest in guests:
+                poll.register(guest, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(1)} if guests else set()
+            guests = [guest for guest in guests if _answered(guest, guest.fileno() in ready, clock)]
+    finally:
+        for guest in guests:
+            guest.close()
+
+
+def _answered(guest: Channel, has_word: bool, clock: Callable[[], float]) -> bool:
+    """Answer what a guest has asked; False when it has left."""
+    with suppress(ValueError):  # an answer that would be too long
+        try:
+            guest.flush()
+            for message in guest.receive() if has_word else ():
+                guest.send({"time": clock(), "text": message.get("text")})
+            return True
+        except ChannelClosed:
+            pass
+    guest.close()
+    return False

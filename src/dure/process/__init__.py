@@ -1,0 +1,1 @@
+"""Contract between a supervisor and the processes of its ranks."""

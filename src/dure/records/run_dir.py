@@ -1,0 +1,487 @@
+"""The run folder: its name, and the atomic write and tolerant read of its records.
+
+runs/<name>/
+  script.json     of a script that was run as it is: which, on how many ranks; it has no spec, records or checkpoints
+  spec.json       the resolved spec, where each value came from, the versions it was begun with
+  rank<r>.jsonl   a StepRecord per step
+  undone.jsonl    steps after the checkpoint that a resumed run did again
+  events.jsonl    what happened, one line each
+  summary.json    what it came to
+  checkpoints/    logs/
+  .lock           held while the run is active
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dure.documents import DocumentInvalid, not_waiting, read_json
+from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
+from dure.own_files import PRIVATE, SHARED, make_folder, open_own
+from dure.records.jsonl import end_of_records_until, last_record, read_lines
+from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
+from dure.terminal import shell_word
+
+SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
+
+_FOLDERS = ("logs", "checkpoints", "tensorboard", ".leader")
+"""Folders in a run's own that are written into."""
+
+_MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+
+_LOCK_PATIENCE_SECONDS = 0.5
+"""`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's folder."""
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: Path,
+        name: str,
+        *,
+        or_numbered: bool = False,
+        for_script: bool = False,
+        is_shared: bool = False,
+    ) -> "RunDir":
+        """Make the folder of a new run, with `logs/` and `checkpoints/`.
+
+        Args:
+            runs_dir: The folder of the runs; made when missing.
+            name: Its name and the folder's.
+            or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
+                that begin in the same second share.
+            for_script: Whether it is for a script, which keeps its own checkpoints.
+            is_shared: Whether others may read it as far as the umask lets them; otherwise only its owner can.
+
+        Raises:
+            RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
+            DiskFull: There is no space for it.
+        """
+        check_name(name)
+        with saying(runs_dir, "made"):
+            runs_dir.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000 if or_numbered else 2):
+            path = runs_dir / (name if number == 1 else f"{name[:59]}-{number}")
+            with contextlib.suppress(FileExistsError), saying(path, "made"):
+                path.mkdir(mode=SHARED if is_shared else PRIVATE)
+                make_folder(path / "logs")
+                if not for_script:
+                    make_folder(path / "checkpoints")
+                return cls(path)
+        raise RunInvalid(
+            f"{runs_dir / name} exists already: choose another --name, or continue that run with"
+            f" `{cls(runs_dir / name).resume_command}`"
+        )
+
+    @classmethod
+    def open(cls, path: Path, *, or_script: bool = False) -> "RunDir":
+        """Open an existing run.
+
+        Args:
+            path: Its folder.
+            or_script: Whether the run of a script will do, which has nothing to resume or to evaluate.
+
+        Raises:
+            RunInvalid: There is no such folder, or it is a folder that is no run.
+        """
+        path = Path(path)
+        with saying(path, "read"):
+            return cls._open(path, or_script=or_script)
+
+    @classmethod
+    def _open(cls, path: Path, *, or_script: bool) -> "RunDir":
+        if not path.is_dir():
+            what = "is a file, not a run folder" if path.exists() else "does not exist"
+            raise RunInvalid(f"{path} {what}: `dure runs` shows the runs in ./runs")
+        is_script = cls(path).is_script
+        if or_script and is_script:
+            return cls(path)
+        if is_script:
+            raise RunInvalid(f"{path} is the run of a script (`dure run`), which only the script itself can go on with")
+        if not (path / SPEC).is_file():
+            raise RunInvalid(
+                f"{path} is a folder that is no run (it has no {SPEC}): `dure runs` shows the runs in ./runs"
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
+        return (self.path / SCRIPT).is_file()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with it, to be pasted into a shell."""
+        return f"dure train --resume {shell_word(self.path)}"
+
+    def log_path(self, rank: int) -> Path:
+        """Return where a rank's output goes."""
+        return self.path / "logs" / f"rank{rank}.log"
+
+    def records_path(self, rank: int) -> Path:
+        """Return where a rank's step records go."""
+        return self.path / f"rank{rank}.jsonl"
+
+    # --- records
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write a record so that a reader sees the old one or the new one, never half of it, after a crash too.
+
+        Raises:
+            DiskFull: There is no space; the old record stays.
+            RunInvalid: The folder cannot be written.
+        """
+        target = self.path / name
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
+        with saying(target, "written"):
+            try:
+                with open(temporary, "w", encoding="utf-8", errors="backslashreplace", opener=open_own) as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.rename(target)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            _fsync_folder(target.parent)
+
+    def read_json(self, name: str) -> Any:
+        """Read a record that `write_json` wrote.
+
+        Raises:
+            RunInvalid: It is missing, cannot be read, or is no JSON.
+        """
+        try:
+            with saying(self.path / name, "read"):
+                return read_json(self.path / name)
+        except DocumentInvalid as error:
+            raise RunInvalid(f"{self.path / name} is damaged (it {error}): restore it from a copy of the run") from None
+
+    def write_spec(self, resolved: ResolvedSpec) -> None:
+        """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
+        record: dict[str, Any] = {"spec": resolved.spec.model_dump(mode="json"), "origin": resolved.origin}
+        if resolved.task_object is not None:
+            record["task_object"] = resolved.task_object
+        self.write_json(SPEC, {**record, "versions": _versions(), "time": time.time()})
+
+    def write_script(self, record: Mapping[str, Any]) -> None:
+        """Write which script is run; from here on the folder is a run."""
+        self.write_json(SCRIPT, {**record, "versions": _versions(), "time": time.time()})
+
+    def read_spec(self) -> RunSpec:
+        """Read the run's spec.
+
+        Raises:
+            RunInvalid: `spec.json` is missing, damaged, or of another version of dure.
+        """
+        record = self.read_json(SPEC)
+        try:
+            return RunSpec.model_validate(record["spec"])
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+            raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
+
+    def task_object(self) -> dict[str, Any] | None:
+        """Return why the recorded class and options do not make the run's task again, None if they do."""
+        with self.understood():
+            found: dict[str, Any] | None = self.read_json(SPEC).get("task_object")
+            if found is not None:
+                str(found["because"]), dict(found["attributes"])
+            return found
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Turn what comes of records whose fields are not what dure writes into a sentence.
+
+        Raises:
+            RunInvalid: There were such records.
+        """
+        try:
+            yield
+        except _MISUNDERSTOOD as error:
+            raise RunInvalid(
+                f"the records of {self.path} are damaged or of another version of dure ({_first_line(error)}): restore "
+                "them from a copy of the run"
+            ) from error
+
+    def records(self, rank: int) -> Iterator[dict[str, Any]]:
+        """Yield a rank's step records in the order in which they were written."""
+        return read_lines(self.records_path(rank))
+
+    def last_samples(self, rank: int) -> int:
+        """Return the samples seen after the last step that a rank's records have; 0 before the first."""
+        with self.understood():
+            return int(last_record(self.records_path(rank)).get("samples_seen", 0))
+
+    def undo_records_after(self, samples_seen: int) -> None:
+        """Move the records of steps that a resumed run will do again to `undone.jsonl`.
+
+        What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
+        """
+        for path in sorted(self.path.glob("rank*.jsonl")):
+            with self.understood():
+                begin = end_of_records_until(path, samples_seen)
+                undone = list(read_lines(path, begin))
+                rank = int(path.stem.removeprefix("rank"))
+            with saying(path, "written"):
+                if undone:
+                    with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
+                        file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
+                with open(path, "r+b", opener=open_own) as file:
+                    file.truncate(begin)
+                    file.seek(0, os.SEEK_END)
+                    file.write(_newline_after_torn_line(file.fileno()).encode())
+
+    # --- events
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix.
+
+        Raises:
+            DiskFull: There is no space for all of it.
+            RunInvalid: The folder cannot be written.
+        """
+        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
+        with saying(self.path / EVENTS, "written"):
+            descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            try:
+                left = (_newline_after_torn_line(descriptor) + line).encode()
+                while left:  # a disk that becomes full takes a part first, and says so only when it is given the rest
+                    left = left[os.write(descriptor, left) :]
+            finally:
+                os.close(descriptor)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events; a line that a crash tore, or that is no event, is left out."""
+        return (
+            event
+            for event in read_lines(self.path / EVENTS)
+            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
+        )
+
+    def num_attempts(self) -> int:
+        """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
+        return sum(event["event"] == "attempt" for event in self.events())
+
+    def has_checkpoints(self) -> bool:
+        """Tell whether anything there bears a checkpoint's name."""
+        return any(self.checkpoints.glob("samples-*"))
+
+    def how_to_go_on(self) -> str:
+        """Say which command goes on with the run, and from where."""
+        again = f"`{self.resume_command}`"
+        if self.has_checkpoints():
+            return f"{again} goes on from the last good checkpoint"
+        return f"{again} starts from the beginning: there is no checkpoint yet"
+
+    def refuse_linked_folders(self) -> None:
+        """Refuse a run in which a folder is a link: whoever made it could have files written or removed anywhere.
+
+        The run's folder itself, and the folder of the runs, may be links of their owner's.
+
+        Raises:
+            RunInvalid: There is such a link.
+        """
+        for folder in (self.path / name for name in _FOLDERS):
+            if folder.is_symlink():
+                raise RunInvalid(
+                    f"{folder} is a link, and a run is written into no folder that could lie anywhere: move what the"
+                    " link leads to into its place; for another disk, link the run's whole folder or use --runs-dir"
+                )
+
+    def forget_failures(self) -> None:
+        """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next.
+
+        Raises:
+            RunInvalid: A folder in the run's own is a link.
+        """
+        self.refuse_linked_folders()
+        for stale in self.path.glob("logs/failure-rank*.json"):
+            stale.unlink(missing_ok=True)
+
+    # --- hangs
+
+    def note_hang(self, record: Mapping[str, Any]) -> None:
+        """Keep what was found out while ranks hung, and an event that says so in short."""
+        name = f"logs/hang-{len(self.hangs()) + 1}.json"
+        self.write_json(name, {"time": time.time(), **record})
+        self.append_event("hang", message=str(record["text"]).partition("\n")[0], file=name)
+
+    def hangs(self) -> list[Path]:
+        """Return the records of hangs, the oldest first."""
+        found = (path for path in self.path.glob("logs/hang-*.json") if path.stem.rpartition("-")[2].isdecimal())
+        return sorted(found, key=lambda path: int(path.stem.rpartition("-")[2]))
+
+    # --- is it running?
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run: nobody else may train into it meanwhile. Freed by the kernel however the process ends.
+
+        Processes forked inside hold it too, so a run whose supervisor was killed counts as active until its
+        workers are gone. Writes the event `attempt`, by which `list_runs` tells a died run from an ended one.
+
+        Raises:
+            RunInvalid: Another process holds it; its pid is said. Or a folder in it is a link.
+        """
+        self.refuse_linked_folders()
+        owner = os.getpid()
+        with saying(self.path / LOCK, "opened"):
+            descriptor = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _take(descriptor, self.path)
+            self._note_owner(descriptor, owner)
+            yield
+        finally:
+            # a forked worker that unwinds through here must not free the lock that it shares with its parent
+            if os.getpid() == owner:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def _note_owner(self, descriptor: int, owner: int) -> None:
+        """Write down who holds the run; a folder that is no run yet goes again if there is no space for that."""
+        try:
+            with saying(self.path / LOCK, "written"):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{owner}\n".encode(), 0)
+            self.append_event("attempt", pid=owner, host=platform.node())
+        except DiskFull:
+            if not self.is_script and not (self.path / SPEC).is_file():
+                self.discard()
+            raise
+
+    def is_active(self) -> bool:
+        """Tell whether a process is training into this run now."""
+        try:
+            with open(self.path / LOCK, "rb", opener=not_waiting) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        return False
+
+    def discard(self) -> None:
+        """Remove the folder of a run that never took a step, so that a refused start leaves nothing behind."""
+        has_steps = any(path.stat().st_size for path in self.path.glob("rank*.jsonl"))
+        if not has_steps and not self.has_checkpoints():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is no run name.
+
+    Raises:
+        RunInvalid: It holds anything but letters, digits and `._-`, or could leave the runs folder.
+    """
+    if not re.fullmatch(RUN_NAME_PATTERN, name) or name.endswith("\n"):
+        raise RunInvalid(
+            f"{name!r} cannot name a run: use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+        )
+
+
+def default_name(task: str, strategy: str, now: datetime) -> str:
+    """Name a run by date, task and strategy: `2026-11-20_10-26-46_digits_ddp`."""
+    label = re.sub(r"[^a-z0-9]+", "-", task.rpartition(":")[2].lower()).strip("-") or "task"
+    return f"{now:%Y-%m-%d_%H-%M-%S}_{label[:24]}_{strategy}"[:64]
+
+
+# --- small parts
+
+
+def _newline_after_torn_line(descriptor: int) -> str:
+    """Return what separates a new line from the last one: nothing, unless a crash left that one unfinished."""
+    size = os.fstat(descriptor).st_size
+    return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+
+
+def _take(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise RunInvalid(f"{path} is being trained by process {pid}: wait for it, or stop it first") from None
+            time.sleep(0.02)
+        except OSError as error:
+            raise EnvironmentLacks(
+                f"{path} lies on a file system without locks ({error.strerror}): use a --runs-dir on a local disk"
+            ) from None
+
+
+@contextlib.contextmanager
+def saying(path: Path, done: str) -> Iterator[None]:
+    """Turn what the operating system says of a file into a sentence."""
+    try:
+        yield
+    except FileExistsError:
+        if path.is_dir():
+            raise
+        raise RunInvalid(f"{path} cannot be {done}: a file of that name is in the way") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"{path} cannot be {done}: the disk is full; free some space or use another --runs-dir"
+            ) from None
+        if error.errno == errno.ELOOP:
+            raise RunInvalid(
+                f"{path} cannot be {done}: it is a link, which could lead anywhere; put a copy in its place"
+            ) from None
+        raise RunInvalid(f"{path} cannot be {done}: {error.strerror}") from None
+
+
+def _fsync_folder(path: Path) -> None:
+    """Make a rename in this folder outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    """Return what the run was begun with, read from the installation's records: importing torch takes seconds."""
+    import importlib.metadata  # slow to import, and most commands only read runs
+
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("dure", "torch", "numpy", "safetensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:3])
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Interface between the training loop and a strategy, and what implementations share."""

@@ -1,0 +1,114 @@
+"""Declarations of what a run does not preserve of the one-device run, for its record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.contract.options import StrategyOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """Properties of model, loss and optimiser that several declarations depend on."""
+
+    draws: bool
+    """True if random numbers are drawn in training."""
+    has_batchnorm: bool
+    has_step_hooks: bool
+    """True if the optimiser's step has hooks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDivision:
+    """Parts in which model and loss see the batch of a step."""
+
+    num_parts: int
+    calls_per_step: int
+    """Calls of the loss in one process and step, at most."""
+    is_one_share: bool
+    """True if the ranks do not divide the batch."""
+    is_one_device: bool
+    """True if the batch is divided neither over ranks nor over devices."""
+
+
+def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -> list[str]:
+    """Return those declarations of a strategy's row that apply to a model and to options."""
+    return [
+        text
+        for text in info.does_not_preserve
+        if (not text.startswith("BatchNorm") or (found.has_batchnorm and not options.sync_batchnorm))
+        and (not text.startswith("random numbers") or found.draws)
+        and (not text.startswith("--compression") or options.compression is not None)
+        and (not text.startswith("step hooks") or found.has_step_hooks)
+    ]
+
+
+def by_trial(traits: LossTraits) -> list[str]:
+    """Return the difference that comes from calls of the loss before training, which are to leave no trace."""
+    if not traits.left_state:
+        return []
+    return [
+        f"state that the loss keeps ({few(traits.left_state)}): changed by the calls of the loss before training, and "
+        "could not be put back (large arrays, queues)"
+    ]
+
+
+def by_data(traits: LossTraits) -> list[str]:
+    """Return the differences that come from data which are not the same whenever, or wherever, they are read."""
+    texts = []
+    if traits.data_changes:
+        texts.append(
+            "data: samples that were read twice differed, by random numbers of their own or changes in place; so "
+            "weights depend on ranks, loaders and resumes (draw from the global generators, and copy before changing)"
+        )
+    if traits.copied_state:
+        texts.append(
+            f"data: the loss changes {few(traits.copied_state)}, of which loader processes keep the values that they "
+            "began with (use --num-workers 0)"
+        )
+    return texts
+
+
+def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
+    """Return the differences that come from dividing a batch, without those that are declared already."""
+    parts = division.num_parts
+    if parts == division.calls_per_step == 1:
+        return []
+    several_calls = division.calls_per_step > 1
+    owner = "each microbatch's own" if division.is_one_device else "each rank's own"
+    texts = []
+    if traits.reason_unknown is not None:
+        texts.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
+    is_in_microbatches = several_calls or division.is_one_share
+    if found.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and is_in_microbatches:
+        texts.append("BatchNorm: statistics of each microbatch's own samples")
+    if found.draws and not any(text.startswith("random numbers") for text in declared):
+        texts.append("random numbers: drawn for each microbatch, so other ones than for the whole batch")
+    if traits.collate_draws:
+        texts.append(f"random numbers in collate: drawn for each of the {parts} parts of a batch")
+    if traits.not_additive is not None:
+        texts.append(
+            f"the loss is no mean over samples: {traits.not_additive}; here a batch is computed in {parts} parts, "
+            "weighted by their samples (return dure.Sum(total, count) if it has another count)"
+        )
+    if names := (*traits.learned_buffers, *traits.counted_buffers * several_calls):
+        texts.append(f"buffers learned in forward ({few(names)}): from {owner} samples, and rank 0's are kept")
+    if several_calls and (names := tuple(dict.fromkeys((*traits.learned_writes, *traits.repeated_writes)))):
+        texts.append(
+            f"parameters that the loss writes to ({few(names)}): written for every part of a batch, and not once a step"
+        )
+    if paths := (*traits.learned_state, *traits.counted_state * several_calls):
+        texts.append(f"state that the loss keeps ({few(paths)}): {owner}")
+    if traits.hooked_parameters:
+        texts.append(
+            f"hooks on gradients ({few(traits.hooked_parameters)}): they see {owner} gradient before all are "
+            "added up, which is the same for linear ones alone"
+        )
+    return texts
+
+
+def few(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

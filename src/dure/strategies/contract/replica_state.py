@@ -1,0 +1,50 @@
+"""What ranks hold alike, bit by bit, as long as nothing is wrong: what a comparison of replicas compares."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.strategies.contract.sync_batchnorm import SyncBatchNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaState:
+    """A rank's replica of a part of the state."""
+
+    part: str
+    """Ranks that hold the same part hold the same tensors, under the same names and in the same order."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def replica_state(
+    part: str,
+    parameters: Iterable[tuple[str, Tensor]],
+    optimizer: Optimizer | None = None,
+    model: nn.Module | None = None,
+) -> ReplicaState:
+    """Return parameters, the optimiser's state of them, and the statistics that a model's ranks have in common.
+
+    Other buffers are left out: each rank may change them by its own samples, and before they are read those of one
+    rank are sent to all.
+
+    Args:
+        part: What of the whole this is.
+        parameters: With their names; the very objects that the optimiser holds.
+        optimizer: Whose state every replica has; None where each has its own.
+        model: Whose synchronised BatchNorm layers are looked for.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        tensors[name] = parameter.detach()
+        state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for key in sorted(state):
+            if isinstance(state[key], Tensor):
+                tensors[f"{key} of {name}"] = state[key]
+    if model is not None:
+        for path, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+                tensors |= {f"{path}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
+    return ReplicaState(part=part, tensors=tensors)

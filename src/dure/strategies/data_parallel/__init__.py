@@ -1,0 +1,1 @@
+"""Strategies in which every rank or device has the whole model."""

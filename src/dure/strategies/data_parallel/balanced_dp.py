@@ -1,0 +1,213 @@
+"""DataParallel with its two known faults mended: the fuller first device and the gathered loss.
+
+In `dp` the first device also holds the optimiser's state, all outputs and the loss, so it runs out of memory while the
+others have room. Here every replica computes the loss and the backward of its own samples, and the first device gets a
+smaller share of them.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.data.partition import shares
+from dure.data.randomness import kept_global_randomness
+from dure.errors import TaskInvalid
+from dure.host.devices import available_memory_bytes, total_memory_bytes
+from dure.strategies.contract.batch_layout import Layout, Role, layout_of
+from dure.strategies.contract.batches import Microbatch, split_batch, to_device
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.step_facts import LossTerm, Requests
+from dure.strategies.data_parallel.device_replicas import DeviceReplicas
+from dure.strategies.data_parallel.loss_replicas import Loss, LossReplicas, same_everywhere
+from dure.strategies.division.divided_calls import check_parameters
+from dure.strategies.state.forward_state import ForwardAttributes
+from dure.strategies.state.module_replicas import Replica, replicate
+from dure.torchcompat import has_gradient_hooks
+
+
+class BalancedDataParallel(DeviceReplicas):
+    """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
+
+    def distribute(self) -> None:
+        """Start the threads, and find the shares."""
+        super().distribute()
+        self._layout: Layout | None = None
+        first = self.options.device0_share
+        self.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)
+
+    def _fractions(self, first: float) -> list[float]:
+        others = len(self.devices) - 1
+        return [1.0] if others == 0 else [first] + [(1 - first) / others] * others
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Compute every device's gradients of its own samples, then add them up on device 0."""
+        self.begin_step(requests)
+        self._check_hooks()
+        attributes = ForwardAttributes(self.model)
+        losses = LossReplicas(self.loss, self.model, len(self.devices))
+        replicas = replicate(self.model, self.devices[1:], linked=False)
+        models = [self.model, *(replica.model for replica in replicas)]
+        used: set[int] = set()
+        for microbatch in microbatches:
+            counts = shares(microbatch.num_samples, len(self.devices), self.fractions)
+            parts = split_batch(microbatch.batch, counts, self._known_layout(microbatch.num_samples))
+            calls = [
+                self._call(
+                    losses.losses[i], models[i], self.devices[i], Microbatch(parts[i], counts[i]), global_samples
+                )
+                for i in range(len(parts))
+            ]
+            with losses.running():
+                terms = self._threads.run(calls)
+            for term in terms:
+                if term is not None:
+                    self.add_term(term)
+            used |= {i for i, count in enumerate(counts) if count}
+        self._reduce_gradients(replicas)
+        losses.settle(sorted(used))
+        if min(used) > 0:
+            # device 0 has no share: what a forward pass or a loss changes is changed elsewhere
+            replicas[min(used) - 1].give_back()
+        check_parameters([replica for i, replica in enumerate(replicas, 1) if i in used])
+        self._take_over(attributes, replicas, sorted(used))
+
+    def _call(
+        self, loss: Loss, model: nn.Module, device: torch.device, microbatch: Microbatch, global_samples: int
+    ) -> Callable[[], LossTerm | None]:
+        def forward_backward() -> LossTerm | None:
+            if microbatch.num_samples == 0:
+                return None
+            there = microbatch._replace(batch=to_device(microbatch.batch, device))
+            term = self.loss_term(model, there, global_samples, loss)
+            self.precision.scale(term.root).backward()
+            return term
+
+        return forward_backward
+
+    def _reduce_gradients(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            for ours, theirs in replica.pairs():
+                if theirs.grad is None:
+                    continue
+                arrived = theirs.grad.to(ours.device)
+                ours.grad = arrived if ours.grad is None else ours.grad.add_(arrived)
+                theirs.grad = None
+
+    def _take_over(self, attributes: ForwardAttributes, replicas: Sequence[Replica], used: list[int]) -> None:
+        """Leave on the model what a step has set on its replicas, where it is the same on all that had samples."""
+        changes = attributes.changes([None, *replicas])
+        for name in changes[0]:
+            values = [changes[device][name] for device in used]
+            try:
+                found = same_everywhere(name, self.device).of(values)
+            except TaskInvalid as error:
+                found = attributes.disowned(name, values[0], str(error))
+            attributes.put(name, found)
+
+    def _check_hooks(self) -> None:
+        names = [name for name, parameter in self.model.named_parameters() if has_gradient_hooks(parameter)]
+        if names and len(self.devices) > 1:
+            raise TaskInvalid(
+                f"{names[0]} has a hook on its gradient, which would get the part of one device under balanced_dp: "
+                "use dp, whose hooks get the whole gradient, or --strategy single"
+            )
+
+    def _known_layout(self, num_samples: int) -> Layout:
+        """Return the roles of a batch's values, from two small batches of the training data."""
+        if self._layout is None and num_samples > 1:
+            self._layout = {} if self.example is None else _layout_of_examples(self.example, num_samples)
+        return self._layout or {}
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on: replicas are made anew for every step."""
+        self.train_all()
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients, also those of parameters that a replica's loss has just unfrozen."""
+        self.train_all()
+        super().zero_gradients()
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Parameters and buffers out from device 0 and gradients back, once a step."""
+        return self.bytes_between_devices()
+
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        sizes = super().parts_of(num_samples)
+        return [part for size in sizes for part in shares(size, len(self.devices), self.fractions) if part]
+
+    def process_microbatch_size(self, microbatch_size: int) -> int:
+        """The device with the largest share must get no more than `microbatch_size`."""
+        return max(1, int(microbatch_size / max(self.fractions)))
+
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """The device with the largest share of the microbatch."""
+        return max(shares(num_samples, len(self.devices), self.fractions))
+
+
+def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
+    """Find the fraction of a batch for which all devices fill up at the same batch size.
+
+    What a device has left for activations is its free memory less what will still come: on every device the
+    gradients, on the first also the optimiser's state. What others use comes and goes, and the shares with it: a
+    deterministic run counts all memory as free.
+    """
+    devices = strategy.devices
+    if len(devices) == 1:
+        return 1.0
+    is_all_counted = strategy.options.deterministic
+    if strategy.device.type == "cuda":
+        free = [float(torch.accelerator.get_memory_info(device)[is_all_counted]) for device in devices]
+    else:
+        free = [(total_memory_bytes() if is_all_counted else available_memory_bytes()) / len(devices)] * len(devices)
+    gradient_bytes = sum(p.numel() * p.element_size() for p in strategy.trainable)
+    state_bytes = gradient_bytes * state_tensors_per_parameter(strategy.optimizer)
+    left = [max(0.0, available - gradient_bytes) for available in free]
+    left[0] = max(0.0, left[0] - state_bytes)
+    return left[0] / sum(left) if sum(left) else 1 / len(devices)
+
+
+def _layout_of_examples(example: Callable[[int], Any], num_samples: int) -> Layout:
+    sizes = (2, 3) if num_samples > 2 else (1, 2)
+    try:
+        with kept_global_randomness():
+            layout = layout_of([(size, example(size)) for size in sizes])
+    except Exception:  # a collate that takes batches of one size: then a batch shows what it shows
+        return {}
+    return layout if Role.SAMPLES in layout.values() else {}
+
+
+_USUAL_STATE_TENSORS = 2.0
+"""Parameter-sized tensors that AdamW keeps, assumed of an optimiser that cannot be tried."""
+
+
+def state_tensors_per_parameter(optimizer: Optimizer) -> float:
+    """Return how many parameter-sized tensors the optimiser keeps, by stepping a copy of it on small tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total: int = sum(parameter.numel() for parameter in parameters)
+    if not total:
+        return _USUAL_STATE_TENSORS
+    if optimizer.state:
+        counts = [_parameter_sized(optimizer.state.get(p, {}), p) for p in parameters]
+    else:
+        probes = [nn.Parameter(p.new_zeros([2] * p.dim()), p.requires_grad) for p in parameters]
+        try:
+            # with everything but the parameters: it may have options, and take its parameters, in any way
+            twin = copy.deepcopy(optimizer, {id(p): probe for p, probe in zip(parameters, probes, strict=True)})
+            for probe in probes:
+                probe.grad = torch.zeros_like(probe)
+            twin.step()
+            counts = [_parameter_sized(twin.state.get(probe, {}), probe) for probe in probes]
+        except Exception:  # whatever it may be that it takes no such steps for
+            return _USUAL_STATE_TENSORS
+    kept = sum(count * parameter.numel() for count, parameter in zip(counts, parameters, strict=True))
+    return float(kept / total)
+
+
+def _parameter_sized(state: Any, parameter: Tensor) -> int:
+    values = state.values() if isinstance(state, dict) else []
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in values)

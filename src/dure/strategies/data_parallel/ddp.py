@@ -1,0 +1,307 @@
+"""DistributedDataParallel: a process per device, gradients all-reduced in buckets during backward.
+
+The engine is torch's DDP (Li et al. 2020, section 3.2). What dure adds: the step's facts (loss sum, count, wish to
+stop) travel inside the first gradient bucket, so that exact weights and an agreed stop cost no message of their own.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dure.errors import TaskInvalid, UnusedParameters
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.data_parallel.compression import Compression, check_compression
+from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.state.common_buffers import broadcast_buffers
+from dure.torchcompat import has_finished_reduction, run_backward, wrap_ddp
+
+_UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
+
+
+def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce a bucket to the sum over ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed
+
+
+class ObjectiveModule(nn.Module):
+    """The task's loss as a module, so that DDP wraps the objective and the task gets the plain model.
+
+    `carrier` is a parameter outside the optimiser. It is an output too, and backward starts from it with the step's
+    facts as its gradient. DDP then adds them up over ranks and microsteps like any gradient.
+    """
+
+    def __init__(self, strategy: "DDP", model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        # the model's own dtype keeps the carrier in a bucket with other gradients; halves are too coarse for counts
+        dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} else torch.float32
+        self.carrier = nn.Parameter(torch.zeros(4, dtype=dtype, device=strategy.device))
+        self._strategy = [strategy]  # in a list: the strategy is no submodule
+
+    def forward(self, microbatch: Microbatch | None, global_samples: int) -> tuple[Tensor, Tensor]:
+        """Return what backward starts from: the objective and, as a view that DDP finds, the carrier."""
+        if microbatch is None:
+            return self._rehearsal(), self.carrier.view(-1)
+        strategy = self._strategy[0]
+        term = strategy.loss_term(self.model, microbatch, global_samples)
+        strategy.terms.append(term)
+        return strategy.precision.scale(term.root), self.carrier.view(-1)
+
+    def _rehearsal(self) -> Tensor:
+        """Return zero, of which every trainable parameter has a gradient, the last one's first."""
+        parts = [p.sum().to(self.carrier) for p in self.model.parameters() if p.requires_grad]
+        return torch.stack(parts).sum() * 0.0
+
+
+class DDP(Strategy):
+    """torch's DistributedDataParallel over the objective."""
+
+    changes_in_step_only = True
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse sparse embeddings that other modules use too: their gradients are dense, and DDP expects sparse."""
+        faults = super().check_traits(model)
+        users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) and any(users[id(p)] > 1 for p in module.parameters(recurse=False)):
+                faults.append(
+                    f"{name} gives sparse gradients (sparse=True) and shares its weight with a layer that gives dense "
+                    "ones, which torch's DDP cannot reduce: set sparse=False, or use naive_ddp"
+                )
+        return faults
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
+        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+
+    def distribute(self) -> None:
+        """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
+        # torch's DDP divides by the world size, and so the losses are multiplied by it: not where that is not the same
+        is_sum = self.traits.nonlinear_gradients and self.options.compression is None
+        self.gradient_divisor = 1 if is_sum else self.group.world_size
+        self.terms: list[LossTerm] = []
+        self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
+        self.objective = ObjectiveModule(self, self.model)
+        self._carrier = self.objective.carrier
+        self.engine = wrap_ddp(
+            self.objective,
+            bucket_bytes=self.options.bucket_bytes,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
+        has_sparse_gradients = any(getattr(module, "sparse", False) for module in self.model.modules())
+        if not (self.options.find_unused_parameters or has_sparse_gradients):
+            # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
+            self._rehearse()
+        if is_sum and self.group.world_size > 1:
+            self.engine.register_comm_hook(self.engine.process_group, _summed)
+        self.compression = self._hook_compression()
+        self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
+        self._in_buckets = {id(parameter) for parameter in self.trainable}
+        self._late: list[nn.Parameter] = []
+        """Parameters that were unfrozen on the way."""
+        self._is_first_step = True
+        self._arrivals: list[nn.Parameter] = []
+        # on an accelerator the host runs ahead: its clock says nothing about when a gradient was ready
+        self._arrival_hooks = (
+            [p.register_post_accumulate_grad_hook(self._arrivals.append) for p in self.trainable]
+            if self.device.type == "cpu"
+            else []
+        )
+
+    def _hook_compression(self) -> "Compression | None":
+        options = self.options
+        check_compression(options.compression, self.model, self.precision.scaler is not None)
+        if options.compression is None or self.group.world_size == 1:
+            return None
+        from dure.strategies.data_parallel.compression_hooks import hook_compression  # half a second of imports
+
+        return hook_compression(
+            self.engine,
+            options.compression,
+            fraction=options.compression_fraction,
+            rank=options.compression_rank,
+            can_undo=options.on_nonfinite == "skip",
+        )
+
+    def _rehearse(self) -> None:
+        """Let DDP order its buckets now, once and for all, by a backward without data.
+
+        It orders them anew after its first backward. The place of a gradient in its bucket decides in which order the
+        ranks' values are added: a resumed run, whose first step is another one, would round differently.
+
+        Communication: one all_reduce of the gradients.
+        """
+        zero, carried = self.engine(None, 1)
+        run_backward(zero, (carried, torch.zeros_like(carried)))
+        for parameter in self.objective.parameters():
+            parameter.grad = None
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
+        self.terms = []
+        self.last_gradient_time = None
+        if self.compression is not None:
+            self.compression.begin_step(self.expectation)
+            self._own_facts = torch.zeros_like(self._carrier)
+        pending = iter(microbatches)
+        microbatch: Microbatch | None = next(pending)
+        while microbatch is not None:
+            following = next(pending, None)
+            is_last = following is None
+            with nullcontext() if is_last else self.engine.no_sync():
+                self._backward(microbatch, global_samples, requests if is_last else NO_REQUESTS)
+            microbatch = following
+        if self._is_first_step:
+            self._after_first_backward()
+        if not has_finished_reduction(self.engine):
+            raise UnusedParameters(
+                "a parameter got no gradient from a rank's last microbatch, and ddp waits for all of them: "
+                f"{_UNUSED_CURE}"
+            )
+
+    def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
+        root, carried = self.engine(microbatch, global_samples)
+        facts = self._facts(self.terms[-1], requests)
+        if self.compression is not None:
+            # what is compressed is no place for exact numbers
+            self._own_facts += facts
+            facts = torch.zeros_like(facts)
+        run_backward(root, (carried, facts))
+
+    def _facts(self, term: LossTerm, requests: Requests) -> Tensor:
+        """Return a microbatch's `[loss sum, count, stop, save]`."""
+        carrier, count = self._carrier, term.count
+        loss = term.value.to(carrier.dtype)
+        if isinstance(count, Tensor) or count != term.factor:
+            count = count.to(carrier, non_blocking=True) if isinstance(count, Tensor) else torch.full_like(loss, count)
+            return torch.stack([loss * term.factor, count, *(torch.full_like(loss, request) for request in requests)])
+        # a mean over samples: the same few counts every step, so the constants are made once
+        if (count, requests) not in self._fixed_facts:
+            self._fixed_facts[count, requests] = (
+                torch.tensor([0.0, count, *requests], dtype=carrier.dtype, device=carrier.device),
+                torch.tensor([count, 0.0, 0.0, 0.0], dtype=carrier.dtype, device=carrier.device),
+            )
+        base, unit = self._fixed_facts[count, requests]
+        return torch.addcmul(base, unit, loss)
+
+    def _after_first_backward(self) -> None:
+        self._is_first_step = False
+        if not self.options.find_unused_parameters:
+            unused = [name for name, p in self.model.named_parameters() if id(p) in self._in_buckets and p.grad is None]
+            if unused:
+                shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+                raise UnusedParameters(
+                    f"{len(unused)} parameter(s) got no gradient in the first step, and ddp waits for all of them: "
+                    f"{shown}; {_UNUSED_CURE}"
+                )
+        for hook in self._arrival_hooks:
+            hook.remove()
+        if self._arrivals:
+            # autograd's order is the same every step: only the last gradient's arrival is worth a hook
+            self._arrivals[-1].register_post_accumulate_grad_hook(self._note_arrival)
+        self._arrivals.clear()
+
+    def _note_arrival(self, parameter: Tensor) -> None:
+        self.last_gradient_time = time.perf_counter()
+
+    def sync_gradients(self) -> StepFacts:
+        """Read the facts that came with the gradients; DDP has waited for both at the end of backward.
+
+        Communication: beyond DDP's own, one all_reduce for each gradient of a parameter that was unfrozen on the way.
+        """
+        add_up_gradients(self._late, self.group)
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad /= self.gradient_divisor
+        facts = self._carrier.grad
+        assert facts is not None
+        if self.compression is not None:
+            self.compression.unit = self.expectation
+            self.group.all_reduce_sum(self._own_facts)
+            facts = self._own_facts / self.gradient_divisor
+        if self.device.type == "cpu":
+            known = [fact * self.gradient_divisor for fact in facts.tolist()]
+            self._count: Tensor | float = known[1]
+            return StepFacts(known, self.terms)
+        summed = facts * self.gradient_divisor
+        self._count = summed[1]
+        return StepFacts(summed, self.terms)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Reduce the gradients of what was unfrozen by themselves: DDP has them in no bucket.
+
+        Raises:
+            TaskInvalid: Parameters were frozen, and DDP waits for all of them.
+        """
+        if freezing.frozen and not self.options.find_unused_parameters:
+            raise TaskInvalid(
+                f"the task's loss froze {', '.join(freezing.frozen[:4])} during the run, and {self.info.name} waits "
+                "for all gradients that it began with: pass --find-unused-parameters, or use naive_ddp"
+            )
+        self.train_all()
+        self._late = [p for p in self.trainable if id(p) not in self._in_buckets]
+
+    def skip_step(self) -> None:
+        """Forget the errors of compression too."""
+        super().skip_step()
+        if self.compression is not None:
+            self.compression.undo_step()
+
+    def zero_gradients(self) -> None:
+        """Drop the carrier's gradient too."""
+        super().zero_gradients()
+        self._carrier.grad = None
+
+    def counted_items(self) -> "Tensor | float":
+        """Return the step's count over all ranks."""
+        return self._count
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        broadcast_buffers(self.model, self.group)
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends; less if compressed."""
+        if self.compression is not None:
+            return self.compression.step.sent_bytes
+        world_size = self.group.world_size
+        return 2 * (world_size - 1) * self._reduced_bytes // world_size
+
+    def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
+        """Return what compression saved, and its error; on an accelerator what reads it later."""
+        if self.compression is None:
+            return None
+        return self.compression.step.measured() if self.device.type == "cpu" else self.compression.step.measured
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return the errors that compression carries over."""
+        return {} if self.compression is None else self.compression.rank_state()
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take them over."""
+        if self.compression is not None:
+            self.compression.load_rank_state(state)
+
+    def close(self) -> None:
+        """Let DDP's reducer go before the process group does."""
+        self.terms = []
+        del self.engine

@@ -1,0 +1,62 @@
+"""DataParallel: one process, a thread per device, outputs gathered on device 0.
+
+The classic of PyTorch's first years. Every microstep has five phases: *replicate* (parameters to all devices),
+*scatter* (the microbatch), *parallel apply* (forward), *gather* (outputs to device 0, where the loss is computed), and,
+in backward, *reduce* (gradients to device 0).
+"""
+
+from collections.abc import Iterable
+
+from dure.data.partition import shares
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.data_parallel.device_replicas import DeviceReplicas
+from dure.strategies.division.divided_calls import DividedCalls
+
+
+class DataParallel(DeviceReplicas):
+    """One process, many devices, loss on device 0."""
+
+    def distribute(self) -> None:
+        """Start the threads, and take the calls of the model that the task's loss makes."""
+        super().distribute()
+        self._calls = DividedCalls(self.model, self.devices, self._threads)
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of all microbatches on device 0."""
+        self.begin_step(requests)
+        for microbatch in microbatches:
+            with self._calls.of_batch(microbatch.num_samples):
+                term = self.loss_term(self.model, microbatch, global_samples)
+            self.precision.scale(term.root).backward()
+            self.add_term(term)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Parameters and buffers out from device 0 and gradients back, every microstep."""
+        return num_microsteps * self.bytes_between_devices()
+
+    def parts_of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        return [part for size in super().parts_of(num_samples) for part in shares(size, len(self.devices)) if part]
+
+    def calls_per_step(self) -> int:
+        """Return the microbatches: the loss itself is computed on device 0 alone."""
+        return len(super().parts_of(self.options.global_batch_size))
+
+    def process_microbatch_size(self, microbatch_size: int) -> int:
+        """Every device gets its part of what the process gets."""
+        return microbatch_size * len(self.devices)
+
+    def device_microbatch_size(self, num_samples: int) -> int:
+        """The first device has as many as any."""
+        return -(-num_samples // len(self.devices))
+
+    def close(self) -> None:
+        """End the threads, and leave the model as it was."""
+        self._calls.close()
+        super().close()

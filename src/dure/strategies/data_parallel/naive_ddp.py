@@ -1,0 +1,73 @@
+"""Data parallelism as it is explained on a blackboard: backward, then one all-reduce per gradient, then the step.
+
+The plain twin of `ring_ddp` and `ddp`: nothing is bucketed, nothing overlaps. It is there to be read, and to be what
+the fast ones are held to.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from dure.comm.choice import open_chosen
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.data_parallel.reduced_facts import ReducedFacts
+from dure.strategies.state.common_buffers import broadcast_buffers
+from dure.torchcompat import run_backward
+
+
+class NaiveDDP(ReducedFacts):
+    """A process per device; every gradient is reduced by itself after backward."""
+
+    changes_in_step_only = True
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
+        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+
+    def distribute(self) -> None:
+        """Begin with rank 0's weights everywhere."""
+        super().distribute()
+        self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self._all_reduce = open_chosen(self.options.comm, self.device.type, self.group)
+
+    def describe(self) -> list[str]:
+        """Say which algorithm adds the gradients up."""
+        return [f"gradients one by one through {self._all_reduce.name} (--comm {self.options.comm})"]
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of this rank's share."""
+        self.begin_step(requests)
+        for microbatch in microbatches:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""
+        add_up_gradients(self.trainable, self.group, self._all_reduce.all_reduce)
+        return self.reduced_facts()
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        broadcast_buffers(self.model, self.group)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the algorithm sends for every gradient by itself."""
+        return sum(self._all_reduce.sent_bytes_for(p.numel(), p.element_size()) for p in self.trainable)
+
+    def close(self) -> None:
+        """Let go of the algorithm."""
+        self._all_reduce.close()

@@ -1,0 +1,378 @@
+"""Data parallelism with a reducer of our own: one flat gradient buffer, buckets, any all-reduce algorithm.
+
+What torch's DDP does (Li et al. 2020), in the open and over `dure.comm`: gradients are views into one flat buffer;
+buckets of it are filled in reverse order by backward, and reduced while backward still runs: on the CPU by another
+thread, on an accelerator by its own asynchronous calls. Apex's
+options have their own names here: `message_size`, `delay_allreduce`, `allreduce_always_fp32`, `gradient_average`,
+`gradient_predivide_factor`. Its plain twin is `naive_ddp`.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dure.comm.algorithms.base import AllReduce, ReduceOp
+from dure.comm.buckets import Bucket, FlatGradients
+from dure.comm.choice import open_chosen
+from dure.errors import TaskInvalid
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
+from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.state.common_buffers import broadcast_buffers
+from dure.torchcompat import run_backward
+
+NUM_FACTS = 4
+
+
+class RingDDP(LocalSums):
+    """A process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
+
+    changes_in_step_only = True
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse sparse gradients, which cannot be views into a flat buffer, and options that exclude each other."""
+        faults = []
+        if options.compression == "powersgd":
+            faults.append("compression powersgd is a hook of torch's DDP: use --strategy ddp, or topk or int8 here")
+        if options.compression and (not options.gradient_average or options.gradient_predivide_factor != 1.0):
+            faults.append("a compression divides by itself: leave gradient_average and gradient_predivide_factor out")
+        return faults + [
+            f"{name} gives sparse gradients (sparse=True), which have no place in a flat buffer: use ddp or naive_ddp"
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False)
+        ]
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
+        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+
+    def distribute(self) -> None:
+        """Begin with rank 0's weights everywhere, and lay out the buffer."""
+        super().distribute()
+        options, world_size = self.options, self.group.world_size
+        if self.traits.nonlinear_gradients and options.compression is None:
+            # to multiply the losses is not the same then
+            options = replace(options, gradient_average=False, gradient_predivide_factor=1.0)
+        self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+        # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
+        self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
+        # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
+        self._process_group = self.group.subgroup() if world_size > 1 else None
+        check_compression(options.compression, self.model, self.precision.scaler is not None)
+        algorithm = open_chosen(options.comm, self.device.type, self.group, self._process_group)
+        self.gradients = FlatGradients(
+            self.trainable,
+            bucket_elements=options.message_size,
+            tail_elements=NUM_FACTS + len(self.trainable),
+            zeros=algorithm.zeros,
+        )
+        self._late: list[nn.Parameter] = []
+        """Parameters that were unfrozen on the way."""
+        self._facts = self.gradients.tail[:NUM_FACTS]
+        self._used = self.gradients.tail[NUM_FACTS:]
+        # on an accelerator the host only queues calls. A thread of its own would queue them among those of autograd's
+        # thread (synchronised BatchNorm) in an order that differs from rank to rank, and the ranks would wait for ever
+        has_thread = self.device.type == "cpu"
+        self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression(), has_thread=has_thread)
+        self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
+        self._reached: list[nn.Parameter] = []
+        """Parameters that backward has given a gradient in this step."""
+        self._waiting = [set[int]()] * 0
+        self._launched = 0
+        self._is_last = False
+        self._is_all_reached = True
+        for position, parameter in enumerate(self.trainable):
+            keep = self.gradients.keeper(position, self._reached)
+            hook = self._arrival_hook(position, keep) if self._is_overlapped else keep
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    def _open_compression(self) -> Compression | None:
+        options = self.options
+        if options.compression is None or self.group.world_size == 1:
+            return None
+        return open_compression(
+            options.compression,
+            self._process_group,
+            fraction=options.compression_fraction,
+            can_undo=options.on_nonfinite == "skip",
+        )
+
+    def describe(self) -> list[str]:
+        """Say which algorithm adds the gradients up."""
+        num_buckets = len(self.gradients.buckets)
+        when = "while backward runs" if self._is_overlapped else "after backward"
+        return [
+            f"gradients in {num_buckets} bucket{'s' if num_buckets > 1 else ''} through {self.reducer.algorithm.name} "
+            f"(--comm {self.options.comm}), {when}"
+        ]
+
+    # backward
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate without traffic; the last microstep's backward launches the buckets that it fills."""
+        self.begin_step(requests)
+        self._reached.clear()
+        self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
+        self._launched = 0
+        if self.reducer.compression is not None:
+            self.reducer.compression.begin_step(self.expectation)
+        pending = iter(microbatches)
+        microbatch: Microbatch | None = next(pending)
+        while microbatch is not None:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            following = next(pending, None)
+            self._is_last = following is None
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
+            microbatch = following
+        self._is_last = False
+
+    def _arrival_hook(self, position: int, keep: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        bucket = next(i for i, bucket in enumerate(self.gradients.buckets) if position in bucket.positions)
+        last = len(self.gradients.buckets) - 1
+
+        def note(parameter: nn.Parameter) -> None:
+            keep(parameter)
+            if not self._is_last or bucket == last:
+                return  # the last bucket carries the facts, which are known after backward
+            if bucket < self._launched:
+                raise TaskInvalid(
+                    "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
+                    "backward twice, as reentrant activation checkpointing does): pass --delay-allreduce"
+                )
+            self._waiting[bucket].discard(position)
+            # every rank must reduce in one order, so a full bucket waits for those before it
+            while self._launched < last and not self._waiting[self._launched]:
+                self.reducer.launch(self.gradients.buckets[self._launched])
+                self._launched += 1
+
+        return note
+
+    # communication
+
+    def sync_gradients(self) -> StepFacts:
+        """Send what backward has not, the facts with the last bucket, and wait for all of it."""
+        self._write_tail()
+        rest = self.gradients.buckets[self._launched :]
+        if self._launched == 0:
+            for bucket in rest:
+                self.reducer.reduce(bucket)
+        else:
+            for bucket in rest:
+                self.reducer.launch(bucket)
+            self.reducer.wait()
+        if self.reducer.compression is not None:
+            self.reducer.compression.unit = self.expectation
+        self._take_others()
+        add_up_gradients(self._late, self.group)
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad /= self.gradient_divisor
+        if self.device.type != "cpu":
+            summed = self._facts * self.gradient_divisor
+            self._count = summed[1]
+            return StepFacts(summed, self._terms)
+        known = [fact * self.gradient_divisor for fact in self._facts.tolist()]
+        self._count = known[1]
+        return StepFacts(known, self._terms)
+
+    def _write_tail(self) -> None:
+        facts = self.local_facts()
+        self._facts.copy_(facts if isinstance(facts, Tensor) else torch.tensor(facts, dtype=self._facts.dtype))
+        reached = {id(parameter) for parameter in self._reached}
+        self._is_all_reached = len(reached) == len(self.trainable)
+        if self._is_all_reached:
+            self._used.fill_(1.0)
+        else:
+            self._used.copy_(torch.tensor([float(id(p) in reached) for p in self.trainable], dtype=self._used.dtype))
+            for parameter, view in zip(self.trainable, self.gradients.views, strict=True):
+                if id(parameter) not in reached:
+                    view.zero_()  # what lies there is of the step before
+
+    def _take_others(self) -> None:
+        """Take gradients that only others had. A parameter that nobody used gets none: a zero would carry momentum."""
+        if self._is_all_reached:
+            return  # by this rank at least; an accelerator need not be waited for
+        used = self._used.tolist()
+        for parameter, view, by_any in zip(self.trainable, self.gradients.views, used, strict=True):
+            parameter.grad = view if by_any else None
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Reduce the gradients of what was unfrozen by themselves: they are in no bucket."""
+        in_buckets = {id(parameter) for parameter in self.trainable}
+        self._late = [p for p in self.model.parameters() if p.requires_grad and id(p) not in in_buckets]
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients, also those of parameters that were unfrozen on the way."""
+        super().zero_gradients()
+        for parameter in self._late:
+            parameter.grad = None
+
+    def skip_step(self) -> None:
+        """Forget the errors of compression too."""
+        super().skip_step()
+        if self.reducer.compression is not None:
+            self.reducer.compression.undo_step()
+
+    def counted_items(self) -> "Tensor | float":
+        """Return the step's count over all ranks."""
+        return self._count
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds everything."""
+        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        broadcast_buffers(self.model, self.group)
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the algorithm sends for every bucket, compressed if it is."""
+        compression = self.reducer.compression
+        compressed = 0 if compression is None else compression.step.sent_bytes
+        return compressed + sum(self.reducer.sent_bytes_for(bucket) for bucket in self.gradients.buckets)
+
+    def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
+        """Return what compression saved, and its error; on an accelerator what reads it later."""
+        compression = self.reducer.compression
+        if compression is None:
+            return None
+        return compression.step.measured() if self.device.type == "cpu" else compression.step.measured
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return the errors that compression carries over."""
+        return {} if self.reducer.compression is None else self.reducer.compression.rank_state()
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take them over."""
+        if self.reducer.compression is not None:
+            self.reducer.compression.load_rank_state(state)
+
+    def close(self) -> None:
+        """End the thread, and let go of the algorithm."""
+        self.reducer.close()
+
+
+class BucketReducer:
+    """Adds buckets up over all ranks, in the order in which they are launched."""
+
+    def __init__(
+        self,
+        algorithm: AllReduce,
+        options: StrategyOptions,
+        world_size: int,
+        compression: Compression | None,
+        *,
+        has_thread: bool = True,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            algorithm: Adds up.
+            options: How gradients are divided and widened.
+            world_size: Number of ranks.
+            compression: Reduces in the place of the algorithm, if there is one.
+            has_thread: Reduce launched buckets in another thread; otherwise the algorithm's own asynchrony has to do.
+        """
+        self.algorithm = algorithm
+        self.compression = compression
+        self._is_widened = options.allreduce_always_fp32
+        self._predivide = options.gradient_predivide_factor
+        self._postdivide = world_size / self._predivide if options.gradient_average else 1.0
+        # the plain mean is the algorithm's own, which divides each shard once instead of every rank everything
+        is_mean = options.gradient_average and self._predivide == 1.0
+        self._op: ReduceOp = "mean" if is_mean else "sum"
+        self._launched: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._num_under_way = 0
+        self._has_thread = has_thread
+        self._finishes: list[Callable[[], None]] = []
+        """Ends of the reductions that were begun in the thread of their caller."""
+        self._thread: threading.Thread | None = None
+
+    def launch(self, bucket: Bucket) -> None:
+        """Let the bucket be reduced while the caller goes on; nobody may touch it until `wait`."""
+        if not self._has_thread:
+            self._finishes.append(self._begin(bucket))
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="dure-reducer", daemon=True)
+            self._thread.start()
+        self._num_under_way += 1
+        self._launched.put(bucket)
+
+    def wait(self) -> None:
+        """Wait for all that was launched.
+
+        Raises:
+            RuntimeError: A peer went away.
+        """
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()
+        errors = [self._done.get() for _ in range(self._num_under_way)]
+        self._num_under_way = 0
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _work(self) -> None:
+        while (bucket := self._launched.get()) is not None:
+            error: BaseException | None = None
+            try:
+                self.reduce(bucket)
+            except BaseException as raised:
+                error = raised
+            self._done.put(error)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Reduce a bucket now, in this thread."""
+        self._begin(bucket)()
+
+    def _begin(self, bucket: Bucket) -> Callable[[], None]:
+        """Begin to reduce a bucket, and return what ends it."""
+        if self.compression is not None:
+            self.compression.reduce_mean(bucket.gradients, bucket.index)
+            return self.algorithm.start(bucket.tail, "mean") if bucket.tail.numel() else lambda: None
+        vector = self._as_sent(bucket.vector)
+        if self._predivide != 1.0:
+            vector.div_(self._predivide)
+        wait = self.algorithm.start(vector, self._op)
+
+        def finish() -> None:
+            wait()
+            if self._op == "sum" and self._postdivide != 1.0:
+                vector.div_(self._postdivide)
+            if vector is not bucket.vector:
+                bucket.vector.copy_(vector)
+
+        return finish
+
+    def _as_sent(self, vector: Tensor) -> Tensor:
+        is_half = vector.dtype in (torch.float16, torch.bfloat16)
+        return vector.float() if self._is_widened and is_half else vector
+
+    def sent_bytes_for(self, bucket: Bucket) -> int:
+        """Return the bytes that this rank sends for a bucket."""
+        vector = bucket.vector if self.compression is None else bucket.tail
+        is_half = vector.dtype in (torch.float16, torch.bfloat16)
+        width = 4 if self._is_widened and is_half else vector.element_size()
+        return self.algorithm.sent_bytes_for(vector.numel(), width)
+
+    def close(self) -> None:
+        """End the thread after what was launched."""
+        if self._thread is not None:
+            self._launched.put(None)
+            self._thread.join()
+        self.algorithm.close()

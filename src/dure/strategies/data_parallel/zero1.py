@@ -1,0 +1,142 @@
+"""ZeRO stage 1: gradients as under ddp, the optimiser's state divided over the ranks.
+
+Rajbhandari et al. 2020, section 5.1 (P_os). Every rank has all gradients, steps a part of the parameters, and sends
+these to the others; nobody keeps momentum of what another rank steps. The engine is torch's ZeroRedundancyOptimizer,
+which deals out whole parameters, the largest first, to the rank that has least. What dure adds: the task's own
+optimiser goes on as the one of this rank's part, whatever its class and constructor; frozen parameters are neither
+dealt out nor sent; and checkpoints, into which each rank writes its part.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dure import torchcompat
+from dure.errors import TaskInvalid
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.data_parallel.ddp import DDP
+from dure.strategies.division.divisible import reason_not_to_divide
+from dure.strategies.division.step_hooks import fault_of_replaced_step, run_around_all
+from dure.strategies.state.optimizer import group_names, optimizer_to_names
+from dure.strategies.state.pieces import Needs, rectangles
+from dure.strategies.state.saved_state import StateSource, StrategyState
+
+
+class ZeRO1(DDP):
+    """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
+
+    holds_memory = True
+    follows_groups = False
+
+    @classmethod
+    def import_late_parts(cls) -> None:
+        """Import the divided optimisers: 0.8 s of processor time in every rank."""
+        torchcompat.import_distributed_optim()
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or that has nothing to divide."""
+        name = type(optimizer).__name__
+        if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+            return [f"the optimiser {name} holds no trainable parameter, so there is nothing to divide: use ddp"]
+        if fault := fault_of_replaced_step(optimizer):
+            return [fault]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if len(dtypes := sorted({str(parameter.dtype) for parameter in trained})) > 1:
+            return [
+                f"the trained parameters have several dtypes ({', '.join(dtypes)}), which torch's "
+                "ZeroRedundancyOptimizer does not take: give them one, or use --strategy ddp"
+            ]
+        reason = reason_not_to_divide(optimizer)
+        if reason is None:
+            return []
+        return [
+            f"the optimiser {name} cannot be divided over ranks, because {reason}: use one that steps each parameter "
+            "by itself, such as AdamW or SGD, or --strategy ddp"
+        ]
+
+    def distribute(self) -> None:
+        """Wrap the model in DDP, and leave this rank its part of the optimiser."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise TaskInvalid("; ".join(faults))
+        super().distribute()
+        self.part = self.optimizer
+        self._group_names = group_names(self.model, self.part)
+        groups = [dict(group) for group in self.part.param_groups]
+        self.optimizer = divide(self.part)
+        self.optimizer.defaults |= self.part.defaults  # a scheduler of torch's looks there for what it may set
+        run_around_all(self.optimizer, self.part, groups)
+        own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
+        self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: what a rank steps was dealt out when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
+    def state_dict(self) -> StrategyState:
+        """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""
+        groups = [
+            {**group, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
+        ]
+        optimizer = {**optimizer_to_names(self.model, self.part), "groups": groups}
+        return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimiser of this rank's part."""
+        return self.part
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over the weights, and of the optimiser's state what this rank's part needs."""
+        source.load_model(self.model)
+        source.load_optimizer(self.model, self.part, whole=self._group_names)
+        for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def needs(self) -> Needs:
+        """Return all of the weights, and of the optimiser's state that of the parameters that this rank steps."""
+        own = {id(parameter) for group in self.part.param_groups for parameter in group["params"]}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return replace(super().needs(), optimizer=rectangles((name, p) for name, p in named if id(p) in own))
+
+    def replica(self) -> ReplicaState:
+        """Every rank holds all weights, and state of the optimiser that no other has."""
+        return replica_state("all", self.model.named_parameters(), model=self.model)
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what the gradients' all-reduce sends, and this rank's part of the parameters to every other rank."""
+        return super().sent_bytes(num_microsteps) + (self.group.world_size - 1) * self._own_bytes
+
+
+def divide(optimizer: Optimizer) -> Optimizer:
+    """Make an optimiser the one of this rank's part of the parameters, and return the one of all ranks over it.
+
+    The object itself goes on, instead of another one from the same constructor: nobody else knows what that was given.
+    """
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [parameter for parameter in group["params"] if parameter.requires_grad],
+        }
+        for group in optimizer.param_groups
+    ]
+
+    def take_part(part: list[dict[str, Any]]) -> Optimizer:
+        kept = {id(parameter) for group in part for parameter in group["params"]}
+        optimizer.param_groups = part
+        # some have state from the start (Adagrad)
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in kept]:
+            del optimizer.state[parameter]
+        return optimizer
+
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return torchcompat.divide_optimizer(groups, take_part, in_one_message=_fit_one_buffer(parameters))
+
+
+def _fit_one_buffer(parameters: list[nn.Parameter]) -> bool:
+    """Whether parameters can live in one buffer per rank, to be sent at once, and keep their strides there."""
+    return len({parameter.dtype for parameter in parameters}) == 1 and all(p.is_contiguous() for p in parameters)

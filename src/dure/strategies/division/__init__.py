@@ -1,0 +1,1 @@
+"""Whether and how a batch or an optimiser can be divided."""

@@ -1,0 +1,211 @@
+"""Calls of a model divided over the devices of one process, and answered as one device would."""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dure import torchcompat
+from dure.data.partition import shares
+from dure.errors import TaskInvalid
+from dure.strategies.contract.batch_layout import Role, has_rows, role_by_size
+from dure.strategies.contract.batches import split_batch, to_device
+from dure.strategies.device_threads import DeviceThreads
+from dure.strategies.division.division_check import Call, Comparison, Verdict, compare_division
+from dure.strategies.division.gathering import Gathering
+from dure.strategies.state.containers import is_sequence, items_of, map_leaves, tensors_in
+from dure.strategies.state.forward_state import ForwardAttributes, SharedState
+from dure.strategies.state.module_replicas import Intercepted, Replica, replicate
+from dure.strategies.state.not_gathered import NotGathered
+
+
+class DividedCalls:
+    """Interceptor of a model's `forward` while a loss is computed."""
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device], threads: DeviceThreads) -> None:
+        """Take the place of the model's `forward`.
+
+        Args:
+            model: On the first device.
+            devices: At least two.
+            threads: One for each device.
+        """
+        self._model = model
+        self._devices = devices
+        self._threads = threads
+        self._num_samples = 0
+        """Samples of the batch whose loss is computed; 0 outside of it."""
+        self._inside = threading.local()
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._joined: dict[str, list[Tensor]] = {}
+        """Tensors that attributes got when the last call's were joined."""
+        model.forward = Intercepted(model.forward, self._call)
+
+    @contextmanager
+    def of_batch(self, num_samples: int) -> Iterator[None]:
+        """Divide the calls that are made inside.
+
+        Communication: every divided call sends parameters and buffers to the other devices.
+        """
+        self._num_samples = num_samples
+        try:
+            yield
+        finally:
+            self._num_samples = 0
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_inside = getattr(self._inside, "value", False)
+        if not self._num_samples or is_inside or torchcompat.is_transforming():
+            return original(*args, **kwargs)
+        num_rows = _num_rows((args, kwargs), self._num_samples)
+        counts = [count for count in shares(num_rows, len(self._devices)) if count]
+        if len(counts) < 2:
+            return original(*args, **kwargs)
+        return self._divided(original, (args, kwargs), counts)
+
+    def _divided(self, original: Callable[..., Any], call: Call, counts: list[int]) -> Any:
+        """Replicate, scatter, apply in parallel, gather."""
+        self._disown_joined()
+        attributes, hooks = ForwardAttributes(self._model), SharedState(self._model)
+        parts: list[Call] = split_batch(call, counts)
+        verdict = self._verdict(call, parts, counts, attributes.names_of_tensors())
+        replicas = replicate(self._model, self._devices[1 : len(counts)], linked=True)
+        forwards = [original, *(replica.model.forward for replica in replicas)]
+        pairs = zip(forwards, parts, self._devices, strict=False)
+        outputs = self._threads.run([self._part(forward, part, device) for forward, part, device in pairs])
+        if (change := hooks.first_changed()) is not None:
+            raise TaskInvalid(
+                f"{change}, which under dp each device would do: let the model return the value, or use ddp"
+            )
+        check_parameters(replicas)
+        self._join_attributes(attributes, attributes.changes([None, *replicas]), counts, verdict)
+        return self._gathering(counts, verdict.output).of(outputs)
+
+    def _part(self, forward: Callable[..., Any], part: Call, device: torch.device) -> Callable[[], Any]:
+        def run() -> Any:
+            args, kwargs = moved = to_device(part, device)
+            copies = [tensor for tensor in tensors_in(moved) if tensor.device != self._devices[0]]
+            versions = [tensor._version for tensor in copies]
+            self._inside.value = True
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._inside.value = False
+            if versions != [tensor._version for tensor in copies]:
+                raise TaskInvalid(
+                    f"the model changes its input in place, which the loss would not see of {device}: let it change "
+                    "a copy, or use balanced_dp or ddp"
+                )
+            return output
+
+        return run
+
+    def _verdict(self, call: Call, parts: Sequence[Call], counts: list[int], state: Hashable) -> Verdict:
+        """Return what is known of calls of this kind; the first is computed whole and divided."""
+        kind = (_signature(call), state, self._model.training)
+        if kind not in self._verdicts:
+            self._inside.value = True
+            try:
+                verdict = compare_division(self._model, self._devices, call, parts, counts)
+            finally:
+                self._inside.value = False
+            if sum(counts) != self._num_samples and not verdict.is_compared:
+                # rows that are not the batch's samples may be divided where that is known to change nothing
+                split_batch(call, [self._num_samples])
+            self._verdicts[kind] = verdict
+        return self._verdicts[kind]
+
+    def _gathering(self, counts: list[int], found: Comparison, name: str = "") -> Gathering:
+        subject = "the model keeps" if name else "the model returned"
+        return Gathering(
+            device=self._devices[0], counts=counts, shared=frozenset(found.shared), wrong=frozenset(found.wrong),
+            subject=subject, name=name,
+        )  # fmt: skip
+
+    def _join_attributes(
+        self, before: ForwardAttributes, changes: list[dict[str, Any]], counts: list[int], verdict: Verdict
+    ) -> None:
+        """Give the model's modules what the replicas' have set, joined as outputs are."""
+        for name, value in changes[0].items():
+            found = verdict.attributes.get(name, Comparison())
+            try:
+                joined = self._gathering(counts, found, name).of([attributes[name] for attributes in changes])
+            except TaskInvalid as error:
+                joined = before.disowned(name, value, str(error))
+            before.put(name, joined)
+            own = set(map(id, tensors_in(value)))
+            self._joined[name] = [tensor for tensor in tensors_in(joined) if id(tensor) not in own]
+
+    def _disown_joined(self) -> None:
+        """Let nobody read in this call what the last one kept: it is of all samples, and a device has its own."""
+        for name, tensors in self._joined.items():
+            prefix, _, attribute = name.rpartition(".")
+            kept = vars(self._model.get_submodule(prefix))
+            if attribute in kept:
+                kept[attribute] = _without(kept[attribute], tensors, name)
+        self._joined = {}
+
+    def close(self) -> None:
+        """Give the model its own `forward` back."""
+        forward = vars(self._model).get("forward")
+        if isinstance(forward, Intercepted):
+            self._model.forward = forward.original
+
+
+def _without(value: Any, tensors: list[Tensor], name: str) -> Any:
+    ids = set(map(id, tensors))
+    instead = NotGathered(
+        f"the model reads {name} of an earlier call, which has the samples of all devices: return it and pass it as an "
+        "argument, or use ddp"
+    )
+    return map_leaves(value, lambda leaf: instead if id(leaf) in ids else leaf)
+
+
+def check_parameters(replicas: Sequence[Replica]) -> None:
+    """Refuse parameters that a call has changed in place to something else on each device.
+
+    Raises:
+        TaskInvalid: Names the first.
+    """
+    for replica in replicas:
+        if (name := replica.first_changed()) is not None:
+            raise TaskInvalid(
+                f"the model or the loss changes {name} in place, to other values on each device: change it by what is "
+                "the same for all samples, or use ddp"
+            )
+
+
+def _num_rows(call: Call, num_samples: int) -> int:
+    """Return the rows by which a call is divided: the batch's samples, or else the only length that its tensors have.
+
+    A call without tensors has none.
+    """
+    if _has_rows(call, num_samples):
+        return num_samples
+    lengths = {len(tensor) for tensor in tensors_in(call) if tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else num_samples if lengths else 0
+
+
+def _has_rows(value: Any, num_rows: int) -> bool:
+    role = role_by_size(value, num_rows)
+    if role is Role.SAMPLES:
+        return len(value) == num_rows
+    return role is Role.CONTAINER and any(_has_rows(item, num_rows) for item in (items_of(value) or {}).values())
+
+
+def _signature(value: Any) -> Hashable:
+    """Return what calls of one kind have in common: classes, dtypes and words, but no sizes and no numbers."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), value.dtype, value.ndim
+    if isinstance(value, str | bool):
+        return value
+    items = items_of(value)
+    if items is None:
+        return (type(value),)
+    if is_sequence(value) and not any(has_rows(item) for item in value):
+        return type(value), frozenset(map(_signature, value))
+    return type(value), tuple((key, _signature(item)) for key, item in items.items())

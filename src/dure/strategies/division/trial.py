@@ -1,0 +1,203 @@
+"""A trial: code that runs the model or the task for a look at it, and leaves no trace."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.state.object_state import ObjectState
+
+
+class Trial:
+    """A context that puts a model, the objects that a loss uses and all generators back as they were.
+
+    Afterwards its fields say what the code inside it had changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objects: Mapping[str, object] | None = None,
+        *,
+        seed: int | None = None,
+        watches_writes: bool = True,
+        keeps_gradients: bool = True,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: Its parameters, buffers, modes, gradients and plain attributes are put back.
+            objects: Further objects by name, such as the task.
+            seed: Of the global generators inside; None leaves them as they are.
+            watches_writes: Whether writes to parameters are noted operation by operation, for which torch calls back
+                into Python at each; otherwise copies of all parameters are kept.
+            keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
+        """
+        self._model = model
+        self._seed = seed
+        self._watches_writes = watches_writes
+        self._keeps_gradients = keeps_gradients
+        self._objects = objects or {}
+        self.has_drawn = False
+        self.buffers: dict[str, Tensor] = {}
+        """Buffers that changed, with the values that they had come to."""
+        self.parameters: dict[str, Tensor] = {}
+        """Parameters that were written to, with the values that they had come to."""
+        self.rebound: list[str] = []
+        """Names of parameters that were given other memory (`p.data = ...`)."""
+        self.state: dict[str, Any] = {}
+        """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
+        self.left: list[str] = []
+        """Paths of what changed and could not be put back."""
+
+    def __enter__(self) -> "Trial":
+        """Note everything."""
+        model = self._model
+        self._stack = ExitStack()
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._stack.enter_context(kept_global_randomness(self._device))
+        if self._seed is not None:
+            seed_draws(self._device, self._seed, 0)
+        self._generators = GeneratorStates.now(self._device)
+        self._modules = [(module, _registered(module)) for module in model.modules()]
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
+        # a gradient is added to in place
+        self._gradients = [
+            grad.clone() if grad is not None and self._keeps_gradients else None for *_, grad in self._parameters
+        ]
+        self._training = [(module, module.training) for module in model.modules()]
+        self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
+        self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
+        self._writes = _Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
+        if self._watches_writes:
+            self._stack.enter_context(self._writes)
+        else:
+            self._writes.before = {name: data.clone() for name, data in self._writes.tensors.items()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say what changed, and put it back."""
+        with torch.no_grad():
+            self.has_drawn = not GeneratorStates.now(self._device).is_same_as(self._generators) or bool(
+                self._plain.drawn()
+            )
+            self.state = self._plain.changed()
+            self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
+            self.parameters = {
+                name: p.detach().clone()
+                for name, p, data, *_ in self._parameters
+                if name in self.rebound or self._was_written(name, data)
+            }
+            now = dict(self._model.named_buffers())
+            self.buffers = {
+                name: now[name].clone()
+                for name, (buffer, before) in self._buffers.items()
+                if name in now and (now[name] is not buffer or not is_equal(buffer, before))
+            }
+        self._stack.close()
+        with torch.no_grad():
+            self._put_back()
+
+    def _was_written(self, name: str, data: Tensor) -> bool:
+        before = self._writes.before.get(name)
+        return before is not None and (self._watches_writes or not is_equal(data, before))
+
+    def _put_back(self) -> None:
+        for module, registered in self._modules:
+            for kind, entries in registered.items():
+                vars(module)[kind].clear()
+                vars(module)[kind].update(entries)
+        for buffer, before in self._buffers.values():
+            if not is_equal(buffer, before):
+                buffer.copy_(before)
+        for (name, parameter, data, requires_grad, grad), values in zip(self._parameters, self._gradients, strict=True):
+            parameter.data = data
+            if name in self._writes.before:
+                parameter.data.copy_(self._writes.before[name])
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad if grad is None or values is None else grad.copy_(values)
+        for module, training in self._training:
+            module.training = training
+        # operations on them were watched
+        restored = {path: self._writes.before[path] for path in self._large if path in self._writes.before}
+        for path, before in restored.items():
+            self._large[path].copy_(before)
+        self.left = [path for path in self._plain.put_back() if path not in restored]
+
+
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return {kind: entries.copy() for kind, entries in vars(module).items() if kind in _REGISTERS}
+
+
+_REGISTERS = {
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
+    *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
+}
+"""Dictionaries and sets of a module: what is registered in it, hooks included."""
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same kind and values, NaN being the same as itself."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.layout != torch.strided:
+        return is_equal(one.to_dense(), other.to_dense())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+class _Writes(TorchDispatchMode):
+    """Values that tensors had before an operation first wrote to them, be it through `.data`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names: dict[int, list[str]] = {}
+        """Names of the tensors that have a place in a storage: several may share one, as in a flat buffer."""
+        for name, tensor in tensors.items():
+            if tensor.numel():
+                self._names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        self.tensors = tensors
+        self.before: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            for written in _written(func, args, kwargs or {}):
+                self._keep(written)
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, tensor: Tensor) -> None:
+        for name in self._names.get(tensor.untyped_storage().data_ptr(), ()):
+            if name not in self.before and _overlap(tensor, self.tensors[name]):
+                self.before[name] = self.tensors[name].detach().clone()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage may have memory in common: the spans from first to last element."""
+    spans = [_span(tensor) for tensor in (one, other) if tensor.numel()]
+    return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
+
+
+def _span(tensor: Tensor) -> range:
+    size = tensor.element_size()
+    begin = tensor.storage_offset() * size
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(begin, begin + (last + 1) * size)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to, by its schema."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return [value for value in found if isinstance(value, Tensor) and not value.is_sparse]

@@ -1,0 +1,1 @@
+"""Ranks that step by themselves and average now and then."""

@@ -1,0 +1,102 @@
+"""DiLoCo: local steps by the task's optimiser, and every H steps an outer step with Nesterov momentum.
+
+Douillard et al. 2023, algorithm 1. The outer gradient is where the last outer step ended minus the mean of where the
+ranks have come since; an outer SGD follows it. The traffic is that of averaging, which is DiLoCo with an outer
+learning rate of 1 and no outer momentum.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from dure.errors import CheckpointMismatch
+from dure.strategies.local_sgd.averaging import Averaging
+from dure.strategies.state.saved_state import StateSource, StrategyState
+
+DEFAULT_OUTER_LR = 0.7
+DEFAULT_OUTER_MOMENTUM = 0.9
+"""The paper's choice of both, for an inner AdamW."""
+
+
+class DiLoCo(Averaging):
+    """Averaging with a memory: an anchor where the last outer step ended, and momentum over outer steps.
+
+    An evaluation or a checkpoint between two outer steps averages the ranks and is no outer step: the next one still
+    begins at the anchor, and comes when it would have come.
+    """
+
+    def distribute(self) -> None:
+        """Begin without an anchor: the first local step sets it."""
+        super().distribute()
+        self._names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self._outer: SGD | None = None
+
+    def optimizer_step(self) -> None:
+        """Step by this rank's own gradient, and where it is time average and take the outer step."""
+        if self._outer is None and not self.is_synchronous:
+            self._outer = self._anchored()
+        super().optimizer_step()
+        if self.is_averaging:
+            self._outer_step()
+
+    def _anchored(self) -> SGD:
+        """Make the outer optimiser, over copies of the parameters as they are now."""
+        lr, momentum = self.options.outer_lr, self.options.outer_momentum
+        momentum = DEFAULT_OUTER_MOMENTUM if momentum is None else momentum
+        return SGD(
+            [parameter.detach().clone() for parameter in self.trainable],
+            lr=DEFAULT_OUTER_LR if lr is None else lr,
+            momentum=momentum,
+            nesterov=momentum > 0,
+        )
+
+    @property
+    def _anchors(self) -> list[Tensor]:
+        return [] if self._outer is None else list(self._outer.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def _outer_step(self) -> None:
+        """Follow the outer gradient; every rank does the same, because every rank has the same mean."""
+        assert self._outer is not None
+        for anchor, mean in zip(self._anchors, self.trainable, strict=True):
+            anchor.grad = anchor - mean
+        self._outer.step()
+        for anchor, parameter in zip(self._anchors, self.trainable, strict=True):
+            parameter.copy_(anchor)
+            anchor.grad = None
+
+    # checkpoints
+
+    def state_dict(self) -> StrategyState:
+        """Return with weights and the optimiser's state the anchor and the outer momentum, the same on every rank."""
+        state = super().state_dict()
+        return StrategyState(model=state.model, optimizer={**state.optimizer, "own": self._outer_state()})
+
+    def _outer_state(self) -> dict[str, Any]:
+        if self._outer is None:
+            return {}
+        momentum = {
+            name: self._outer.state[anchor]["momentum_buffer"]
+            for name, anchor in zip(self._names, self._anchors, strict=True)
+            if self._outer.state[anchor].get("momentum_buffer") is not None
+        }
+        return {"anchor": dict(zip(self._names, self._anchors, strict=True)), "momentum": momentum}
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over anchor and momentum; from another strategy's checkpoint, begin without."""
+        super().load_state_dict(source)
+        own = source.own
+        if not own.get("anchor"):
+            return
+        if differing := own["anchor"].keys() ^ set(self._names):
+            raise CheckpointMismatch(
+                f"its diloco anchor and what this model trains differ in {', '.join(sorted(differing)[:5])}: build the "
+                "model as the run that saved it did"
+            )
+        self._outer = self._anchored()
+        for name, anchor in zip(self._names, self._anchors, strict=True):
+            anchor.copy_(own["anchor"][name])
+            if name in own["momentum"]:
+                self._outer.state[anchor]["momentum_buffer"] = own["momentum"][name].to(anchor, copy=True)

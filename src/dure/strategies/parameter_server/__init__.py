@@ -1,0 +1,1 @@
+"""Workers that compute gradients, and servers that keep parameters."""

@@ -1,0 +1,278 @@
+"""The servers' side of `parameter_server_async`: pushes are applied in the order in which they come."""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from dure.comm.groups import Group
+from dure.errors import PeerLost
+from dure.failures.report import is_peer_lost
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.parameter_server.async_worker import InPace, PullNumbers, PushNumbers
+from dure.strategies.parameter_server.base import Server
+
+_MARGIN_STEPS = 3
+"""Between the step that the fastest loader has planned and the first in which shares are dealt anew. One is planned
+while the word is under way, and a step may have fewer microbatches than the one before."""
+_NO_LIMIT = timedelta(days=3650)
+"""A listener waits through evaluations; who waits for a push has a limit of its own."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A push that has come, or the end of the worker it would have come from."""
+
+    worker: int
+    time: float
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Held:
+    """A worker that waits for its answer."""
+
+    worker: int
+    since: float
+    answer: PullNumbers
+
+
+@dataclass(slots=True)
+class Served:
+    """What a server did while it was in one step of its loop."""
+
+    staleness: list[float] = field(default_factory=list)
+    queue_seconds: list[float] = field(default_factory=list)
+    queue_depth: list[float] = field(default_factory=list)
+
+
+class AsyncServer(InPace, Server):
+    """Applies pushes in the order in which they come."""
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        super().__init__(info, group, devices, precision, options)
+        self._leads = self.number == 0
+        self._living = list(self.worker_ranks)
+        self._gone_from = [math.inf] * self.num_workers
+        self._inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._taken = [threading.Semaphore(0) for _ in self.worker_ranks]
+        self._listeners: list[threading.Thread] = []
+        self._version = 0
+        self._held: list[Held] = []
+        self._facts: dict[int, dict[int, tuple[float, float]]] = {}
+        self._served = Served()
+        self._sent_bytes = 0
+
+    # listening
+
+    def _listen(self) -> None:
+        """Begin to receive, each worker in a thread of its own: c10d cannot wait for whoever comes first."""
+        self._clocks = [float(self.step)] * self.num_workers
+        self._planned = [float(self.step)] * self.num_workers
+        self._listeners = [
+            threading.Thread(target=self._hear, args=(worker,), name=f"dure-worker{worker}", daemon=True)
+            for worker in self.worker_ranks
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    def _hear(self, worker: int) -> None:
+        message = self.pushes[worker]
+        try:
+            while True:
+                self.transport.receive(message.buffer, worker).wait(_NO_LIMIT)
+                if message.numbers[0] < 0:
+                    return
+                self._inbox.put(Arrival(worker, time.perf_counter()))
+                self._taken[worker].acquire()
+        except Exception as error:
+            self._inbox.put(Arrival(worker, time.perf_counter(), error))
+
+    # the loop's step
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Begin the step that the slowest worker has begun."""
+        if not self._listeners:
+            self._listen()
+        self.step += 1
+        self._served, self._sent_bytes = Served(), 0
+        super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
+        if self._leads:
+            self._agree_on(requests, self.step)
+
+    def sync_gradients(self) -> StepFacts:
+        """Serve until every living worker has pushed this step; return what they said of it.
+
+        Communication: G bytes of this server's rows from each worker and W bytes to each, for every push.
+        """
+        while min(self._clocks[worker] for worker in self._living) < self.step:
+            self._handle(self._next_arrival())
+        facts = self._facts.pop(self.step, {})
+        loss_sum = sum(facts[worker][0] for worker in sorted(facts))
+        loss_count = sum(facts[worker][1] for worker in sorted(facts))
+        return self.local_step_facts(loss_sum, loss_count)
+
+    def optimizer_step(self) -> None:
+        """Nothing is left to do: every push was applied as it came."""
+
+    def _next_arrival(self) -> Arrival:
+        try:
+            return self._inbox.get(timeout=self.options.timeout_seconds)
+        except queue.Empty:
+            late = [str(worker) for worker in self._living if self._clocks[worker] < self.step]
+            raise PeerLost(
+                f"rank {', '.join(late)} did not push step {self.step} within {self.options.timeout_seconds:g} s"
+            ) from None
+
+    def _handle(self, arrival: Arrival) -> None:
+        if arrival.error is not None:
+            self._lose(arrival.worker, arrival.error)
+        elif arrival.worker in self._living:
+            self._take(arrival)
+        self._answer_whom_nothing_holds()
+
+    def _take(self, arrival: Arrival) -> None:
+        """Apply a push."""
+        turn = time.perf_counter()
+        depth = self._inbox.qsize()
+        worker, message = arrival.worker, self.pushes[arrival.worker]
+        count = len(PushNumbers._fields)
+        numbers = message.numbers.tolist()
+        push, rates = PushNumbers(*numbers[:count]), numbers[count : self.num_push_numbers]
+        staleness = self._version - push.version
+        if push.fraction:
+            self._apply(message.tensors, numbers[self.num_push_numbers :], rates, push.fraction)
+            self._served.staleness.append(staleness)
+        self._served.queue_seconds.append(turn - arrival.time)
+        self._served.queue_depth.append(depth)
+        self._taken[worker].release()
+        self._clocks[worker], self._planned[worker] = push.step, push.planned_step
+        self._facts.setdefault(int(push.step), {})[worker] = push.loss_sum, push.loss_count
+        if self._leads:
+            self._agree_on(Requests(stop=push.stop > 0, save=push.save > 0), int(push.step))
+        else:
+            self.stop_step = min(self.stop_step, push.stop_step)
+            if math.isfinite(push.save_step):
+                self.save_step = push.save_step if math.isinf(self.save_step) else max(self.save_step, push.save_step)
+        answer = PullNumbers(staleness=staleness, queue_seconds=turn - arrival.time, queue_depth=depth)
+        self._held.append(Held(worker, turn, answer))
+
+    def _apply(self, gradients: list[Tensor], used: list[float], rates: list[float], fraction: float) -> None:
+        for piece, gradient, is_used in zip(self.pieces, gradients, used, strict=True):
+            piece.grad = gradient if is_used else None
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * fraction
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # as the schedule has it, for a checkpoint
+        self.zero_gradients()
+        self._version += 1
+
+    # answers
+
+    def _answer_whom_nothing_holds(self) -> None:
+        """Let every worker go on that is not too far ahead of the slowest."""
+        most = math.inf if self.options.staleness is None else self.options.staleness
+        while True:
+            # anew after each answer: a worker that turns out to be dead may have been the slowest
+            slowest = min(self._clocks[worker] for worker in self._living)
+            free = next((held for held in self._held if self._clocks[held.worker] - slowest <= most), None)
+            if free is None:
+                return
+            self._held.remove(free)
+            ahead, waited = self._clocks[free.worker] - slowest, time.perf_counter() - free.since
+            self._send(free.worker, free.answer._replace(steps_ahead=ahead, held_seconds=waited))
+
+    def _send(self, worker: int, answer: PullNumbers) -> None:
+        numbers = answer._replace(
+            version=self._version,
+            stop=float(self.requests.stop),
+            save=float(self.requests.save),
+            stop_step=self.stop_step,
+            save_step=self.save_step,
+        )
+        message = self.pull_message
+        message.numbers.copy_(torch.tensor([*numbers, *self._gone_from], dtype=torch.float64))
+        try:
+            self.transport.send(message.buffer, worker).wait()
+            self._sent_bytes += message.num_bytes
+        except (RuntimeError, PeerLost) as error:
+            self._lose(worker, error)
+
+    def _agree_on(self, wishes: Requests, step: int) -> None:
+        """Put what all must do at one step into the first that nobody has begun; each hears of it in time."""
+        first_free = int(max(self._clocks[worker] for worker in self._living)) + 2
+        if wishes.stop and math.isinf(self.stop_step):
+            self.stop_step = first_free
+        if wishes.save and (math.isinf(self.save_step) or step > self.save_step):
+            self.save_step = first_free
+
+    def _lose(self, worker: int, error: Exception) -> None:
+        """Go on without a worker, from a step that nobody has planned yet."""
+        if worker not in self._living:
+            return
+        if not is_peer_lost(error):
+            raise error
+        if len(self._living) == 1:
+            raise PeerLost(f"no worker is left: rank {worker} is gone, too ({error})") from error
+        self._living.remove(worker)
+        self._held = [held for held in self._held if held.worker != worker]
+        self.survivors.bury(worker)
+        if self._leads:
+            unplanned = max(self._planned[other] for other in self._living) + _MARGIN_STEPS
+            # it may have run ahead of all others: what it has pushed stays its share, and so does the step that only
+            # another server may have got
+            self._gone_from[worker] = max(unplanned, self._clocks[worker] + 2)
+
+    # reading, measuring, leaving
+
+    def before_reading(self) -> None:
+        """Meet those that live, and send every worker the parameters: all have pushed as many steps."""
+        if not self._listeners:
+            self._listen()
+        self.survivors.agree(self._clocks)
+        for worker in [worker for worker in self._living if worker not in self.survivors.members]:
+            self._lose(worker, PeerLost("it left the group"))
+        for worker in list(self._living):
+            self._send(worker, PullNumbers())
+        self.broadcast_buffers()
+
+    def measured(self) -> dict[str, float]:
+        """Return the updates of this step of the loop, their staleness, and how pushes queued."""
+        served = self._served
+        return {
+            "updates": float(len(served.staleness)),
+            "staleness": _mean(served.staleness),
+            "staleness_max": max(served.staleness, default=0.0),
+            "queue_seconds": _mean(served.queue_seconds),
+            "queue_depth": max(served.queue_depth, default=0.0),
+        }
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes of the answers in this step of the loop."""
+        return self._sent_bytes
+
+    def close(self) -> None:
+        """Hear every living worker's farewell."""
+        if not self._listeners:
+            self._listen()
+        for worker in self._living:
+            self._listeners[worker].join(timeout=self.options.timeout_seconds)
+        super().close()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

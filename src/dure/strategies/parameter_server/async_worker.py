@@ -1,0 +1,275 @@
+"""Parameter servers at every worker's own pace (`--no-sync`): a push is applied as it comes. Not exact.
+
+Downpour SGD (Dean et al. 2012, section 4.1) with bounded staleness (Ho et al. 2013, section 3): a worker whose push of
+step `c` has been applied may begin step `c + 1` only while the slowest has pushed step `c - k`; until then its answer
+is held back. One push moves the weights by the learning rate times the worker's fraction of the global batch, so a
+step's pushes together move them as far as a step of all together would.
+
+A server's step `t` ends when every worker has pushed step `t`, so servers go through the same loop as workers, as far
+as the slowest is. What all must do at one step (stop, save, take over a dead worker's share) the first server puts into
+a step that nobody has begun, and tells each worker with its next answer.
+
+A worker that dies is missed from then on, the first too: the first that lives speaks for all. Each server has rows that
+nobody else has: its death ends the run.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dure import torchcompat
+from dure.comm.groups import Group
+from dure.comm.survivors import SurvivorsGroup
+from dure.errors import PeerLost
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import LostShare, Requests, StepFacts
+from dure.strategies.parameter_server.base import ServedRank, Worker
+from dure.strategies.state.common_buffers import common_buffers
+from dure.strategies.state.saved_state import StateSource
+
+
+class PushNumbers(NamedTuple):
+    """What stands in front of the gradients of a push; behind it the learning rates of all parameter groups."""
+
+    step: float
+    """The step that was computed; -1 says farewell."""
+    planned_step: float
+    """The last step of which the worker's loader knows the samples."""
+    version: float
+    """Updates that this server had applied when the worker pulled."""
+    fraction: float
+    """Of the global batch that the gradient is of; 0: nothing to apply."""
+    loss_sum: float
+    loss_count: float
+    stop: float
+    save: float
+    stop_step: float
+    save_step: float
+    """What the worker knows to be agreed, for servers that do not agree on it themselves."""
+
+
+class PullNumbers(NamedTuple):
+    """What stands in front of the parameters; behind it, of every worker, the first step it has no share of."""
+
+    version: float = 0.0
+    staleness: float = 0.0
+    """Updates by others between this worker's pull and its push."""
+    queue_seconds: float = 0.0
+    """From the push's arrival to its turn."""
+    queue_depth: float = 0.0
+    """Pushes that were waiting then."""
+    steps_ahead: float = 0.0
+    """Of the slowest worker, when the worker may go on."""
+    held_seconds: float = 0.0
+    """From the push's turn to the answer."""
+    stop: float = 0.0
+    save: float = 0.0
+    """The server's own wishes, which workers pass on to the first server."""
+    stop_step: float = math.inf
+    save_step: float = math.inf
+    """After which all stop, or save; agreed."""
+
+
+class InPace(ServedRank):
+    """What workers and servers have in common."""
+
+    is_in_step = False
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        super().__init__(info, group, devices, precision, options)
+        self.survivors = SurvivorsGroup(group, leader=self.server_ranks[0], expendable=self.worker_ranks)
+        self.group = self.survivors
+        self.num_pull_numbers = len(PullNumbers._fields) + self.num_workers
+        self.step = 0
+        """Steps begun since the start of the run."""
+        self.stop_step = self.save_step = math.inf
+
+    def distribute(self) -> None:
+        """Count the learning rates that travel with a push."""
+        self.num_push_numbers = len(PushNumbers._fields) + len(self.optimizer.param_groups)
+        super().distribute()
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Go on at the saved step."""
+        super().load_state_dict(source)
+        self.step = source.position.step
+
+    def local_step_facts(self, loss_sum: float, loss_count: float) -> StepFacts:
+        """Return facts that nobody else knows, with what is agreed for this step."""
+        stop, save = self.step >= self.stop_step, self.step == self.save_step
+        return StepFacts([loss_sum, loss_count, stop, save], self._terms, is_local=True)
+
+    def broadcast_buffers(self) -> None:
+        """Take rank 0's buffers, among the living."""
+        self._broadcast(common_buffers(self.model, self.group), self.group)
+
+
+class AsyncWorker(InPace, Worker):
+    """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        super().__init__(info, group, devices, precision, options)
+        self._own = group.rank
+        self._gone_from = [math.inf] * self.num_workers
+        self._planned_step = 0
+        self._passed_on = Requests()
+        self._answers: list[PullNumbers] = []
+        self._told_of = set[int]()
+        self._lost: list[LostShare] = []
+
+    def share_at(self, step: int) -> tuple[int, int]:
+        """Return this worker's share among those that live at a step; noted, because it cannot be changed any more."""
+        self._planned_step = max(self._planned_step, step)
+        living = [worker for worker in self.worker_ranks if self._gone_from[worker] > step]
+        return living.index(self._own), len(living)
+
+    def expect(self, count: float) -> None:
+        """Expect what the last share that had any items had."""
+        if count:
+            super().expect(count)
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of this worker's share, and count its samples."""
+        self.step += 1
+        self._num_samples, self._global_samples = 0, global_samples
+
+        def counted() -> Iterator[Microbatch]:
+            for microbatch in microbatches:
+                self._num_samples += 0 if microbatch.is_stand_in else microbatch.num_samples
+                yield microbatch
+
+        super().forward_backward(counted(), global_samples=global_samples, requests=requests)
+
+    def sync_gradients(self) -> StepFacts:
+        """Return this worker's own facts; it pushes when they are known to be finite."""
+        self._loss_sum, self._loss_count, self._stop, self._save = self.known_facts()
+        return self.local_step_facts(self._loss_sum, self._loss_count)
+
+    def optimizer_step(self) -> None:
+        """Push the mean gradient of the share, clipped by its own norm, and pull when the servers let it go on.
+
+        Communication: G bytes in one message to each server, W bytes in one from each; waits for both.
+        """
+        fraction = self._num_samples / self._global_samples
+        if fraction and self._loss_count:
+            # the losses were weighted for the global batch
+            items = self._global_samples / self._num_samples
+            if gradients := [p.grad for p in self.trainable if p.grad is not None]:
+                factor = items if self.expectation is None else self.expectation / self._loss_count
+                torchcompat.multiply_(gradients, factor)
+            if self.has_overflowed():
+                fraction = 0.0
+            elif self.options.clip_norm is not None:
+                self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+            self.write_gradients()
+        else:
+            fraction = 0.0
+        self._write_numbers(fraction)
+        self.push()
+        self.pull()
+        self._learn()
+        self.zero_gradients()
+
+    def has_overflowed(self) -> bool:
+        """Bring fp16's gradients back to their true size, and let this worker's scale follow what became of them."""
+        scaler = self.precision.scaler
+        if scaler is None:
+            return False
+        self.precision.unscale(self.optimizer)
+        overflows = torchcompat.found_overflows(scaler, self.optimizer)
+        has_overflowed = any(bool(found.item()) for found in overflows)
+        scaler.update()
+        return has_overflowed
+
+    def _write_numbers(self, fraction: float) -> None:
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for push, pull in zip(self.pushes, self.pulls, strict=True):
+            numbers = PushNumbers(
+                step=self.step,
+                planned_step=max(self._planned_step, self.step),
+                version=pull.numbers[0].item(),
+                fraction=fraction,
+                loss_sum=self._loss_sum,
+                loss_count=self._loss_count,
+                stop=self._stop or self._passed_on.stop,
+                save=self._save or self._passed_on.save,
+                stop_step=self.stop_step,
+                save_step=self.save_step,
+            )
+            push.numbers[: self.num_push_numbers] = torch.tensor([*numbers, *rates], dtype=torch.float64)
+
+    def _learn(self) -> None:
+        """Take note of what the servers said with the parameters."""
+        count = len(PullNumbers._fields)
+        said = [pull.numbers.tolist() for pull in self.pulls]
+        self._answers = [PullNumbers(*numbers[:count]) for numbers in said]
+        self._passed_on = Requests(
+            stop=any(answer.stop for answer in self._answers), save=any(answer.save for answer in self._answers)
+        )
+        self.stop_step, self.save_step = self._answers[0].stop_step, self._answers[0].save_step
+        for worker, step in enumerate(said[0][count:]):
+            if step != self._gone_from[worker] and step <= self._planned_step:
+                raise PeerLost(
+                    f"rank {worker} was lost, and the shares of step {step:g} were dealt anew too late for rank "
+                    f"{self._own}, whose loader is at step {self._planned_step}: use fewer --num-workers"
+                )
+            self._gone_from[worker] = step
+
+    def measured(self) -> dict[str, float]:
+        """Return what the servers found of this step's push, the largest of all servers."""
+        names = ("staleness", "queue_seconds", "queue_depth", "steps_ahead", "held_seconds")
+        return {name: max(getattr(answer, name) for answer in self._answers) for name in names}
+
+    def before_reading(self) -> None:
+        """Meet the others that live, and take over the parameters, the same on all.
+
+        Communication: one exchange of the survivors, then W bytes to each worker.
+        """
+        said = self.survivors.agree(None)
+        living = [member for member in self.survivors.members if member in self.worker_ranks]
+        self.data_rank, self.data_world_size = living.index(self._own), len(living)
+        self.pull()
+        self._learn()
+        self._note_lost(living, [clocks for clocks in said if clocks is not None])
+        self.broadcast_buffers()
+
+    def _note_lost(self, living: list[int], clocks: list[list[float]]) -> None:
+        """Find the shares that a dead worker did not push, or not to all servers, until they are dealt anew."""
+        for worker in set(self.worker_ranks) - set(living) - self._told_of:
+            self._told_of.add(worker)
+            on_all, on_any = min(of[worker] for of in clocks), max(of[worker] for of in clocks)
+            # those that died earlier have no share any more
+            for step in range(int(on_all) + 1, int(self._gone_from[worker])):
+                sharing = [w for w in self.worker_ranks if self._gone_from[w] > step]
+                self._lost.append(
+                    LostShare(
+                        rank=worker,
+                        step=step,
+                        data_rank=sharing.index(worker),
+                        data_world_size=len(sharing),
+                        is_partly_used=step <= on_any,
+                    )
+                )
+
+    def lost_shares(self) -> list[LostShare]:
+        """Return the shares that were lost with their worker, once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        """Say farewell to the servers, which listen."""
+        for push in self.pushes:
+            push.numbers[0] = -1.0
+        self.push()
+        super().close()

@@ -1,0 +1,172 @@
+"""Parameter servers in step: every worker's gradient is added before anybody goes on. Exact.
+
+A step is: workers push gradients and facts, servers add them in the order of ranks and tell the facts, every rank looks
+at the facts, servers step and send the parameters. A worker that dies ends the run: nobody else can compute its share
+of the step, and without it the step would not be the step.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from dure import torchcompat
+from dure.comm.groups import Group, ProcessGroup
+from dure.strategies.contract.precision import refuse_closure
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.parameter_server.base import Server, Worker
+
+_LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
+_NUM_FACTS = 5
+"""Loss sum, count, stop, save, overflow: what is added up over workers and told to all."""
+
+
+class SyncWorker(Worker):
+    """Pushes, hears the facts, and gets the parameters of the step."""
+
+    num_push_numbers = 6
+    num_pull_numbers = 2
+    """The wishes of the server to stop and to save, which workers pass on."""
+
+    def distribute(self) -> None:
+        """Make room for the facts."""
+        super().distribute()
+        self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
+        self._passed_on = Requests()
+        if len(self.server_ranks) > 1:
+            self.everyone.subgroup(list(self.server_ranks))  # every rank takes part in making it
+
+    def sync_gradients(self) -> StepFacts:
+        """Push the gradients and return the facts over all workers.
+
+        Communication: G bytes in one message to each server; 40 bytes from one of them.
+        """
+        facts = self.known_facts()
+        facts[_STOP] += self._passed_on.stop
+        facts[_SAVE] += self._passed_on.save
+        overflows = self._unscale()
+        overflow = float(any(bool(found.item()) for found in overflows))
+        self.write_gradients()
+        for push in self.pushes:
+            push.numbers[: self.num_push_numbers] = torch.tensor(
+                [*facts, overflow, self.expectation or 0.0], dtype=torch.float64
+            )
+        self.push()
+        speaker = self.server_ranks[self.group.rank % len(self.server_ranks)]
+        self.transport.receive(_bytes(self._facts), speaker).wait()
+        known = self._facts.tolist()
+        self._count = known[_COUNT]
+        for found in overflows:
+            found.fill_(known[_OVERFLOW])
+        return StepFacts(known[:_OVERFLOW], self._terms)
+
+    def _unscale(self) -> list[Tensor]:
+        """Bring fp16's gradients back to their true size; return where the scaler noted overflows."""
+        if self.precision.scaler is None:
+            return []
+        self.precision.unscale(self.optimizer)
+        return torchcompat.found_overflows(self.precision.scaler, self.optimizer)
+
+    def replica(self) -> ReplicaState:
+        """Every worker holds the weights that the servers sent, and those that are not trained."""
+        return replica_state("all weights", self.model.named_parameters())
+
+    def optimizer_step(self) -> None:
+        """Take over what the servers have stepped."""
+        self.pull()
+        wishes = torch.stack([pull.numbers for pull in self.pulls]).sum(0).tolist()
+        self._passed_on = Requests(stop=wishes[0] > 0, save=wishes[1] > 0)
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
+        self.zero_gradients()
+
+
+class SyncServer(Server):
+    """Adds the gradients of all workers in the order of their ranks, and steps its rows."""
+
+    num_push_numbers = SyncWorker.num_push_numbers
+    num_pull_numbers = SyncWorker.num_pull_numbers
+
+    def distribute(self) -> None:
+        """Make the group over which servers agree on the gradient's norm."""
+        super().distribute()
+        self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
+        self._servers: Group | None = None
+        if len(self.server_ranks) > 1:
+            self._servers = ProcessGroup(self.device, self.everyone.subgroup(list(self.server_ranks)))
+
+    def sync_gradients(self) -> StepFacts:
+        """Wait for every worker's push, and tell the facts.
+
+        Communication: one message from each worker; 40 bytes to every S-th of them.
+        """
+        under_way = [self.transport.receive(m.buffer, r) for m, r in zip(self.pushes, self.worker_ranks, strict=True)]
+        known = [0.0] * _NUM_FACTS
+        for message, push in zip(under_way, self.pushes, strict=True):
+            message.wait()
+            known = [total + value for total, value in zip(known, push.numbers[:_NUM_FACTS].tolist(), strict=True)]
+        self._facts.copy_(torch.tensor(known, dtype=torch.float64))
+        for message in [self.transport.send(_bytes(self._facts), rank) for rank in self._heard_by()]:
+            message.wait()
+        self._count = known[_COUNT]
+        self._has_overflowed = known[_OVERFLOW] > 0
+        self.expectation = self.pushes[0].numbers[_EXPECTATION].item() or None
+        return StepFacts(known[:_OVERFLOW], self._terms)
+
+    def _heard_by(self) -> list[int]:
+        return [rank for rank in self.worker_ranks if rank % len(self.server_ranks) == self.number]
+
+    def optimizer_step(self) -> None:
+        """Correct the count, clip by the norm over all servers, step, and send the parameters.
+
+        Communication: this server's W bytes to each worker; with --clip-norm one all_reduce of a number over servers.
+        """
+        self._add_up()
+        self._correct_count()
+        if self.options.clip_norm is not None:
+            self.clip_gradients(self.pieces, self.options.clip_norm)
+        if not self._has_overflowed:
+            try:
+                self.optimizer.step()
+            except Exception as error:
+                refuse_closure(self.optimizer, error)
+                raise
+        self.zero_gradients()
+        self.pull_message.numbers[0], self.pull_message.numbers[1] = map(float, self.requests)
+        for message in [self.transport.send(self.pull_message.buffer, rank) for rank in self.worker_ranks]:
+            message.wait()
+
+    def _add_up(self) -> None:
+        """Give every piece the sum of its gradients; one that no worker used gets none, and is not stepped."""
+        first, *others = self.pushes
+        used = torch.stack([push.numbers[self.num_push_numbers :] for push in self.pushes]).sum(0).tolist()
+        for position, piece in enumerate(self.pieces):
+            if not used[position]:
+                continue
+            total = first.tensors[position]
+            for push in others:
+                total.add_(push.tensors[position])
+            piece.grad = total
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Scale by the norm of the whole gradient: servers add up their squares."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        square = nn.utils.get_total_norm(gradients).double().reshape(1) ** 2
+        if self._servers is not None:
+            self._servers.all_reduce_sum(square)
+        if gradients:
+            norm = torch.tensor(math.sqrt(square.item()), dtype=gradients[0].dtype)
+            nn.utils.clip_grads_with_norm_(parameters, most, norm)
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes of the parameters and facts to the workers, and of the norm among servers."""
+        pulls = self.pull_message.num_bytes * self.num_workers
+        facts = self._facts.nbytes * len(self._heard_by())
+        num_servers = len(self.server_ranks)
+        norm = 0 if self.options.clip_norm is None else 2 * (num_servers - 1) * 8 // num_servers
+        return pulls + facts + norm
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.uint8)

@@ -1,0 +1,43 @@
+"""Where a pipeline is cut: one rank tries the model on a few samples, and what it finds is told to all."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.sections.plan import SectionPlan, look_at, plan_sections
+from dure.strategies.sections.verify import rehearse
+
+
+def decide(strategy: Strategy, model: nn.Module, num_stages: int) -> dict[str, Any]:
+    """Return the plan and what is wrong with it, as JSON values.
+
+    Cuts that are not given are found by counted operations, forward and backward: the same in every run of a task.
+
+    Args:
+        strategy: With the task's loss, its data, and its options.
+        model: Whole, on the CPU, where it is again afterwards.
+        num_stages: How many stages.
+    """
+    if num_stages == 1:
+        return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
+    host = _host(strategy.device, model)
+    model.to(host)
+    seen = look_at(strategy, model)
+    plan, faults = plan_sections(model, seen, num_stages, strategy.options.cuts, costs=lambda seen: seen.operations)
+    if plan is not None and seen is not None and host.type == strategy.device.type:  # elsewhere it would take too long
+        fault = rehearse(strategy, model, plan, seen, loss_section=num_stages - 1)
+        faults = [fault] if fault is not None else []
+    model.to("cpu")
+    return {"faults": faults, "plan": None if plan is None else asdict(plan)}
+
+
+def _host(device: torch.device, model: nn.Module) -> torch.device:
+    """Return the device if the whole model, and its gradients twice, fit there for a moment; otherwise the CPU."""
+    if device.type == "cpu":
+        return device
+    needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    free = torch.accelerator.get_memory_info(device)[0]
+    return device if needed < free else torch.device("cpu")

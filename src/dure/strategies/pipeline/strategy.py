@@ -1,0 +1,463 @@
+"""A pipeline: the model in stages on several ranks, all of them at work on different microbatches at once.
+
+The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`pipeline_schedule`). What
+dure adds: stages are cut out of any chain of blocks from outside (`section_plan`, `sectioned_model`), the task's loss
+stays what it is, microbatches may be of unequal sizes and none is padded (`pipeline_values`), and losses are weighted
+so that gradients only add up. Along the other axis of the mesh whole pipelines share each batch as ranks of ddp do.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure import torchcompat
+from dure.comm.groups import Group
+from dure.comm.mesh import Mesh
+from dure.data.randomness import GeneratorStates
+from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.spec.mesh import parse_mesh
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.declarations import few
+from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.stand_in import call_of, called_again, stand_in
+from dure.strategies.contract.step_clock import StepClock
+from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.data_parallel.reduced_facts import ReducedFacts
+from dure.strategies.division.divisible import faults_of_parts
+from dure.strategies.division.step_hooks import refuse_later_hooks
+from dure.strategies.pipeline.cut import decide
+from dure.strategies.pipeline.schedule import Schedule, num_scheduled
+from dure.strategies.pipeline.sequential import Sweeps
+from dure.strategies.sections.absent_tensors import guarded
+from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.own_part import OwnPart
+from dure.strategies.sections.plan import CURE, SectionPlan
+from dure.strategies.sections.random_state import CommonSeeds, drawing_from
+from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
+from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.pieces import Needs
+from dure.strategies.state.saved_state import StateSource, StrategyState
+
+DEFAULT_SCHEDULE = "1f1b"
+_STAGES_PER_RANK = 2
+_MICROBATCHES_PER_STAGE = 4
+"""Where the user sets no size: with so many, GPipe found the bubble to be negligible (section 2.3)."""
+_KEPT_SCHEDULES = 4
+"""Each holds buffers of its own for every microbatch; a run has one for most steps and one for the short batch."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One microbatch on its way through the stages."""
+
+    microbatch: Microbatch
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: GeneratorStates | None
+    """Before the loss was called, for the stage that calls it again."""
+    seed: int
+    known: list[Description]
+    """What each block gives."""
+
+
+class Pipeline(ReducedFacts):
+    """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
+
+    undoes_writes = True
+    follows_groups = False
+
+    changes_in_step_only = True
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        super().__init__(info, group, devices, precision, options)
+        axes = parse_mesh(options.mesh, info.mesh_axes, group.world_size)
+        if fault := fault_of_backend(self.device.type, dist.get_backend(), axes["pipeline"]):
+            raise SpecInvalid([f"strategy is {info.name}: {fault}"])
+        self.mesh = Mesh(axes, group, self.device)
+        self.stage_ranks = self.mesh.group("pipeline")
+        self.replicas = self.mesh.group("data")
+        self.num_stages = _num_stages(self.mesh.size("pipeline"), options)
+        self._seeds = CommonSeeds()
+        self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
+        """The stages of this rank."""
+        self.data_rank = self.random_stream = self.mesh.coordinate("data")
+        self.data_world_size = self.mesh.size("data")
+        self.leads_share = self.num_stages - 1 in self.stages
+        self.evaluates_together = True
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse a model with fewer blocks than stages, with ties across the cuts, or without a place to cut."""
+        faults = []
+        if options.stages_per_rank is not None and options.schedule != "interleaved":
+            faults.append("stages_per_rank is for --schedule interleaved: other schedules have one stage on each rank")
+        num_ranks = parse_mesh(options.mesh, ("data", "pipeline"), num_devices)["pipeline"]
+        num_stages = _num_stages(num_ranks, options)
+        return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse a loss that hands the model what an earlier call left: only the rank of the last stage has that."""
+        faults = super().check_traits(model)
+        if self.num_stages > 1 and (fed := self.traits.fed_state):
+            faults.append(
+                f"the task keeps {few(fed)} from one batch to the next and hands it to the model, and only the rank of "
+                "the last stage has it: use ddp"
+            )
+        return faults
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together, or has hooks: every rank steps its own stages."""
+        return faults_of_parts(optimizer, "cannot step each stage by itself")
+
+    # the cut
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Decide where to cut; the model stays whole and where it is until the optimiser has seen it.
+
+        Communication: one gathered JSON message, the plan.
+        """
+        is_teller = self.group.rank == 0
+        told = decide(self, model, self.num_stages) if is_teller else None
+        told = self.group.all_gather_json(told)[0]
+        if told["faults"]:
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
+        self.plan = SectionPlan(**told["plan"])
+        return model
+
+    def distribute(self) -> None:
+        """Keep this rank's stages, of the model and of the optimiser, and let go of the others."""
+        if faults := self.check_optimizer(self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
+        super().distribute()
+        self.part = OwnPart(self.model, self.plan, self.stages, self.device)
+        self.trainable = self.part.trainable()
+        self.part.divide(self.optimizer)
+        self.sections = SectionedModel(self.model, self.plan)
+        self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
+        self._evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
+        self._clock = StepClock(self.device)
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self._schedules: dict[Any, Schedule] = {}
+        self._schedule: Schedule | None = None
+        self._calls: list[_Call | None] = []
+        self._lanes: list[Lanes] = []
+        self._failure: Exception | None = None
+        self._is_kind_known = False
+        self._global_samples = 0
+
+    # the size of microbatches
+
+    def microbatch_samples(self) -> int:
+        """Return how many samples a microbatch has at most."""
+        return self.options.microbatch_size or self.default_microbatch_size()
+
+    def default_microbatch_size(self) -> int:
+        """Return the size with which there are four microbatches for every stage."""
+        share = -(-self.options.global_batch_size // self.data_world_size)
+        return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self.num_stages)))
+
+    def calls_per_step(self) -> int:
+        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
+        return super().calls_per_step() * (2 if self.num_stages > 1 else 1)
+
+    # a step
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Run the schedule over all microbatches.
+
+        Communication: point to point, per microbatch and cut the activations forward and their gradients back.
+        """
+        self.begin_step(requests)
+        self._global_samples = global_samples
+        self._found: dict[int, LossTerm] = {}
+        # the rank that calls the loss again begins with the state that it has now
+        changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
+        state = ObjectState(self.objects) if changes else None
+        self._calls = [self._noted(microbatch) for microbatch in microbatches]
+        if state is not None:
+            state.put_back()
+        number = num_scheduled(self._schedule_name(), len(self._calls), self.stage_ranks.world_size, self.num_stages)
+        self._calls += [None] * (number - len(self._calls))
+        self._schedule = self._schedule_for(number)
+        try:
+            self._schedule.run()
+        except RuntimeError:
+            # torch reports what failed in a stage as an error of its own
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        self.part.refuse_lost_gradients()
+        for index in sorted(self._found):
+            self.add_term(self._found[index])
+        self._calls = []
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may not use what other ranks keep.
+
+        Raises:
+            TaskInvalid: It fails in an evaluation, on a rank that has not run the whole model.
+        """
+        with guarded():
+            try:
+                return function(*args)
+            except Exception as error:
+                if isinstance(error, DureError) or self.leads_share or torch.is_grad_enabled():
+                    raise
+                said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise TaskInvalid(
+                    f"the task's {function.__name__} failed in an evaluation ({said}), for which every rank computes "
+                    "it from the model's output, having run its own stages alone: if it uses what blocks of other "
+                    f"stages keep or hooks see, return that from the model, or use {CURE}"
+                ) from error
+
+    def _schedule_name(self) -> str:
+        if self.num_stages == 1:
+            return "gpipe"
+        return self.options.schedule or DEFAULT_SCHEDULE
+
+    def _noted(self, microbatch: Microbatch) -> _Call | None:
+        """Ask the task how it calls the model; None for a microbatch without samples, which is not computed."""
+        if microbatch.is_stand_in:
+            return None
+        states = GeneratorStates.now(self.device) if self.leads_share else None
+        args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
+        seed = self._seeds.draw()
+        known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
+        return _Call(microbatch, args, kwargs, states, seed, known)
+
+    def _schedule_for(self, number: int) -> Schedule:
+        cuts = [self.plan.begins[stage] - 1 for stage in range(1, self.num_stages)]
+        known = [call.known for call in self._calls if call is not None]
+        self._lanes = [lanes_of(values[cut] for values in known) for cut in cuts]
+        key = (number, tuple(tuple(lanes.items()) for lanes in self._lanes))
+        if key not in self._schedules:
+            while len(self._schedules) >= _KEPT_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = Schedule.build(
+                self._schedule_name(), self._compute, self.stages, self._lanes, number,
+                device=self.device, group=self.mesh.process_group("pipeline"), clock=self._clock,
+            )  # fmt: skip
+        return self._schedules[key]
+
+    def _compute(self, stage: int, index: int, buffers: tuple[Tensor, ...]) -> "Tensor | tuple[Tensor, ...]":
+        """Do one stage's part of one microbatch, forward."""
+        try:
+            call = self._calls[index]
+            is_last = stage == self.num_stages - 1
+            lanes = None if is_last else self._lanes[stage]
+            if call is None:
+                zeros = nothing(buffers, lanes, self._anchor)
+                return zeros[0] if is_last else zeros
+            begin, end = self.plan.bounds(stage)
+            received = unpacked(buffers, call.known[begin - 1], self._lanes[stage - 1]) if stage else None
+            if is_last:
+                return self._loss_root(index, call, begin, received)
+            assert lanes is not None
+            with drawing_from(self.device, call.seed, begin), self.precision.autocast(), guarded():
+                value = self.sections.run(
+                    (begin, end), call.args, call.kwargs, received=received, known=call.known, device=self.device
+                )
+            return packed(value, call.known[end - 1], lanes, self._anchor, self.plan.calls[end - 1])
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _loss_root(self, index: int, call: _Call, begin: int, received: Any) -> Tensor:
+        """Compute the task's loss of a microbatch: the model that it calls goes on with what was received."""
+        is_called = False
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_called
+            if is_called:
+                raise TaskInvalid(called_again(self.model))
+            is_called = True
+            with drawing_from(self.device, call.seed, begin):
+                return self.sections.run(
+                    (begin, None), args, kwargs, received=received, known=call.known, device=self.device
+                )
+
+        here = GeneratorStates.now(self.device)
+        assert call.states is not None
+        call.states.put_back()
+        try:
+            term = self.loss_term(stand_in(self.model, answer), call.microbatch, self._global_samples)
+        finally:
+            here.put_back()
+        self._found[index] = term
+        return self.precision.scale(term.root).double()
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up the facts over all ranks, and gradients over the replicas of the pipeline.
+
+        Communication: 4 float64 over all; one all_reduce per bucket of this rank's gradients over the axis `data`.
+        """
+        facts = self._agreed_facts()
+        assert self._schedule is not None
+        self._schedule.end()  # all stages have come to here: a last stage is idle while the first is in its backward
+        self._add_up_over_replicas()
+        return facts
+
+    def _agreed_facts(self) -> StepFacts:
+        if self._is_kind_known:
+            return self.reduced_facts()
+        # only the last stages know whether the loss is counted in items of its own
+        counts_items = torch.full((1,), self.expectation is not None, dtype=self.facts_dtype, device=self.device)
+        facts = self.reduced_facts(counts_items)
+        if counts_items.item() > 0:
+            self.expected_items(self._global_samples)
+        self._is_kind_known = True
+        return facts
+
+    def _add_up_over_replicas(self) -> None:
+        if self.replicas.world_size == 1 or not self.trainable:
+            return
+        has = torch.tensor([p.grad is not None for p in self.trainable], dtype=torch.float32, device=self.device)
+        self.replicas.all_reduce_sum(has)
+        # one that no replica used keeps no gradient, so that the optimiser leaves it alone as on one device
+        used = [p for p, count in zip(self.trainable, has.tolist(), strict=True) if count]
+        for bucket in _in_buckets(used, self.options.bucket_bytes):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            self.replicas.all_reduce_sum(flat)
+            parts = flat.split([p.numel() for p in bucket])
+            for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
+                parameter.grad = gradient.copy_(part.view_as(gradient))
+
+    def unscale_gradients(self) -> None:
+        """Unscale, and agree over all stages whether a gradient overflowed: all skip the step, or none.
+
+        Communication: with fp16 one all_reduce of one number over the pipeline.
+        """
+        super().unscale_gradients()
+        if self.precision.scaler is not None:
+            for found in torchcompat.found_overflows(self.precision.scaler, self.optimizer, self.device):
+                self.stage_ranks.all_reduce_sum(found)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Clip by the norm over all stages.
+
+        Communication: one all_reduce of one number over the pipeline.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        square = torch.zeros((), dtype=self.facts_dtype, device=self.device)
+        if gradients:
+            # float64: the square of a norm that float32 can hold may be one that it cannot
+            square += nn.utils.get_total_norm(gradients).to(square).square()
+        self.stage_ranks.all_reduce_sum(square)
+        if gradients:
+            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether anything but the seeds of sections has been drawn."""
+        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""
+        if self._schedule is None:
+            return 0
+        once = 0
+        for stage in self.stages:
+            once += num_bytes(self._lanes[stage]) if stage < self.num_stages - 1 else 0
+            once += num_bytes(self._lanes[stage - 1]) if stage > 0 else 0
+        reduced = sum(p.numel() * p.element_size() for p in self.trainable)
+        replicas = self.replicas.world_size
+        return once * self._schedule.num_microbatches + 2 * (replicas - 1) * reduced // replicas
+
+    def measured(self) -> Any:
+        """Return the idle fraction of this rank within the schedule, the bubble."""
+        assert self._schedule is not None
+        bubble = self._schedule.bubble()
+        return bubble() if self.device.type == "cpu" else bubble
+
+    def describe(self) -> list[str]:
+        """Say where the model is cut, and in which order stages work."""
+        if self.num_stages == 1:
+            return []
+        said = f"cut before {self.plan.first_blocks()}: {self.num_stages} stages, schedule {self._schedule_name()}"
+        return [f"{said}, microbatches of at most {self.microbatch_samples()}"]
+
+    # evaluation and checkpoints
+
+    def evaluation_models(self) -> list[nn.Module]:
+        """Return the pipeline as a model: a call runs through all stages, and every rank gets the output."""
+        return [self._evaluated]
+
+    def replica(self) -> ReplicaState:
+        """Ranks with the same stages hold the same tensors."""
+        own = ((name, p) for name, p in self.model.named_parameters() if self.part.is_own(name))
+        return replica_state(f"stages of pipeline rank {self.stage_ranks.rank}", own, self.optimizer)
+
+    def before_reading(self) -> None:
+        """Make what several ranks have the same: buffers over replicas, what is in no block over stages."""
+        self.replicas.broadcast([buffer for buffer in self.part.own_buffers() if buffer.numel()])
+        tensors: Mapping[str, Tensor] = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name, stage in self.part.loose.items():
+            if name in tensors and tensors[name].numel():
+                self.stage_ranks.broadcast([tensors[name].data], source_rank=stage % self.stage_ranks.world_size)
+
+    def state_dict(self) -> StrategyState:
+        """Return this rank's tensors and optimiser state; rank 0 of the data axis writes them."""
+        return self.part.save(self.optimizer)
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over this rank's part of a checkpoint."""
+        self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
+
+    def close(self) -> None:
+        """Let go of the schedules, which hold process groups."""
+        self._schedules.clear()
+        self._schedule = None
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype together, as many as fit into `most_bytes`, or a larger one alone."""
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in (p for p in parameters if p.dtype == dtype):
+            num_bytes = parameter.numel() * parameter.element_size()
+            if bucket and size + num_bytes > most_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += num_bytes
+        yield bucket
+
+
+def fault_of_backend(device_type: str, backend: str, num_ranks: int) -> str | None:
+    """Return why stages on such devices cannot talk over a backend, or None when they can."""
+    if num_ranks == 1 or device_type == "cpu" or "nccl" in backend:
+        return None
+    return (
+        f"stages on {device_type} devices send activations from device to device, which {backend} cannot: give every "
+        "rank a GPU of its own (no --share-devices, --backend nccl), or use --device cpu, or model_parallel"
+    )
+
+
+def _num_stages(num_ranks: int, options: StrategyOptions) -> int:
+    if num_ranks == 1 or options.schedule != "interleaved":
+        return num_ranks
+    return num_ranks * (options.stages_per_rank or _STAGES_PER_RANK)

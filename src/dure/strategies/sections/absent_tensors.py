@@ -1,0 +1,153 @@
+"""Placeholders for parameters and buffers that another rank keeps: code may read their shape, never their values.
+
+A rank with a section of a model keeps the whole module tree, so that names, shapes and the optimiser's groups are the
+same on all ranks. While code of the task runs, an operation on an absent tensor raises `TaskInvalid`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dure.errors import TaskInvalid
+from dure.strategies.contract.batches import map_tensors
+from dure.torchcompat import without_overrides
+
+_METADATA = frozenset(
+    (
+        *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared"),
+        *("data_ptr", "is_same_size", "__hash__", "__len__", "register_hook", "register_post_accumulate_grad_hook"),
+        *("as_subclass", "is_set_to", "untyped_storage", "requires_grad_"),
+    )
+)
+"""Methods that read no values."""
+_ALIASES = frozenset(("detach", "alias", "data"))
+"""Methods and attributes whose result is as absent as the tensor."""
+_VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
+
+
+class _Guard:
+    """State of the process: the engine recomputes checkpoints in threads of its own."""
+
+    is_on = False
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Run code of the task: a use of absent values raises `TaskInvalid`."""
+    before, _Guard.is_on = _Guard.is_on, True
+    try:
+        yield
+    finally:
+        _Guard.is_on = before
+
+
+class _Absent:
+    """Behaviour of absent parameters and buffers."""
+
+    absent_name: str
+    """Name in the model."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute where dure asks, and where no values are read; raise elsewhere."""
+        name, is_attribute = _name_of(function)
+        with without_overrides():
+            if not _Guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
+                return function(*args, **(kwargs or {}))
+            first = _first_absent((args, kwargs))
+            if name in _ALIASES and len(args) == 1:
+                return made_absent(function(*args, **(kwargs or {})), first)
+        raise TaskInvalid(
+            f"the weights of {first} are on another rank, and the task's code, or the model's between its blocks, uses "
+            "them now, which the loss did not on the first samples: let the loss use them on every batch, or use ddp"
+        )
+
+    def __repr__(self) -> str:
+        """Return the name: there are no values to show."""
+        return f"<{self.absent_name}, on another rank>"
+
+
+class UsedTensors(TorchFunctionMode):
+    """A context that notes of which tensors operations use the values, and can put these back."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors by their names."""
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        """Tensors that were used, by name: themselves, their memory, and a copy of it."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that were used."""
+        return {*self._before}
+
+    def put_back(self) -> None:
+        """Give the tensors the memory and the values that they had."""
+        with torch.no_grad():
+            for tensor, memory, values in self._before.values():
+                tensor.data = memory.copy_(values)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note the tensors among the arguments, unless only their shape or the like is asked for."""
+        name, is_attribute = _name_of(function)
+        if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
+            map_tensors((args, dict(kwargs or {})), self._note)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if (name := self._names.get(id(tensor))) is not None and name not in self._before:
+            memory = tensor.data
+            self._before[name] = tensor, memory, memory.clone()
+        return tensor
+
+
+class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]
+    """A parameter of another rank."""
+
+
+class AbsentTensor(_Absent, Tensor):  # type: ignore[misc]
+    """A buffer of another rank."""
+
+
+def made_absent(tensor: Tensor, name: str) -> Tensor:
+    """Mark a tensor as absent; the object stays the same."""
+    if not isinstance(tensor, _Absent):
+        tensor.__class__ = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
+        tensor.absent_name = name  # type: ignore[attr-defined]
+    return tensor
+
+
+def hollow(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return one number seen in the shape of a tensor: NaN where its dtype has it."""
+    value = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _name_of(function: Callable[..., Any]) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it is an attribute that is read or set."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(function, "__self__", None), "__name__", ""), True
+    return name, False
+
+
+def _first_absent(values: Any) -> str:
+    found: list[str] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, _Absent):
+            found.append(tensor.absent_name)
+        return tensor
+
+    map_tensors(values, look)
+    return found[0] if found else "a tensor"

@@ -1,0 +1,160 @@
+"""A model in sections on several devices of one process: what does not fit one device is spread over several.
+
+The oldest way to use two devices (Krizhevsky et al. 2012, section 3.2, had half of each layer on each of two cards;
+here each card has half of the layers). Every device waits for the one before it, so nothing gets faster: `pipeline` is
+the strategy that keeps them all at work. From outside the model only its blocks' inputs are moved: hooks carry the
+activations to the device of the next section, autograd carries the gradients back.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dure import torchcompat
+from dure.errors import SpecInvalid
+from dure.strategies.contract.batches import Microbatch, to_device
+from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.sections.costs import held_bytes
+from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
+from dure.strategies.sections.trace import Survey, tensors_of
+from dure.torchcompat import run_backward
+from dure.units import format_bytes
+
+
+class ModelParallel(LocalSums):
+    """One process, many devices, each with some consecutive blocks of the model."""
+
+    changes_in_step_only = True
+
+    plan: SectionPlan
+    """Which section, by the number of its device, keeps what."""
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse a model with fewer blocks than devices, with ties across the cuts, or without a place to cut."""
+        return faults_of(registered_chain(model), num_devices, cut_names(options.cuts), CURE)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Decide where to cut, and put every section on its device."""
+        self.plan = self._decide(model)
+        self._section, self._sent = 0, 0
+        for name, section in self.plan.owners(model).items():
+            _move(model, name, self.devices[section])
+        if len(self.devices) > 1:
+            model.register_forward_pre_hook(self._begin)
+            for name in dict.fromkeys(self.plan.calls):
+                enter = partial(self._enter, self.plan.section_of_block(name))
+                model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
+            model.register_forward_hook(self._leave)
+        return model
+
+    def _decide(self, model: nn.Module) -> SectionPlan:
+        num_sections = len(self.devices)
+        seen = look_at(self, model) if num_sections > 1 else None
+        plan, faults = plan_sections(
+            model, seen, num_sections, self.options.cuts,
+            costs=lambda seen: self._held_bytes(model, seen), keeps_batch_apart=True,
+        )  # fmt: skip
+        if plan is None:
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        return plan
+
+    def _held_bytes(self, model: nn.Module, seen: Survey) -> list[float]:
+        of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
+        blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
+        return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
+
+    # what goes from device to device
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._section = 0
+
+    def _enter(
+        self, section: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring a block what it takes."""
+        self._note_crossing(section, (args, kwargs))
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = to_device((args, kwargs), self.devices[section])
+        return moved
+
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Bring the output to the first device, where the task's loss expects it."""
+        self._note_crossing(0, output)
+        return to_device(output, self.devices[0])
+
+    def _note_crossing(self, section: int, values: Any) -> None:
+        if section == self._section:
+            return
+        self._section = section
+        for tensor in tensors_of(values):
+            # the gradient comes back by the same way
+            self._sent += tensor.numel() * tensor.element_size() * (2 if tensor.requires_grad else 1)
+
+    # the step
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of all microbatches, each section's on its device."""
+        self.begin_step(requests)
+        self._sent = 0
+        for microbatch in microbatches:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
+
+    def _correct_count(self) -> None:
+        if self.expectation is None:
+            return
+        factor = self.expectation / self.counted_items()
+        for device in dict.fromkeys(self.devices):
+            gradients = [p.grad for p in self.trainable if p.grad is not None and p.device == device]
+            if gradients:
+                there = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
+                torchcompat.multiply_(gradients, there)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Train what is unfrozen from here on."""
+        self.train_all()
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes of the activations that crossed a cut, or came back as output, and of their gradients."""
+        return self._sent
+
+    def describe(self) -> list[str]:
+        """Say where the model is cut."""
+        if len(self.devices) == 1:
+            return []
+        sizes = ", ".join(format_bytes(size) for size in self.section_bytes())
+        return [f"cut before {self.plan.first_blocks()}: {sizes} of parameters and buffers"]
+
+    def section_bytes(self) -> list[int]:
+        """Return the bytes of parameters and buffers of each section."""
+        sizes = [0] * len(self.devices)
+        seen: set[int] = set()
+        tensors: Mapping[str, Tensor] = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        for name, section in self.plan.owners(self.model).items():
+            tensor = tensors[name]
+            if id(tensor) not in seen:
+                sizes[section] += tensor.numel() * tensor.element_size()
+                seen.add(id(tensor))
+        return sizes
+
+
+def _move(model: nn.Module, name: str, device: torch.device) -> None:
+    """Move one parameter or buffer; a parameter stays the same object, so that ties hold."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor = getattr(module, leaf)
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+    else:
+        setattr(module, leaf, tensor.to(device))

@@ -1,0 +1,137 @@
+"""The decision where a model is cut: taken from one batch, told to all ranks, and the same on all of them."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dure.errors import DureError, TaskInvalid
+from dure.strategies.contract.batches import to_device
+from dure.strategies.contract.stand_in import call_of
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.division.trial import Trial
+from dure.strategies.sections.cuts import begins_of, cut_names, faults_of, registered_chain
+from dure.strategies.sections.trace import Survey, survey
+
+CURE = "ddp or fsdp"
+SURVEYED_SAMPLES = 4
+"""Samples that a model is tried on, whatever a microbatch has: a restart with smaller ones must not move a cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SectionPlan:
+    """Which section computes and keeps what. JSON values only, so that one rank can tell the others."""
+
+    calls: list[str]
+    """The block of every call of a forward pass, in order."""
+    begins: list[int]
+    """The call with which each section begins."""
+    homes: dict[str, int]
+    """Parameters and buffers outside of the blocks, and the section that uses them."""
+    ends_with_last_block: bool = True
+    """Whether the model's output follows from what the last block gives, and the batch."""
+
+    def section_of(self, position: int) -> int:
+        """Return the section that does a call."""
+        return bisect_right(self.begins, position) - 1
+
+    def section_of_block(self, name: str) -> int:
+        """Return the section that keeps a block."""
+        return self.section_of(self.calls.index(name))
+
+    def owners(self, model: nn.Module) -> dict[str, int]:
+        """Return the section that keeps each parameter and buffer, under every name that it has in the model."""
+        modules = dict(model.named_modules())
+        sections: dict[int, int] = {}
+        for call in dict.fromkeys(self.calls):
+            for tensor in [*modules[call].parameters(), *modules[call].buffers()]:
+                sections.setdefault(id(tensor), self.section_of_block(call))
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            sections.setdefault(id(tensor), self.homes.get(name, 0))
+        return {name: sections[id(tensor)] for name, tensor in named}
+
+    def first_blocks(self) -> str:
+        """Return the blocks with which the sections after the first begin, as `--cuts` takes them."""
+        return ",".join(self.calls[begin] for begin in self.begins[1:])
+
+    def bounds(self, section: int) -> tuple[int, int]:
+        """Return a section's first call and the call after its last."""
+        ends = [*self.begins[1:], len(self.calls)]
+        return self.begins[section], ends[section]
+
+
+def look_at(strategy: Strategy, model: nn.Module) -> Survey | None:
+    """Watch a forward pass of a model on the first samples; None where there is no batch to do it with.
+
+    Args:
+        strategy: With the task's loss and its data.
+        model: Wherever it is; the batch is moved to it. It is left as it was, and so are the task and the generators.
+
+    Raises:
+        TaskInvalid: The model works, but not while its blocks are watched.
+    """
+    if strategy.example is None:
+        return None
+    batch = first_batch(strategy, model)
+    try:
+        with Trial(model, strategy.objects, watches_writes=False), strategy.precision.autocast():
+            args, kwargs = call_of(strategy.loss, model, batch)
+            return survey(model, args, kwargs)
+    except DureError:
+        raise
+    except Exception as error:
+        if strategy.traits.reason_unknown is not None:
+            raise  # it may fail anyway
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise TaskInvalid(
+            f"{type(model).__name__} cannot be divided into blocks ({said}): what calls them, or differentiates them, "
+            f"itself does not take values that are watched; use {CURE}"
+        ) from error
+
+
+def first_batch(strategy: Strategy, model: nn.Module) -> Any:
+    """Return the first samples, as many as a model is tried on, on the model's device."""
+    assert strategy.example is not None
+    return to_device(strategy.example(SURVEYED_SAMPLES), next(model.parameters()).device)
+
+
+def plan_sections(
+    model: nn.Module, seen: Survey | None, num_sections: int, cuts: str | None, *,
+    costs: Callable[[Survey], Sequence[float]], keeps_batch_apart: bool = False,
+) -> tuple[SectionPlan | None, list[str]]:  # fmt: skip
+    """Decide where a model is cut.
+
+    Args:
+        model: All of it.
+        seen: Survey of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
+        num_sections: How many sections.
+        cuts: The words of `--cuts`, or None to find the most even ones.
+        costs: Gives the cost of every call.
+        keeps_batch_apart: Whether the batch stays on the first section's device, so that the model's own code cannot
+            use it together with what a later section computes.
+
+    Returns:
+        The plan, or why there is none, a sentence each.
+    """
+    chain, homes = registered_chain(model), dict[str, int]()
+    if seen is not None:
+        chain, homes = seen.with_batch_on_first_device() if keeps_batch_apart else seen.chain, dict(seen.homes)
+    names = cut_names(cuts)
+    if faults := faults_of(chain, num_sections, names, CURE):
+        return None, faults
+    if num_sections == 1:
+        return SectionPlan(calls=list(chain.calls), begins=[0], homes=dict.fromkeys(homes, 0)), []
+    prices = costs(seen) if seen is not None and names is None else _registered_costs(model, chain.calls)
+    begins = begins_of(chain, num_sections, names, prices)
+    sections = {name: bisect_right(begins, position) - 1 for name, position in homes.items()}
+    is_last_enough = chain.why_not(len(chain.calls)) is None
+    plan = SectionPlan(calls=list(chain.calls), begins=begins, homes=sections, ends_with_last_block=is_last_enough)
+    return plan, []
+
+
+def _registered_costs(model: nn.Module, calls: Sequence[str]) -> list[float]:
+    modules: Mapping[str, nn.Module] = dict(model.named_modules())
+    return [float(sum(p.numel() * p.element_size() for p in modules[call].parameters())) for call in calls]

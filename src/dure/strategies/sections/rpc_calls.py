@@ -1,0 +1,85 @@
+"""What goes between the ranks of an rpc_model: a call of the model, and what a section gives for it."""
+
+import traceback
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dure.errors import FAILED, DureError
+from dure.strategies.contract.batches import map_tensors
+from dure.strategies.sections.values import Description
+from dure.terminal import print_traceback
+
+HOST = torch.device("cpu")
+"""Where tensors are while they travel."""
+
+
+class Call(NamedTuple):
+    """One call of the model, on its way through the sections."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: int
+    """Of what the sections draw."""
+    is_training: bool
+    has_gradient: bool
+
+
+class Result(NamedTuple):
+    """What a section gives: the value for the next one, or the model's output, and what each block so far gave."""
+
+    value: Any
+    known: list[Description]
+
+
+class Failed(NamedTuple):
+    """What a section gives when it raised: an exception that came through RPC would bring its traceback as its text."""
+
+    said: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> "Failed":
+        """Say who failed and where; the traceback goes to this rank's log."""
+        print_traceback("".join(traceback.format_exception(error)))
+        if isinstance(error, DureError):
+            return cls(str(error), error.exit_code)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+        return cls(f"rank {rank} failed in its section: {type(error).__name__}: {error}\n  {where}", FAILED)
+
+
+def leads_to(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
+    """Return whether backward from some tensors comes to one of others; also where none of these has a gradient.
+
+    torch's distributed backward waits for each message that carried a gradient, for ever if nothing leads to it.
+    """
+    ends = [tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None]
+    if not ends:
+        return True
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = {id(node) for node in waiting}
+    alive: list[Any] = []  # so that no other node gets its id
+    while waiting:
+        node = waiting.pop()
+        alive.append(node)
+        if any(node is end for end in ends):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and id(following) not in seen:
+                seen.add(id(following))
+                waiting.append(following)
+    return False
+
+
+def on_host(result: Any) -> Any:
+    """Return a result as it travels, in host memory; a reference as it is."""
+    return map_tensors(result, _travelling) if isinstance(result, Result) else result
+
+
+def _travelling(tensor: Tensor) -> Tensor:
+    # a leaf arrives as a leaf, with a gradient of its own that nobody would ask for
+    is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+    return (tensor.view_as(tensor) if is_leaf else tensor).to(HOST)

@@ -1,0 +1,440 @@
+"""A model in sections held by different processes, driven by rank 0 through torch RPC.
+
+What `torch.distributed.rpc` was made for: a forward pass is a chain of remote calls, each of which leaves its result
+where it was computed and returns a reference to it (RRef); the next section fetches it from there. Distributed autograd
+records what crosses processes and runs one backward through all of them; DistributedOptimizer steps every parameter
+where it is. Sections are cut from outside as `pipeline` cuts them; here one works at a time, and only rank 0 has data.
+Other ranks follow the loop by the facts of each step, and compute in the threads of their agents.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure import torchcompat
+from dure.comm.groups import Group
+from dure.comm.rpc import agent_name, close_agent, open_agent
+from dure.data.randomness import GeneratorStates
+from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.strategies.contract.batches import Microbatch, to_device
+from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.stand_in import stand_in
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.data_parallel.reduced_facts import ReducedFacts
+from dure.strategies.division.divisible import faults_of_parts
+from dure.strategies.division.step_hooks import refuse_later_hooks
+from dure.strategies.sections.absent_tensors import guarded
+from dure.strategies.sections.costs import held_bytes
+from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.own_part import OwnPart
+from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
+from dure.strategies.sections.random_state import CommonSeeds, drawing_from
+from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
+from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.trace import Survey, tensors_of
+from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, rehearse
+from dure.strategies.state.pieces import Needs
+from dure.strategies.state.saved_state import StateSource, StrategyState
+
+_UNUSED = (
+    "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
+    "for it for ever: let every batch use it, or use pipeline or ddp"
+)
+"""Sentence about a message between sections that backward would not come to."""
+
+
+class RpcModel(ReducedFacts):
+    """One section of the model on each rank; rank 0 has the data and calls the others."""
+
+    undoes_writes = True
+    follows_groups = False
+
+    def __init__(
+        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
+        options: StrategyOptions,
+    ) -> None:  # fmt: skip
+        super().__init__(info, group, devices, precision, options)
+        self.data_rank, self.data_world_size = 0, 1
+        self.drives = self.takes_samples = self.leads_share = group.rank == 0
+        self.waits_for_facts = True
+        self._seeds = CommonSeeds()
+        self._outputs: list[Sequence[Tensor]] = []
+        """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
+        self._threads = threading.local()
+        self._num_threads = torch.get_num_threads()
+
+    @classmethod
+    def import_late_parts(cls) -> None:
+        """Import the remote optimisers: 0.8 s of processor time in every rank."""
+        torchcompat.import_distributed_optim()
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse a model with fewer blocks than ranks, with ties across the cuts, or without a place to cut."""
+        return faults_of(registered_chain(model), num_devices, cut_names(options.cuts), CURE)
+
+    @classmethod
+    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
+        """Refuse an optimiser that needs all parameters together: every section steps its own."""
+        return faults_of_parts(optimizer, "cannot step each section by itself")
+
+    def check_traits(self, model: nn.Module) -> list[str]:
+        """Refuse a loss that changes state of modules too: other ranks, which compute these, would not see it."""
+        faults = super().check_traits(model)
+        if self.group.world_size > 1 and (paths := self.traits.module_state):
+            faults.append(changes_module(paths[0]))
+        if self.group.world_size > 1 and self.traits.sets_gradients:
+            faults.append(SETS_GRADIENTS)
+        return faults
+
+    # the cut
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Decide where to cut; the model stays whole until the optimiser has seen it.
+
+        Communication: one gathered JSON message, the plan.
+        """
+        told = self.group.all_gather_json(self._decide(model) if self.drives else None)[0]
+        if told["faults"]:
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
+        self.plan = SectionPlan(**told["plan"])
+        return model
+
+    def _decide(self, model: nn.Module) -> dict[str, Any]:
+        """Return the plan, by the bytes that each section would hold, and what is wrong with it."""
+        num_sections = self.group.world_size
+        if num_sections == 1:
+            return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
+        seen = look_at(self, model)
+
+        def costs(seen: Survey) -> list[float]:
+            of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
+            blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
+            return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
+
+        plan, faults = plan_sections(model, seen, num_sections, self.options.cuts, costs=costs)
+        if plan is not None and seen is not None:
+            fault = rehearse(self, model, plan, seen, loss_section=0)
+            faults = [] if fault is None else [fault]
+        return {"faults": faults, "plan": None if plan is None else asdict(plan)}
+
+    def distribute(self) -> None:
+        """Keep this rank's section, of the model and of the optimiser, and start to answer calls.
+
+        Communication: rank 0's weights broadcast to all; the agents' rendezvous; a reference to each parameter.
+        """
+        if faults := self.check_optimizer(self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
+        super().distribute()
+        self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
+        self.part = OwnPart(self.model, self.plan, [self.group.rank], self.device)
+        self.trainable = self.part.trainable()
+        self.part.divide(self.optimizer)
+        self.sections = SectionedModel(self.model, self.plan)
+        self._evaluated = stand_in(self.model, self._call, self.part.state_dict)
+        self._gradients: dict[int, Tensor] = {}
+        self._sent_bytes = 0
+        self._open_context = ExitStack()
+        self._context_id = 0
+        torchcompat.import_distributed_optim()
+        _here[:] = [self]
+        open_agent(self.group, timeout_seconds=self.options.timeout_seconds)
+        if self.drives:
+            self._remote_optimizer: Any = torchcompat.optimizer_of_references(_take_optimizer, self._references())
+
+    def _references(self) -> list[Any]:
+        """Return a reference to every trained parameter, where it is."""
+        from torch.distributed import rpc
+
+        owners = self.plan.owners(self.model)
+        named = [(name, owners[name]) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [rpc.remote(agent_name(owner), _parameter, args=(name,)) for name, owner in named]
+
+    def describe(self) -> list[str]:
+        """Say where the model is cut."""
+        if self.group.world_size == 1:
+            return []
+        return [f"cut before {self.plan.first_blocks()}: {self.group.world_size} sections, called from rank 0 by RPC"]
+
+    # a call of the model
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's sections one after the other, each where it is, and return the output here.
+
+        Communication: the call's arguments to every other rank; over each cut what the block before it gave, from its
+        owner to the next; the output to rank 0. With gradients the same way back.
+        """
+        from torch.distributed import rpc
+
+        seed = self._seeds.draw() if self.model.training else 0
+        call = Call(args, kwargs, seed, self.model.training, torch.is_grad_enabled())
+        result: Any = self.run_section(call, Result(None, []))
+        sent = to_device(call, HOST)
+        for rank in range(1, self.group.world_size):
+            self._count_sent(call, (call.args, call.kwargs))
+            result = rpc.remote(agent_name(rank), _run_section, args=(sent, on_host(result)))
+        if self.group.world_size == 1:
+            return result.value
+        result = result.to_here()
+        if isinstance(result, Failed):
+            failure = DureError(result.said)
+            failure.exit_code = result.exit_code
+            raise failure
+        output = to_device(result.value, self.device)
+        self._outputs.append(tensors_of(output))
+        self._count_sent(call, output, only_gradients=True)
+        return output
+
+    def _count_sent(self, call: Call, values: Any, *, only_gradients: bool = False) -> None:
+        """Count the bytes of a step's tensors, or of the gradients that go back for them; evaluations are no step."""
+        if call.is_training and self.group.world_size > 1:
+            tensors = [tensor for tensor in tensors_of(values) if tensor.requires_grad or not only_gradients]
+            self._sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def run_section(self, call: Call, received: Result) -> Result:
+        """Compute this rank's section of a call.
+
+        Args:
+            call: Of the model.
+            received: What the section before gave.
+        """
+        self._prepare_thread()
+        if self.model.training != call.is_training:
+            self.model.train(call.is_training)
+        begin, end = self.plan.bounds(self.group.rank)
+        is_last = self.group.rank == self.group.world_size - 1
+        draws = drawing_from(self.device, call.seed, begin)
+        with torch.set_grad_enabled(call.has_gradient), draws, self.precision.autocast(), guarded():
+            value, _, learned = self.sections.learn(
+                (begin, None if is_last else end), call.args, call.kwargs, received=received.value,
+                known=received.known, device=self.device,
+            )  # fmt: skip
+        if call.has_gradient and not leads_to(tensors_of(value), tensors_of(received.value)):
+            raise TaskInvalid(_UNUSED.format(what=f"what the section before {self.plan.calls[begin]} gives"))
+        self._count_sent(call, value)
+        self._count_sent(call, received.value, only_gradients=True)
+        return Result(value, [*received.known, *learned])
+
+    def _prepare_thread(self) -> None:
+        """Compute with as many threads, and on the same device, in a thread of the agent as in the main thread."""
+        if not hasattr(self._threads, "is_prepared"):
+            torch.set_num_threads(self._num_threads)
+            if self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device)
+            self._threads.is_prepared = True
+
+    # a step
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Run every microbatch through all sections and back; other ranks only let the empty batches pass."""
+        self.begin_step(requests)
+        if not self.drives:
+            for _ in microbatches:
+                pass
+            return
+        from torch.distributed import autograd
+
+        model = stand_in(self.model, self._call)
+        for microbatch in microbatches:
+            # a context of its own: a second backward in one context waits forever (2.11 and 2.13)
+            self._open_context.close()
+            self._context_id = self._open_context.enter_context(autograd.context())
+            self._outputs = []
+            term = self.loss_term(model, microbatch, global_samples)
+            if not all(leads_to([term.root], output) for output in self._outputs):
+                raise TaskInvalid(_UNUSED.format(what="the model's output"))
+            autograd.backward(self._context_id, [self.precision.scale(term.root)])
+            self._collect(self._context_id)
+            self.add_term(term)
+
+    def _collect(self, context_id: int) -> None:
+        """Let every rank add the context's gradients to those of the step."""
+        from torch.distributed import rpc
+
+        others = range(1, self.group.world_size)
+        under_way = [rpc.rpc_async(agent_name(rank), _add_gradients, args=(context_id,)) for rank in others]
+        self.add_gradients(context_id)
+        for answer in under_way:
+            answer.wait()
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the task, which may not use what other ranks keep."""
+        with guarded():
+            return function(*args)
+
+    def add_gradients(self, context_id: int) -> None:
+        """Add the gradients that a context has of this rank's parameters."""
+        from torch.distributed import autograd
+
+        found = autograd.get_gradients(context_id)
+        self.part.refuse_lost_gradients(found.keys())
+        for parameter in self.trainable:
+            gradient = found.get(parameter)
+            if gradient is None:
+                continue
+            before = self._gradients.get(id(parameter))
+            # the context keeps its own
+            self._gradients[id(parameter)] = gradient.clone() if before is None else before.add_(gradient)
+
+    def sync_gradients(self) -> StepFacts:
+        """Tell the facts, and what rank 0 expected as count: other ranks have computed no loss.
+
+        Communication: one blocking all_reduce of 5 float64.
+        """
+        own = (self.expectation or 0.0) if self.drives else 0.0
+        expected = torch.tensor([own], dtype=self.facts_dtype, device=self.device)
+        facts = self.reduced_facts(expected)
+        self.expectation = expected.item() or None
+        return facts
+
+    def optimizer_step(self) -> None:
+        """Correct, unscale and clip where the gradients are, then let rank 0 have all sections stepped.
+
+        Communication: numbers of the norm and of overflows; two barriers around one remote call to each rank.
+        """
+        for parameter in self.trainable:
+            parameter.grad = self._gradients.get(id(parameter))
+        self._correct_count()
+        self.unscale_gradients()
+        if self.options.clip_norm is not None:
+            self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+        self.group.barrier()  # every rank has its gradients, and its learning rates, as they are to be
+        if self.drives:
+            self._remote_optimizer.step(self._context_id)
+            self._open_context.close()
+        if not self.trainable:
+            self.precision.step(self.optimizer)  # nobody calls a rank without parameters, and its scale follows too
+        self.group.barrier()
+
+    def step_section(self) -> None:
+        """Step this rank's parameters; called by rank 0's DistributedOptimizer."""
+        # it has put the gradients of the last microbatch into place
+        for parameter in self.trainable:
+            parameter.grad = self._gradients.get(id(parameter))
+        self.precision.step(self.optimizer)
+        # here and not by the rank's own loop, which may come to it when gradients of the next step are there
+        self.zero_gradients()
+        self._gradients.clear()
+
+    def _correct_count(self) -> None:
+        if self.expectation is not None and self._gradients:
+            torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.counted_items())
+
+    def unscale_gradients(self) -> None:
+        """Unscale, and let all ranks skip the step in which any rank's gradient overflowed.
+
+        Communication: with fp16 one all_reduce of one number.
+        """
+        super().unscale_gradients()
+        if self.precision.scaler is not None:
+            for found in torchcompat.found_overflows(self.precision.scaler, self.optimizer, self.device):
+                self.group.all_reduce_sum(found)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Clip by the norm over all sections. Communication: one all_reduce of one number."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        square = torch.zeros((), dtype=self.facts_dtype, device=self.device)
+        if gradients:
+            square += nn.utils.get_total_norm(gradients).to(square).square()
+        self.group.all_reduce_sum(square)
+        if gradients:
+            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether anything but the seeds of sections has been drawn."""
+        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes of the tensors that this rank sent to others since it was asked last."""
+        sent, self._sent_bytes = self._sent_bytes, 0
+        return sent
+
+    # evaluation, checkpoints, the end
+
+    def evaluation_models(self) -> list[nn.Module]:
+        """Return the model as rank 0 drives it; the others are called."""
+        return [self._evaluated]
+
+    def before_reading(self) -> None:
+        """Make what is in no block the same on all ranks: each has it, and one trains it."""
+        self.group.barrier()
+        tensors: Mapping[str, Tensor] = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for name, section in self.part.loose.items():
+            if name in tensors and tensors[name].numel():
+                self.group.broadcast([tensors[name].data], source_rank=section)
+
+    def state_dict(self) -> StrategyState:
+        """Return this rank's tensors and optimiser state."""
+        return self.part.save(self.optimizer)
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over this rank's part of a checkpoint."""
+        self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()
+
+    def close(self) -> None:
+        """Let go of what is referred to elsewhere, and end the agent together with the others."""
+        self._open_context.close()
+        if self.drives:
+            del self._remote_optimizer
+        close_agent()
+        _here.clear()
+
+
+_here: list[RpcModel] = []
+"""This process's strategy: what is called from elsewhere finds no object but a module's."""
+
+
+def _run_section(call: Call, received: Any) -> Any:
+    """Compute the section of the process that this is called in.
+
+    Args:
+        call: Of the model.
+        received: What the section before gave, or a reference to it.
+    """
+    before = received if isinstance(received, Result) else received.to_here()
+    if isinstance(before, Failed):
+        return before
+    here = _here[0]
+    try:
+        return on_host(here.run_section(to_device(call, here.device), to_device(before, here.device)))
+    except Exception as error:
+        return Failed.of(here.group.rank, error)
+
+
+def _add_gradients(context_id: int) -> None:
+    _here[0].add_gradients(context_id)
+
+
+def _parameter(name: str) -> nn.Parameter:
+    return _here[0].model.get_parameter(name)
+
+
+class _SectionOptimizer:
+    """What DistributedOptimizer steps on each rank: the optimiser that is there already."""
+
+    def step(self) -> None:
+        """Step the rank's section."""
+        _here[0].step_section()
+
+
+def _take_optimizer(parameters: list[nn.Parameter]) -> _SectionOptimizer:
+    """Stand for the class of an optimiser: the task's is built, and nobody else knows what it was given."""
+    return _SectionOptimizer()

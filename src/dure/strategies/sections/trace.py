@@ -1,0 +1,268 @@
+"""A forward pass of a model on a few samples, watched: which blocks are called in which order, and what passes by them.
+
+A section can be computed elsewhere if nothing but the output of the block before it, and the batch itself, is needed
+from before. So every value that the model's own code computes between its blocks is followed from where it was made to
+where it is used.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dure.strategies.sections.costs import BlockCost
+from dure.strategies.sections.cuts import Barrier, Chain, find_blocks, tied
+from dure.torchcompat import module_call, replace_module_call
+
+_READS = frozenset(
+    ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero", "equal"]
+)
+"""Operations that turn a tensor's values into Python's, on which the code after them may depend."""
+
+_END = 10**9
+"""After every call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was seen."""
+
+    chain: Chain
+    homes: Mapping[str, int]
+    """Parameters and buffers that are in no block that was called, and the call before which each is first used."""
+    apart: tuple[Barrier, ...] = ()
+    """What must stay together besides when the batch, and every buffer, is on one device only."""
+    outputs: tuple[Any, ...] = ()
+    """What every call returned."""
+    saved_bytes: tuple[int, ...] = ()
+    """Bytes that every call keeps for backward, parameters left out."""
+    operations: tuple[float, ...] = ()
+    """Operations of every call, forward and backward, as `BlockCost` counts them."""
+
+    def with_batch_on_first_device(self) -> Chain:
+        """Return the chain for sections on devices of their own, of which the first alone has the batch."""
+        return replace(self.chain, barriers=(*self.chain.barriers, *self.apart))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested structure, in order: of containers, and of what objects hold as attributes."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+
+    def collect(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list):
+            for inner in item:
+                collect(inner)
+        elif isinstance(item, Mapping):
+            for inner in item.values():
+                collect(inner)
+        elif hasattr(item, "__dict__") and not isinstance(item, type | nn.Module) and id(item) not in seen:
+            seen.add(id(item))
+            for inner in vars(item).values():
+                collect(inner)
+
+    collect(value)
+    return found
+
+
+@contextmanager
+def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
+    """Let calls of every block run `switch(name, call)`, where `call` is what they ran before."""
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.callback(replace_module_call(block, switch(name, module_call(block))))
+        yield
+
+
+@contextmanager
+def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
+    """Put a model's buffers (BatchNorm's statistics) back as they were, or those whose names are to be kept.
+
+    Those that were registered or replaced meanwhile stay: what the model counts beside them does, too.
+    """
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_kept(name)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before.values():
+                buffer.copy_(value)
+
+
+def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Survey:
+    """Watch one forward pass of a model in training.
+
+    The model's buffers are put back; what it draws is not.
+
+    Args:
+        model: On the device of the arguments.
+        args: As the task's loss calls the model.
+        kwargs: The same.
+    """
+    blocks = find_blocks(model)
+    watch = _Watch(model, blocks, tensors_of((args, dict(kwargs))))
+    with ExitStack() as stack:
+        stack.enter_context(kept_buffers(model))
+        stack.enter_context(switched(blocks, watch.switch))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(watch)
+        watch.returned(model(*args, **kwargs))
+    return watch.survey(model, blocks)
+
+
+@dataclass(slots=True)
+class _Origin:
+    """Where a value comes from: `born` calls were done when it was made; None for what the batch alone decides."""
+
+    born: int | None
+    name: str
+
+
+@dataclass
+class _Seen:
+    calls: list[str] = field(default_factory=list)
+    barriers: dict[tuple[int, int], Barrier] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+    saved_bytes: list[int] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
+    apart: dict[int, Barrier] = field(default_factory=dict)
+
+
+class _Watch(TorchFunctionMode):
+    """Follows values through the code between blocks; inside a block it looks away."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], batch: list[Tensor]) -> None:
+        super().__init__()
+        self._seen = _Seen()
+        self._is_inside = False
+        self._origins: dict[int, _Origin] = {id(tensor): _Origin(None, "the batch") for tensor in batch}
+        # a dictionary of ids is right only as long as what has an id lives
+        self._alive: list[Tensor] = list(batch)
+        self._names = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        self._parameters = {id(p) for p in model.parameters()}
+        self._storages = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        self._uses: dict[int, list[int]] = defaultdict(list)
+
+    @property
+    def _position(self) -> int:
+        return len(self._seen.calls)
+
+    def switch(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's call, watched from outside."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return call(*args, **kwargs)
+            self._use(tensors_of((args, kwargs)), f"{name} takes it")
+            self._is_inside = True
+            try:
+                with BlockCost(self._storages) as cost:
+                    result = call(*args, **kwargs)
+            finally:
+                self._is_inside = False
+            results = tensors_of(result)
+            self._seen.saved_bytes.append(cost.saved_bytes)
+            self._seen.operations.append(cost.operations(results))
+            self._seen.calls.append(name)
+            self._seen.outputs.append(result)
+            self._mark(results, _Origin(self._position, name))
+            return result
+
+        return watched
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self._is_inside:
+            self._note(getattr(function, "__name__", ""), tensors_of((args, dict(kwargs or {}))), result)
+        return result
+
+    def _note(self, function: str, inputs: list[Tensor], result: Any) -> None:
+        results = tensors_of(result)
+        if function == "__setitem__":
+            results = inputs[:1]
+        origins = [origin for origin in map(self._origin, inputs) if origin is not None]
+        ours = [origin for origin in origins if origin.born is not None]
+        if not results:
+            if function in _READS and ours:
+                why = f"the model's own code reads a value of what {ours[0].name} gives ({function})"
+                self._bar(self._position, _END, why)
+            return
+        self._use(inputs, f"{function} uses it")
+        if ours:
+            if any(origin.born is None and tensor.dim() for origin, tensor in self._with_origin(inputs)):
+                why = f"the model's own code uses the batch together with what {ours[-1].name} gives ({function})"
+                self._seen.apart[self._position] = Barrier(first=0, last=self._position, why=why)
+            self._mark(results, _Origin(self._position, ours[-1].name))
+        elif origins:
+            self._mark(results, origins[0])
+
+    def _with_origin(self, tensors: list[Tensor]) -> Iterator[tuple[_Origin, Tensor]]:
+        for tensor in tensors:
+            origin = self._origin(tensor)
+            if origin is not None:
+                yield origin, tensor
+
+    def _origin(self, tensor: Tensor) -> _Origin | None:
+        if id(tensor) in self._parameters:
+            return _Origin(self._position, self._names[id(tensor)])
+        return self._origins.get(id(tensor))
+
+    def _use(self, tensors: list[Tensor], where: str) -> None:
+        """Note that values, and loose parameters and buffers, are used before the next call."""
+        for tensor in tensors:
+            if id(tensor) in self._names:
+                self._uses[id(tensor)].append(self._position)
+            origin = self._origins.get(id(tensor))
+            if origin is not None and origin.born is not None and origin.born < self._position:
+                why = f"what {origin.name} gives is needed again after {self._seen.calls[-1]}, where {where}"
+                self._bar(origin.born, self._position, why)
+
+    def _bar(self, first: int, last: int, why: str) -> None:
+        self._seen.barriers.setdefault((first, last), Barrier(first=first, last=last, why=why))
+
+    def _mark(self, tensors: list[Tensor], origin: _Origin) -> None:
+        for tensor in tensors:
+            self._origins[id(tensor)] = origin
+            self._alive.append(tensor)
+
+    def returned(self, result: Any) -> None:
+        """Note what the model returned."""
+        self._use(tensors_of(result), "the model returns it")
+
+    def survey(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> Survey:
+        """Return what was seen."""
+        seen, end = self._seen, len(self._seen.calls)
+        inside: dict[int, list[int]] = defaultdict(list)
+        for position, call in enumerate(seen.calls):
+            for tensor in [*blocks[call].parameters(), *blocks[call].buffers()]:
+                inside[id(tensor)].append(position)
+        homes: dict[str, int] = {}
+        barriers = [*seen.barriers.values(), *tied(model, dict(blocks), seen.calls)]
+        for key, name in self._names.items():
+            uses = self._uses[key]
+            if key not in inside:
+                homes[name] = min([*uses, end - 1])
+            reach = sorted([*uses, *inside[key]]) if uses else [0]
+            if key in self._parameters and reach[0] < reach[-1]:
+                barriers.append(Barrier(first=reach[0], last=reach[-1], why=f"{name} is used in several places"))
+            elif key not in self._parameters:
+                # every rank can have a buffer, but of a process's devices only one
+                why = f"{name} is used in several places"
+                seen.apart.update({use: Barrier(first=reach[0], last=use, why=why) for use in uses if use != reach[0]})
+        return Survey(
+            chain=Chain(model=type(model).__name__, calls=tuple(seen.calls), barriers=tuple(barriers)),
+            homes=homes,
+            apart=tuple(seen.apart.values()),
+            outputs=tuple(seen.outputs),
+            saved_bytes=tuple(seen.saved_bytes),
+            operations=tuple(seen.operations),
+        )

@@ -1,0 +1,297 @@
+"""A rehearsal of a model in sections: the task's loss and its gradients beside those of the whole model.
+
+It finds what a survey cannot see: blocks that exchange values by themselves, recomputation that cuts the graph, and
+losses that use more of the model than its output. All sections run in one process, each without the others' weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure.data.randomness import GeneratorStates
+from dure.errors import TaskInvalid
+from dure.records.sums import Sum
+from dure.strategies.contract.batches import map_tensors
+from dure.strategies.contract.stand_in import call_of, called_again, stand_in
+from dure.strategies.contract.step_facts import checked_loss
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.division.trial import Trial
+from dure.strategies.sections.absent_tensors import hollow
+from dure.strategies.sections.plan import CURE, SectionPlan, first_batch
+from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.trace import Survey
+from dure.strategies.sections.values import describe
+from dure.strategies.state.object_state import ObjectState
+
+SETS_GRADIENTS = (
+    "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "
+    f"other ranks: add that term to the loss that it returns, or use {CURE}"
+)
+
+
+class _Outcome(NamedTuple):
+    """A loss and its gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
+    """Compare the sections with the whole model on the first samples. The model, the task and generators are kept.
+
+    Args:
+        strategy: With the task's loss and its data.
+        model: Whole.
+        plan: Its sections.
+        seen: Survey on the same samples.
+        loss_section: Section of the rank that computes the loss, the first or the last one.
+
+    Returns:
+        One sentence if they differ.
+    """
+    where = f"{type(model).__name__} cut before {plan.first_blocks()}"
+    batch = first_batch(strategy, model)
+    try:
+        rehearsal = _Rehearsal(strategy, model, plan, seen, batch)
+        with Trial(model, strategy.objects, seed=0, watches_writes=False):
+            whole = rehearsal.whole()
+        with Trial(model, strategy.objects, seed=0, watches_writes=False), rehearsal.cut():
+            parts = rehearsal.by_last() if loss_section else rehearsal.by_first()
+    except TaskInvalid as error:
+        return str(error)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return (
+            f"{where} cannot be computed ({said}): each section has its own weights, and the loss has the model's "
+            f"output alone, without derivatives through it; cut elsewhere with --cuts, or use {CURE}"
+        )
+    for name, _ in model.named_parameters():
+        if not _are_close(whole.gradients.get(name), parts.gradients.get(name)):
+            return (
+                f"{where} gives another gradient of {name} than the whole model: the loss uses it itself, or something "
+                "goes from section to section by another way than what blocks return (torch.utils.checkpoint with "
+                f"use_reentrant=True around a block, or a value that a block keeps); cut elsewhere with --cuts, or use "
+                f"{CURE}"
+            )
+    if not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss)):
+        return (
+            f"{where} gives a loss of {parts.loss:.6g} where the whole model gives {whole.loss:.6g}: the loss uses "
+            f"weights of another section, or values that a block keeps; cut elsewhere with --cuts, or use {CURE}"
+        )
+    return None
+
+
+class _Rehearsal:
+    """One loss, computed by the whole model, or by sections one after the other."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, batch: Any) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._plan = plan
+        self._known = [describe(value, call) for value, call in zip(seen.outputs, plan.calls, strict=True)]
+        self._batch = batch
+        self._device = next(model.parameters()).device
+        self._last = len(plan.begins) - 1
+        owners = plan.owners(model)
+        self._parameters = [(p, p.data, owners[name]) for name, p in model.named_parameters()]
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._present: int | None = None
+        self._chains: list[list[list[tuple[Tensor, Tensor]]]] = []
+        """For each call of the model and each section, the tensors that it gave, with the leaves that took over."""
+        self._gradients: dict[str, Tensor] = {}
+
+    def whole(self) -> _Outcome:
+        """Return the loss and the gradients of the whole model."""
+        root = self._loss(self._model)
+        # by backward() into `.grad`, for recomputation knows no other way
+        root.backward()
+        return self._outcome(root)
+
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Divide the model for the time of the context."""
+        self._sections = SectionedModel(self._model, self._plan)
+        try:
+            yield
+        finally:
+            self._sections.close()
+
+    def by_last(self) -> _Outcome:
+        """Return the outcome where every section runs the loss up to the model's call, and the last one all of it."""
+        begin = at = GeneratorStates.now(self._device)
+        state = _RankState(self._model, self._strategy.objects)
+        received: Any = None
+        self._chains.append([])
+        is_called = False
+        for number in range(self._last):
+            with self._only(number):
+                state.put_back()
+                begin.put_back()
+                with torch.enable_grad(), self._strategy.precision.autocast():
+                    args, kwargs = call_of(self._strategy.loss, self._model, self._own_batch())
+                if number:
+                    at.put_back()
+                received = self._handed_on(self._run(number, args, kwargs, received))
+                at = GeneratorStates.now(self._device)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_called
+            if is_called:
+                raise TaskInvalid(called_again(self._model))
+            is_called = True
+            at.put_back()
+            return self._run(self._last, args, kwargs, received)
+
+        state.put_back()
+        begin.put_back()
+        return self._differentiated(answer, self._last)
+
+    def by_first(self) -> _Outcome:
+        """Return the outcome where the first section's rank runs the loss, and others answer its call of the model."""
+
+        state = _RankState(self._model, {})
+        after_call: list[dict[str, Any]] = []
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            received: Any = None
+            own: ObjectState | None = None
+            self._chains.append([])
+            if not after_call and (changes := state.changed()):
+                raise TaskInvalid(changes_module(next(iter(changes))))
+            for number in range(self._last + 1):
+                if number and not after_call:
+                    state.put_back()
+                if number == 1:
+                    own = ObjectState(self._strategy.objects)
+                with self._only(number):
+                    received = self._handed_on(self._run(number, args, kwargs, received))
+            if own is not None:
+                own.put_back()  # what blocks of other ranks, and their hooks, leave in the task stays there
+            after_call[:] = [state.changed()]
+            return received
+
+        outcome = self._differentiated(answer, 0)
+        if found := [path for path, value in state.changed().items() if after_call[0].get(path) != value]:
+            raise TaskInvalid(changes_module(found[0]))
+        return outcome
+
+    def _differentiated(self, answer: Callable[..., Any], loss_section: int) -> _Outcome:
+        with self._only(loss_section):
+            root = self._loss(stand_in(self._model, answer))
+            if any(parameter.grad is not None for parameter, *_ in self._parameters):
+                raise TaskInvalid(SETS_GRADIENTS)
+            root.backward(retain_graph=True)
+            self._take_gradients()
+        for chain in self._chains:
+            for section in reversed(range(len(chain))):
+                with self._only(section):
+                    self._go_back(chain[section])
+        return self._outcome(root)
+
+    def _go_back(self, given: list[tuple[Tensor, Tensor]]) -> None:
+        """Run the backward pass of a section from the gradients of what the next one took."""
+        roots = [tensor for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
+        arrived = [leaf.grad for tensor, leaf in given if leaf.grad is not None and tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, arrived, retain_graph=True)
+            self._take_gradients()
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        with torch.enable_grad(), self._strategy.precision.autocast():
+            result = self._strategy.loss(model, self._own_batch())
+        return checked_loss(result.total if isinstance(result, Sum) else result)
+
+    def _own_batch(self) -> Any:
+        # a copy: the loss may change it
+        return map_tensors(self._batch, torch.clone)
+
+    def _run(self, section: int, args: Any, kwargs: Any, received: Any) -> Any:
+        begin, end = self._plan.bounds(section)
+        bounds = (begin, None if section == self._last else end)
+        given = map_tensors(received, torch.clone)  # blocks may work in place
+        with torch.enable_grad(), self._strategy.precision.autocast():
+            return self._sections.run(bounds, args, kwargs, received=given, known=self._known, device=self._device)
+
+    def _handed_on(self, value: Any) -> Any:
+        """Return what a section gave in leaves of another graph."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def as_leaf(tensor: Tensor) -> Tensor:
+            pairs.append((tensor, tensor.detach().requires_grad_(tensor.is_floating_point())))
+            return pairs[-1][1]
+
+        self._chains[-1].append(pairs)
+        return map_tensors(value, as_leaf)
+
+    @contextmanager
+    def _only(self, section: int) -> Iterator[None]:
+        """Let the parameters of other sections be NaN for the time of the context."""
+        before, self._present = self._present, section
+        self._place()
+        try:
+            yield
+        finally:
+            self._present = before
+            self._place()
+
+    def _place(self) -> None:
+        for parameter, data, owner in self._parameters:
+            parameter.data = data if self._present in (None, owner) else hollow(data, self._device)
+
+    def _take_gradients(self) -> None:
+        """Add up the gradients of the section's own parameters, and drop all others as its rank would."""
+        for parameter, _, owner in self._parameters:
+            name, gradient = self._names[id(parameter)], parameter.grad
+            if gradient is not None and self._present in (None, owner):
+                gradient = gradient.to_dense()
+                self._gradients[name] = self._gradients[name] + gradient if name in self._gradients else gradient
+            parameter.grad = None
+
+    def _outcome(self, root: Tensor) -> _Outcome:
+        self._take_gradients()
+        found, self._gradients = self._gradients, {}
+        return _Outcome(float(root.detach()), found)
+
+
+def changes_module(path: str) -> str:
+    """Return the sentence about state of a module that the loss changes."""
+    return (
+        f"the task's loss changes {path}, and the rank that computes that module would not see it: keep such state in "
+        f"the task, or use {CURE}"
+    )
+
+
+class _RankState:
+    """Plain state with which each rank begins, and the modes of modules: a rank sees its own changes only."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._plain = ObjectState({**objects, "model": model})
+        self._modes = [(module, module.training) for module in model.modules()]
+
+    def put_back(self) -> None:
+        self._plain.put_back()
+        for module, training in self._modes:
+            module.training = training
+
+    def changed(self) -> dict[str, Any]:
+        modes = {
+            f"the mode of {type(module).__name__}": module.training
+            for module, was in self._modes
+            if module.training != was
+        }
+        return self._plain.changed() | modes
+
+
+def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two gradients are the same but for rounding; none is as good as zeros."""
+    found = [gradient for gradient in (one, other) if gradient is not None]
+    if len(found) < 2:
+        return not any(bool(gradient.any()) for gradient in found)
+    if not found[0].numel() or bool(found[0].isnan().any()):
+        return True  # nothing can be told from it
+    # sums in another order differ by some epsilon; a path that is missing changes a gradient by its own size
+    tolerance = 16 * torch.finfo(found[0].dtype).eps ** 0.5
+    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())

@@ -1,0 +1,1 @@
+"""Strategies that divide parameters over ranks and gather them to compute."""

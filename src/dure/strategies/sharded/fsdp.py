@@ -1,0 +1,425 @@
+"""Fully sharded data parallelism: parameters, gradients and optimiser state divided over the ranks.
+
+ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3) by torch's `fully_shard` (Zhao et al. 2023, section 3; its second
+version, whose parameters are DTensors). Before a unit of the model computes, its parameters are gathered from all
+ranks, and freed after it; backward gathers them again, and leaves each rank its shard of the summed gradient. With
+`--reshard-after-forward false` they stay from forward to backward, so that backward sends gradients only, as in stage
+2. With `--mesh replica=R,shard=S` R groups of S ranks each hold the whole, and shards are added up between the groups.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from dure import torchcompat
+from dure.comm.mesh import Mesh
+from dure.errors import TaskInvalid
+from dure.host.devices import resolve_device
+from dure.spec.mesh import parse_mesh
+from dure.strategies.contract.batches import Microbatch, map_tensors
+from dure.strategies.contract.module_patterns import shortened
+from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
+from dure.strategies.sharded.local_shards import ShardedStrategy
+from dure.strategies.state.common_buffers import broadcast_buffers
+from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.torchcompat import run_backward
+from dure.units import format_bytes
+
+_GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ObjectiveModule(nn.Module):
+    """The task's loss as the root of the sharded modules, so that the task may use the model in any way.
+
+    Parameters outside the units are its own: gathered before the loss is computed and kept until backward is done with
+    them, they are there wherever the task touches them, and not in the model's own forward only.
+    """
+
+    def __init__(self, model: nn.Module, loss_term: Callable[[nn.Module, Microbatch, int], LossTerm]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_term = loss_term
+        self.term: LossTerm | None = None
+
+    def forward(self, microbatch: Microbatch | None, global_samples: int) -> Tensor | None:
+        """Return what backward starts from; without a microbatch nothing, which makes the modules know their root."""
+        if microbatch is None:
+            return None
+        self.term = self._loss_term(self.model, microbatch, global_samples)
+        return self.term.root
+
+
+class FSDP(ShardedStrategy):
+    """`fully_shard` over repeated blocks and over the model."""
+
+    undoes_writes = True
+
+    changes_in_step_only = True
+
+    @classmethod
+    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+        """Refuse what cannot be sharded, and settings that find nothing to work on."""
+        faults = [] if options.fsdp_units is None else list(unit_faults(model, options.fsdp_units))
+        faults += [
+            f"{name} gives sparse gradients (sparse=True), which have no shards: set sparse=False, or use ddp"
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False)
+        ]
+        faults += [
+            f"the parameter {name} has no elements, which fully_shard does not take: leave it out, or use ddp"
+            for name, parameter in model.named_parameters()
+            if not parameter.numel()
+        ]
+        units = [] if faults else find_units(model, options.fsdp_units)
+        for name, module in [*((unit.name, unit.module) for unit in units), ("", model)]:
+            faults += _dtype_faults(name, module, {unit.module for unit in units})
+        if options.activation_checkpointing and not faults and all(unit.has_batchnorm for unit in units):
+            faults.append(
+                "activation_checkpointing finds no unit to compute twice (one with BatchNorm would count its batch "
+                "twice): name some with --fsdp-units, or leave it out"
+            )
+        if options.cpu_offload and (kind := resolve_device(options.device)) == "cpu":
+            faults.append(
+                f"cpu_offload moves shards from the device to host memory, and the device is {kind}: leave it out"
+            )
+        return faults
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Shard the model, from the units up; parameters of one number stay whole, having no dimension to divide."""
+        if self.options.sync_batchnorm:
+            model = convert_sync_batchnorm(model, self.device)
+        axes = parse_mesh(self.options.mesh, self.info.mesh_axes, self.group.world_size)
+        self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
+        self.shard_group = self.mesh.group("shard")
+        self.evaluates_together = True
+        self.units = find_units(model, self.options.fsdp_units)
+        self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+        for scalar in self.scalars:
+            scalar.data = scalar.data.to(self.device)
+        self.group.broadcast([scalar.data for scalar in self.scalars])
+        self._parameter_bytes = parameter_bytes(model)
+        self.gathered = [self._shard(unit.module, is_root=False) for unit in reversed(self.units)]
+        self.objective = ObjectiveModule(model, self.loss_term)
+        self.gathered.append(self._shard(self.objective, is_root=True))
+        # where the model is used without its objective, in an evaluation
+        model.register_forward_pre_hook(lambda module, inputs: self._gather_root())
+        self.group.broadcast([buffer for buffer in model.buffers() if buffer.numel()])
+        return model
+
+    def _shard(self, module: nn.Module, *, is_root: bool) -> "Gathered":
+        """Shard the parameters of a module that no unit inside it has, as rank 0 has them.
+
+        Communication: a broadcast of each parameter from rank 0. Whole parameters are on the device one unit at a time.
+        """
+        ignored = set(self.scalars)
+        own = [p for p in module.parameters() if not isinstance(p, DTensor) and p not in ignored]
+        for parameter in own:
+            parameter.data = parameter.data.to(self.device).contiguous()
+        self.group.broadcast([parameter.data for parameter in own])
+        lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
+        gathered = Gathered(own, self.mesh, lowered)
+        if not is_root:
+            module.register_forward_hook(lambda module, inputs, outputs: map_tensors(outputs, _without_base))
+        self._fully_shard(
+            module,
+            reshard_after_forward=not is_root and self.options.reshard_after_forward is not False,
+            # halves are gathered as such, and the shards stay as they are. Left to autocast alone, each unit would keep
+            # the halves it made of its parameters until backward, and nothing would be freed after forward. The
+            # model's own inputs are left alone: only autocast knows which of them may be rounded.
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=lowered,
+                reduce_dtype=None if lowered is None else torch.float32,
+                cast_forward_inputs=not is_root,
+            ),
+            ignored_params=ignored,
+        )
+        if self.options.activation_checkpointing and not is_root and not has_batchnorm(module):
+            module.forward = functools.partial(_recomputed, module.forward)
+        return gathered
+
+    def _fully_shard(self, module: nn.Module, **settings: Any) -> None:
+        device_mesh = self.mesh.device_mesh
+        assert device_mesh is not None
+        fully_shard(
+            module,
+            mesh=device_mesh if self.mesh.size("replica") > 1 else device_mesh["shard"],
+            offload_policy=self._offload_policy(),
+            **settings,
+        )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.options.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # which CUDA copies from while it computes
+
+    def distribute(self) -> None:
+        """Watch which parameters are used, and hand the shards to the optimiser."""
+        # gradients are only ever added: every loss is divided by the global count already
+        for module in self._sharded():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._fills_unused = not all(torchcompat.reduce_unused_too(module) for module in self._sharded())
+        self._positions = {name: i for i, (name, _) in enumerate(self._named_trainable())}
+        self._own_scalars = [parameter for parameter in self.trainable if parameter.dim() == 0]
+        self._reached: list[Tensor] = []
+        """Gathered parameters, and scalars, that backward has given a gradient in this step."""
+        self._position_of: dict[int, int] = {}
+        """Place among the trainable parameters, by the id of what is reached."""
+        for position, parameter in enumerate(self.trainable):
+            if parameter.dim() == 0:
+                self._watch(parameter, position)
+        for unit in self.units:
+            self._watch_when_gathered(f"{unit.name}.", unit.module, unit.module)
+        self._watch_when_gathered("", self.model, self.objective)
+        self._is_accumulating = False
+        self.objective(None, 1)
+        self._reshard()
+        super().distribute()
+
+    def watched_parameters(self) -> ParameterWatch:
+        """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""
+        return ParameterWatch(
+            self.model, self.info.name, sees_writes=self.undoes_writes, named=self.model.named_parameters
+        )
+
+    def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def _watch_when_gathered(self, prefix: str, module: nn.Module, sharded: nn.Module) -> None:
+        """Watch whole parameters, which exist from the first forward on and stay the same objects."""
+
+        def watch(_: nn.Module, inputs: Any) -> None:
+            for name, parameter in module.named_parameters():
+                position = self._positions.get(prefix + name)
+                if position is not None and not isinstance(parameter, DTensor) and parameter.dim():
+                    self._watch(parameter, position)
+                    watched.append(parameter)
+            handle.remove()
+
+        watched: list[nn.Parameter] = []
+        if self._fills_unused:
+            sharded.register_forward_hook(lambda module, inputs, outputs: _fill_in_backward(outputs, watched))
+
+        # hooks run in the order of registration, so fully_shard's has gathered the parameters by then
+        handle = sharded.register_forward_pre_hook(watch)
+
+    def _watch(self, parameter: nn.Parameter, position: int) -> None:
+        self._position_of[id(parameter)] = position
+        parameter.register_post_accumulate_grad_hook(self._reached.append)
+
+    def _sharded(self) -> list[Any]:
+        """Return the modules that were sharded, as fully_shard extends them."""
+        return [*(unit.module for unit in self.units), self.objective]
+
+    def _gather_root(self) -> None:
+        root: Any = self.objective
+        root.unshard()
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate whole gradients without traffic; the last microstep's backward adds them up and divides them.
+
+        Communication: per unit and microstep one all_gather in forward and, unless kept, one in backward; per unit
+        and step one reduce_scatter, and one all_reduce of the shards with several replicas.
+        """
+        self.begin_step(requests)
+        self._reached.clear()
+        pending = iter(microbatches)
+        microbatch: Microbatch | None = next(pending)
+        while microbatch is not None:
+            following = next(pending, None)
+            self._accumulate(following is not None)
+            with _explained():
+                root = self.objective(microbatch, global_samples)
+                run_backward(self.precision.scale(root))
+            assert self.objective.term is not None
+            self.add_term(self.objective.term)
+            self.objective.term = None
+            microbatch = following
+
+    def _accumulate(self, is_accumulating: bool) -> None:
+        if is_accumulating == self._is_accumulating:
+            return
+        root: Any = self.objective
+        root.set_requires_gradient_sync(not is_accumulating)
+        if self.options.reshard_after_forward is False:
+            root.set_reshard_after_backward(not is_accumulating)  # what is to be kept is kept for the whole step
+        self._is_accumulating = is_accumulating
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up what fully_shard leaves out: the gradients of scalars, which parameters were used, and the facts."""
+        self.shards.take_gradients()
+        is_all_reached, used = self._used()
+        scalars = [torch.zeros((), dtype=used.dtype) if p.grad is None else p.grad for p in self._own_scalars]
+        beside = torch.cat([used, *(scalar.reshape(1).to(used) for scalar in scalars)])
+        facts = self.reduced_facts(beside)
+        for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=True):
+            parameter.grad = gradient.to(parameter)
+        if not is_all_reached:
+            # a parameter that no rank used has no gradient: a zero would still decay and carry momentum
+            for parameter, by_any in zip(self.trainable, beside.tolist(), strict=False):
+                if not by_any:
+                    parameter.grad = None
+        return facts
+
+    def _used(self) -> tuple[bool, Tensor]:
+        """Return whether this rank's backward reached all parameters, and one number for each."""
+        reached = {self._position_of[id(parameter)] for parameter in self._reached}
+        if len(reached) == len(self.trainable):
+            return True, torch.ones(len(self.trainable), dtype=self.facts_dtype, device=self.device)
+        flags = [float(position in reached) for position in range(len(self.trainable))]
+        return False, torch.tensor(flags, dtype=self.facts_dtype, device=self.device)
+
+    def counted_items(self) -> "Tensor | float":
+        """Return the step's count; offloaded gradients are on the host and are multiplied there."""
+        count = super().counted_items()
+        return float(count) if self.options.cpu_offload else count
+
+    def evaluation_models(self) -> list[nn.Module]:
+        """Return the model, with the parameters outside its units gathered.
+
+        Communication: one all_gather of these.
+        """
+        self._gather_root()
+        return [self.model]
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
+        broadcast_buffers(self.model, self.group)
+
+    def state_dict(self) -> StrategyState:
+        """Free what is gathered, and return this rank's shards."""
+        self._reshard()
+        return super().state_dict()
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take of a checkpoint what this rank's shards need."""
+        self._reshard()
+        super().load_state_dict(source)
+
+    def _reshard(self) -> None:
+        for module in self._sharded():
+            module.reshard()
+
+    def not_preserved(self) -> list[str]:
+        """Return what this run does not preserve; what concerns halves only where there are some."""
+        texts = super().not_preserved()
+        return [text for text in texts if self.precision.name in _GATHERED or not text.startswith("bf16")]
+
+    def describe(self) -> list[str]:
+        """Say what is gathered together, and what a rank keeps."""
+        sizes = [gathered.num_bytes for gathered in self.gathered]
+        num_shards = self.mesh.size("shard")
+        when = "from forward to backward" if self.options.reshard_after_forward is False else "only while it computes"
+        lines = [
+            f"{format_bytes(self._parameter_bytes)} of parameters in {num_shards} shard(s)"
+            + (f" and {self.mesh.size('replica')} replicas" if self.mesh.size("replica") > 1 else "")
+        ]
+        if self.units:
+            names = shortened(unit.name for unit in self.units)
+            lines.append(f"units, each whole {when}: {names} (at most {format_bytes(max(sizes[:-1]))})")
+        lines.append(f"gathered once per microstep: {format_bytes(sizes[-1])} outside the units")
+        if self.options.activation_checkpointing:
+            twice = shortened(unit.name for unit in self.units if not unit.has_batchnorm)
+            lines.append(f"forward computed twice, activations not kept: {twice}")
+        return lines
+
+    def follow_freezing(self, freezing: Freezing) -> None:
+        """Refuse: gradients are expected of the parameters that were trained when the run began."""
+        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return what gathering, scattering and adding up send, and the facts."""
+        keeps = self.options.reshard_after_forward is False
+        per_unit = 1 if keeps else 2 * num_microsteps
+        per_root = 1 if keeps else num_microsteps
+        *units, root = self.gathered
+        world_size = self.group.world_size
+        num_facts = 4 + len(self.trainable) + len(self._own_scalars)
+        facts_bytes = 2 * (world_size - 1) * num_facts * self.facts_dtype.itemsize // world_size
+        gathers = per_unit * sum(unit.gather_bytes for unit in units) + per_root * root.gather_bytes
+        return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes
+
+    def close(self) -> None:
+        """Let go of the sharded modules before the process group goes."""
+        del self.objective
+
+
+class Gathered:
+    """Parameters that are gathered in one message, and their gradients reduced in one."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: Mesh, lowered: torch.dtype | None) -> None:
+        """Count the bytes.
+
+        Args:
+            parameters: Whole, not yet sharded.
+            mesh: With the axes `replica` and `shard`.
+            lowered: In which they are gathered; None for their own dtype.
+        """
+        num_shards, num_replicas = mesh.size("shard"), mesh.size("replica")
+        self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        """Of the parameters, whole."""
+        # every shard is as long as the first, which is the longest
+        shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
+        self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)
+        """Sent by each rank for one all_gather."""
+        reduced = sum(n * (torch.float32 if lowered else p.dtype).itemsize for p, n in shards if p.requires_grad)
+        self.reduce_bytes = (num_shards - 1) * reduced + 2 * (num_replicas - 1) * reduced // num_replicas
+        """Sent by each rank for the reduce_scatter and the all_reduce over replicas."""
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module's forward, keeping its inputs alone for backward (Chen et al. 2016, section 4)."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _fill_in_backward(outputs: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Give parameters gradients of zero when backward comes to what was computed from some of them."""
+
+    def fill(gradient: Tensor) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    map_tensors(outputs, lambda tensor: tensor.register_hook(fill) if tensor.requires_grad else None)
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    """Copy what is a view: changed in place by the caller, it would lose the hook that gathers for backward."""
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TaskInvalid(
+            "a parameter of a unit was used outside that unit's forward, where this rank has a shard of it only "
+            f"({str(error).splitlines()[0]:.200}): name other units with --fsdp-units, or use ddp"
+        ) from error
+
+
+def _dtype_faults(name: str, module: nn.Module, units: set[nn.Module]) -> list[str]:
+    """Refuse a unit of which parts are trained in several dtypes: its gradients travel in one message."""
+    inner = {id(p) for unit in units if unit is not module and unit in set(module.modules()) for p in unit.parameters()}
+    own = [p for p in module.parameters() if id(p) not in inner and p.requires_grad and p.dim()]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+    if len(dtypes) < 2:
+        return []
+    where = f"the module {name}" if name else "the model, outside its units,"
+    return [f"{where} trains parameters in {' and '.join(dtypes)}, which cannot share a message: use one, or ddp"]

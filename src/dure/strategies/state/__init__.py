@@ -1,0 +1,1 @@
+"""State of models, optimisers and objects, as strategies divide and carry it."""

@@ -1,0 +1,49 @@
+"""Objects that are not looked into for state: of Python's own machinery, of engines, of extensions in C."""
+
+import sys
+import threading
+import weakref
+from functools import partial
+
+from dure.strategies.state.namespaces import is_users, with_dict
+
+_LOOKED_INTO = (partial, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_LOOKED_INTO_PACKAGES = ("argparse", "builtins", "collections", "itertools", "random", "types", "__main__")
+"""Packages of Python's own whose objects hold plain state."""
+# fmt: off
+_HARMLESS = frozenset((
+    # locks, threads, processes, files and connections
+    "_asyncio", "_io", "_socket", "_sqlite3", "_ssl", "_thread", "asyncio", "bz2", "concurrent", "gzip", "http",
+    "io", "logging", "lzma", "select", "selectors", "signal", "smtplib", "socket", "sqlite3", "ssl", "subprocess",
+    "tarfile", "tempfile", "threading", "urllib", "zipfile",
+    # values that never change, and definitions
+    "_abc", "_csv", "_operator", "_struct", "abc", "ast", "codecs", "contextlib", "copyreg", "csv", "dataclasses",
+    "datetime", "decimal", "email", "enum", "fractions", "functools", "importlib", "inspect", "ipaddress", "json",
+    "locale", "numbers", "operator", "os", "pathlib", "posix", "re", "string", "struct", "textwrap", "time",
+    "traceback", "typing", "uuid", "warnings", "weakref", "xml", "zoneinfo",
+))
+# fmt: on
+_HARMLESS_MODULES = tuple(
+    f"multiprocessing.{name}" for name in ("connection", "context", "pool", "process", "synchronize")
+)
+
+
+def is_foreign(value: object) -> bool:
+    """Return whether an object belongs to an engine that has put it into a module, or to Python's own machinery."""
+    module = type(value).__module__
+    package = module.partition(".")[0]
+    if isinstance(value, _LOOKED_INTO):
+        return False
+    is_pythons = package in sys.stdlib_module_names and package not in _LOOKED_INTO_PACKAGES
+    return is_pythons or module.startswith("torch.distributed")
+
+
+def hides_state(value: object) -> bool:
+    """Return whether an object that nobody looks into may have state: it is no lock, file, connection or constant."""
+    module = type(value).__module__
+    package = module.partition(".")[0]
+    if package in ("builtins", "torch", "numpy"):
+        return isinstance(value, memoryview)
+    if is_foreign(value):
+        return package not in _HARMLESS and not module.startswith(_HARMLESS_MODULES)
+    return with_dict(value) is None and not is_users(type(value))

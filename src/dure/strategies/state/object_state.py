@@ -1,0 +1,411 @@
+"""State of plain Python objects: seen when it changes, and put back.
+
+A task, a module or an optimiser may keep state that no `state_dict` knows: counters, running means, generators of its
+own. It is found by walking over attributes and containers, as far as these are plain.
+"""
+
+import operator
+import types
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
+from functools import partial
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from dure.strategies.state.foreign_objects import hides_state, is_foreign
+from dure.strategies.state.namespaces import (
+    ATOMS,
+    SEALED,
+    FunctionState,
+    Namespace,
+    UnsavedBuffers,
+    Variables,
+    class_variables,
+    is_users,
+    with_dict,
+)
+from dure.strategies.state.state_places import (
+    DEFINITIONS,
+    Place,
+    attribute_place,
+    comparable,
+    container_place,
+    generator_place,
+    key_text,
+    optimizer_place,
+    queue_place,
+    skips_state,
+    some,
+    variable_place,
+)
+from dure.strategies.state.tensor_places import (
+    array_place,
+    bytes_place,
+    is_large,
+    memory_of,
+    memory_place,
+    parts_place,
+    tensor_place,
+)
+
+Holder = tuple[str, str]
+"""An owner's path and the name of its attribute: what is kept as a whole. An object that no owner has stands under an
+empty path with its own as the name."""
+
+_CALL = "()"
+"""End of a function's path, behind which its variables are."""
+HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
+"""Registers of the hooks that a step runs."""
+_MOST_OBJECTS = 5_000
+"""Objects and containers that one walk looks into; the rest is compared by identity."""
+_MOST_LEVELS = 60
+"""Objects that hold one another, of which a walk looks into the innermost."""
+
+
+class ObjectState:
+    """The state that some objects had when this was made."""
+
+    def __init__(
+        self, roots: Mapping[str, object], *, sees_data: bool = False, sees_unsaved_buffers: bool = False
+    ) -> None:
+        """Walk over objects.
+
+        Args:
+            roots: The objects by the names that paths begin with. Of an `nn.Module` and an `Optimizer` among them the
+                plain attributes are seen; of those that other objects hold, such as a teacher, all state.
+            sees_data: Whether numbers and the like are seen that a `Dataset` has as attributes. What it changes by
+                being read would be put back too.
+            sees_unsaved_buffers: Whether buffers of modules among the objects are seen that no `state_dict` has.
+        """
+        self._sees_data = sees_data
+        self._sees_unsaved_buffers = sees_unsaved_buffers
+        self._places: list[Place] = []
+        self._seen: dict[int, object] = {}
+        self._num_left = _MOST_OBJECTS
+        self._depth = 0
+        self._holder: Holder = ("", "")
+        self.owners: dict[str, Any] = {}
+        """Objects of which each attribute is kept by itself, by their paths: roots, modules of a model, functions."""
+        self.opaque: list[str] = []
+        """Paths of iterators: their position can be neither seen nor put back."""
+        self.hidden: list[str] = []
+        """Paths of other objects whose changes cannot be seen."""
+        self.large: dict[str, Tensor] = {}
+        """Tensors of which no copy is kept, by their paths: whoever changes them undoes it."""
+        self.first: dict[str, object] = {}
+        """Objects that were found, by their paths, but for those in sets, which have no order."""
+        self._is_in_set = False
+        self.unseen: str | None = None
+        """Path of the first object that was not looked into, for there are too many, or it lies too deep; None if all
+        were."""
+        trained = [root for root in roots.values() if isinstance(root, nn.Module)]
+        self._unsaved: set[int] = set()
+        self._trained = {id(t) for root in trained for t in (*root.parameters(), *root.buffers())}
+        self._roots = {id(root) for root in roots.values()}
+        self._own_parts = self._roots | {id(module) for root in trained for module in root.modules()}
+        self._classes = {id(root.owner) for root in roots.values() if isinstance(root, Namespace)}
+        # models and optimisers first: others may hold them, and their state is to have their own paths
+        for name, root in sorted(roots.items(), key=lambda item: not isinstance(item[1], nn.Module | Optimizer)):
+            self._holder = "", name
+            self._walk(name, root)
+
+    def changed(self) -> dict[str, Any]:
+        """Return what is no longer as it was by its path, generators of random numbers left out.
+
+        The values are only to be compared with those of another call.
+        """
+        found: dict[str, Any] = {}
+        for place in self._places:
+            if not place.is_generator and place.has_changed():
+                found |= {place.path: place.value()} if place.names is None else place.value()
+        return found
+
+    def take_changed(self, *, is_thorough: bool = False) -> set[Holder]:
+        """Return the holders of what is no longer as it was, generators included.
+
+        Values and generators are in one answer only, and are not watched any more.
+
+        Args:
+            is_thorough: Whether large values are compared as a whole too.
+        """
+        changed = [place for place in self._places if place.has_changed()]
+        if is_thorough:
+            changed += [
+                place
+                for place in self._places
+                if place.has_changed_anywhere is not None and place.has_changed_anywhere()
+            ]
+        if done := {id(place) for place in changed if place.names is None}:
+            self._places = [place for place in self._places if id(place) not in done]
+        found = set()
+        for place in changed:
+            path, name = place.holder
+            found |= {(path, name or each) for each in ([name] if place.names is None else place.names())}
+        return found
+
+    def drawn(self) -> list[str]:
+        """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
+        return [place.path for place in self._places if place.is_generator and place.has_changed()]
+
+    def put_back(self) -> list[str]:
+        """Bring everything back into the state that it had; return the paths of what cannot be."""
+        left = []
+        for place in self._places:
+            if place.has_changed():
+                place.put_back()
+                left += [] if place.is_put_back else [place.path]
+        return left
+
+    def put_back_generators(self) -> None:
+        """Bring the generators of random numbers into the states that they had."""
+        for place in self._places:
+            if place.is_generator and place.has_changed():
+                place.put_back()
+
+    def _note(self, path: str, value: object) -> None:
+        if not self._is_in_set:
+            self.first.setdefault(path, value)
+
+    def _walk(self, path: str, value: Any) -> None:
+        self._note(path, value)
+        if self._depth < _MOST_LEVELS:
+            self._depth += 1
+            self._look_into(path, value)
+            self._depth -= 1
+        elif not isinstance(value, (*ATOMS, *SEALED)) and id(value) not in self._seen:
+            self.unseen = self.unseen or path
+
+    def _add(self, place: Place) -> None:
+        place.holder = self._holder
+        self._places.append(place)
+
+    def _look_into(self, path: str, value: Any) -> None:
+        if self._sees_data and isinstance(value, Dataset) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._attributes(path, value)
+        if isinstance(value, types.MethodType) and is_users(value.__func__):
+            self._walk(path, value.__self__)
+        elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
+            self._seen[id(value)] = value
+            self._attributes(f"{path}{_CALL}", FunctionState(value))
+        if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
+            return
+        of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
+        memory = memory_of(value)
+        if of_pythons is None and memory is None and is_foreign(value):
+            if hides_state(value):
+                self.hidden.append(path)
+            return
+        if self._num_left <= 0:
+            self.unseen = self.unseen or path
+            return
+        self._num_left -= 1
+        self._seen[id(value)] = value  # alive, so that no other object gets its id
+        if of_pythons is not None:
+            self._add(of_pythons(path, value))
+        elif memory is not None:
+            self._add(memory_place(path, memory))
+        elif isinstance(value, partial):
+            for name in ("func", "args", "keywords"):
+                self._walk(f"{path}.{name}", getattr(value, name))
+        elif isinstance(value, Tensor):
+            if id(value) in self._unsaved:
+                self._add(tensor_place(path, value, is_most_often_constant=True))
+            elif id(value) not in self._trained:
+                self._tensor(path, value)
+        elif isinstance(value, np.ndarray):
+            self._add(array_place(path, value))
+        elif (generator := generator_place(path, value)) is not None:
+            self._add(generator)
+        elif isinstance(value, nn.Module):
+            self._module(path, value)
+        elif isinstance(value, Optimizer) and id(value) not in self._roots:
+            self._add(optimizer_place(path, value))
+        elif isinstance(value, tuple | frozenset | list | deque | set | MutableMapping | weakref.WeakSet):
+            if not isinstance(value, tuple | frozenset):
+                self._add(container_place(path, value))
+            if skips_state(value):
+                self.unseen = self.unseen or path
+            outer, self._is_in_set = self._is_in_set, self._is_in_set or not isinstance(value, _ORDERED)
+            for number, (key, item) in enumerate(some(value)):
+                shown = key_text(key) if isinstance(key, (*ATOMS, tuple)) else f"#{number}"
+                self._walk(f"{path}[{shown}]", item)
+            self._is_in_set = outer
+        elif isinstance(value, Iterator):
+            self.opaque.append(path)
+        elif with_dict(value) is not None:
+            self._attributes(path, value)
+            cls = type(value)
+            if (
+                self._sees_data
+                and id(cls) not in self._classes
+                and is_users(cls)
+                and not isinstance(value, Variables | Namespace)
+            ):
+                self._classes.add(id(cls))
+                self._attributes(f"{path}.__class__", class_variables(cls))
+        elif hides_state(value):
+            self.hidden.append(path)
+
+    def _module(self, path: str, value: nn.Module) -> None:
+        own = []
+        for name, module in value.named_modules():
+            inner = f"{path}.{name}" if name else path
+            self._note(inner, module)
+            if module is value or id(module) not in self._seen:
+                self._seen[id(module)] = module
+                own.append(module)
+                self._attributes(inner, module)
+        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+            self._note(f"{path}.{name}", tensor)
+        if id(value) not in self._roots:
+            self._add(parts_place(path, own))
+            self._tensors_of(path, value)
+        elif self._sees_unsaved_buffers:
+            for name, module in value.named_modules():
+                buffers = UnsavedBuffers(module)
+                inner = f"{path}.{name}._buffers" if name else f"{path}._buffers"
+                self._unsaved |= {id(buffer) for buffer in buffers.values()}
+                if buffers:
+                    self._attributes(inner, Variables(buffers))
+
+    def _tensor(self, path: str, tensor: Tensor) -> None:
+        if is_large(tensor):
+            self.large[path] = tensor
+        self._add(tensor_place(path, tensor))
+
+    def _tensors_of(self, path: str, module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in self._trained and id(tensor) not in self._seen:
+                self._seen[id(tensor)] = tensor
+                self._tensor(f"{path}.{name}", tensor)
+
+    def _attributes(self, path: str, value: Any) -> None:
+        owner: Any = with_dict(value)
+        before = {name: vars(owner)[name] for name in plain_attributes(owner, value)}
+        all_names = {*vars(owner)}
+        torchs = _torchs_own(value)
+        left_out = {name: item for name, item in vars(owner).items() if name not in before and name not in torchs}
+        outer, is_owner = self._holder, isinstance(value, Namespace | Variables) or id(value) in self._own_parts
+        if is_owner:
+            self.owners[path] = owner
+            self._holder = path, ""
+
+        every = getattr(vars(owner), "unfiltered", {})
+        first = dict(every)
+
+        def have_names_changed() -> bool:
+            # of a class most often nothing changes at all, which is quick to see
+            if every and every.keys() == first.keys() and all(map(operator.is_, every.values(), first.values())):
+                return False
+            there = vars(owner)  # only a value that was left out can count as an attribute later
+            names_now = there.keys() if type(there) is dict else set(there)  # others' views are slow to compare
+            if names_now == all_names and (not left_out or all(there[n] is v for n, v in left_out.items())):
+                return False
+            return now().keys() != before.keys()
+
+        def names() -> list[str]:
+            return [*(now().keys() ^ before.keys())]
+
+        def now() -> dict[str, Any]:
+            return {name: vars(owner)[name] for name in plain_attributes(owner, value)}
+
+        def put_back() -> None:
+            for name in now().keys() - before.keys():
+                del vars(owner)[name]
+            vars(owner).update(before)
+
+        def came_or_went() -> dict[str, Any]:
+            there = now()
+            return {f"{path}.{name}": comparable(there.get(name)) for name in there.keys() ^ before.keys()}
+
+        def within(name: str) -> None:
+            if is_owner:
+                self._holder = path, name
+
+        self._add(Place(path, have_names_changed, put_back, came_or_went, names=names))
+        for name, item in before.items():
+            within(name)
+            self._add(attribute_place(f"{path}.{name}", owner, name, item))
+            self._walk(f"{path}.{name}", item)
+        is_plain_object = not isinstance(value, (nn.Module, Optimizer, Dataset, Namespace))
+        for name, item in left_out.items():
+            within(name)
+            self._note(f"{path}.{name}", item)
+            if is_plain_object and isinstance(item, DEFINITIONS):
+                self._add(attribute_place(f"{path}.{name}", owner, name, item))
+            if isinstance(item, types.FunctionType | types.MethodType) or (
+                self._sees_data and isinstance(item, Dataset)
+            ):
+                self._walk(f"{path}.{name}", item)
+        for hooks in HOOKS:
+            within(hooks)
+            for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
+                self._walk(f"{path}.{hooks}[{number}]", hook)
+        self._holder = outer
+
+
+_ORDERED = (tuple, list, deque, MutableMapping)
+_OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
+    bytearray: bytes_place,
+    array: bytes_place,
+    Queue: queue_place,
+    ContextVar: variable_place,
+}
+_TORCHS_OWN = {
+    nn.Module: frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_forward_hooks_with_kwargs"},
+    Optimizer: frozenset(vars(torch.optim.SGD([torch.zeros(1)]))),
+}
+
+
+def _torchs_own(owner: object) -> frozenset[str]:
+    return next((names for kind, names in _TORCHS_OWN.items() if isinstance(owner, kind)), frozenset())
+
+
+def plain_attributes(owner: object, kind: object = None) -> list[str]:
+    """Return the names of an object's attributes.
+
+    Of a module or an optimiser these are those that are not torch's own, of a data set those that are no data.
+
+    Args:
+        owner: The object, or one that has its attributes as `vars`.
+        kind: The object itself, if it is not the owner.
+    """
+    kind = owner if kind is None else kind
+    if isinstance(kind, Dataset):
+        return [name for name, value in vars(owner).items() if isinstance(value, ATOMS)]
+    torchs = _torchs_own(kind)
+    # what lists the parameters of a module is no state; a task may have parameters of its own
+    has_parameters = isinstance(kind, nn.Module | Optimizer)
+    return [
+        name
+        for name, value in vars(owner).items()
+        if name not in torchs
+        and not isinstance(value, SEALED)
+        and not (has_parameters and _holds_parameters(value))
+        and type(value) is not DTensor
+    ]
+
+
+def _holds_parameters(value: object) -> bool:
+    """Return whether an attribute is, or lists, parameters: they have their own place (`nn.LSTM` keeps such lists)."""
+    items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(item, nn.Parameter | weakref.ref) or type(item) is DTensor for item in items)
+
+
+def is_inside(path: str, other: str) -> bool:
+    """Return whether a path of plain state is another one, or leads into it."""
+    return other == path or other.startswith((f"{path}.", f"{path}["))

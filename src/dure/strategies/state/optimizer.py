@@ -1,0 +1,255 @@
+"""An optimiser's state by the names of the model's parameters instead of torch's running numbers.
+
+Torch numbers parameters in the order in which the optimiser got them. Names survive another order, another strategy
+and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dure.errors import CheckpointMismatch, TaskInvalid
+from dure.strategies.state.pieces import Piece, SavedTensor, piece_of
+
+EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+"""How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""
+
+STEP_KEY = "step"
+"""Torch's own optimisers keep the step count in float32 on the device of their choice, whatever the parameter's."""
+
+
+def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimiser's state with the model's parameter names in the place of numbers.
+
+    Args:
+        model: The model itself, not wrapped: its names are the names of the checkpoint.
+        optimizer: An optimiser over parameters of `model`.
+
+    Returns:
+        `state` by parameter name, `groups` with their names under `params`, and under `shared_state` and `other` what
+        some optimisers keep beside these. Tensors are the live ones, not copies.
+
+    Raises:
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's, or state of a tensor in no group.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stray := [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]:
+        raise TaskInvalid(
+            f"the optimiser keeps state of a tensor of shape {tuple(stray[0].shape)} that is in none of its parameter "
+            "groups, so no checkpoint could name it: key such state by a string, or delete it with the parameter"
+        )
+    saved = optimizer.state_dict()
+    if not {"state", "param_groups"} <= saved.keys():
+        raise TaskInvalid(
+            f"{type(optimizer).__name__}.state_dict() has {', '.join(map(str, saved)) or 'nothing'} in the place of "
+            "state and param_groups, so no checkpoint could name what is in it: return what torch.optim.Optimizer "
+            "does, and keep further optimisers as attributes of the task"
+        )
+    names = _names_by_number(model, optimizer, saved)
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    state = {names[number]: value for number, value in saved["state"].items() if number in names}
+    # some optimisers keep state of the whole beside that of the parameters
+    shared_state = {key: value for key, value in saved["state"].items() if key not in names}
+    other = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters that an optimiser holds, group by group."""
+    groups: list[list[str]] = [group["params"] for group in optimizer_to_names(model, optimizer)["groups"]]
+    return groups
+
+
+def optimizer_from_names(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Mapping[str, Any],
+    *,
+    whole: Sequence[Collection[str]] | None = None,
+    cuts: Mapping[str, Piece] | None = None,
+) -> None:
+    """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
+
+    Args:
+        model: The model itself, not wrapped.
+        optimizer: Built as the saved one was: the same groups of the same parameters, in any order.
+        data: The saved state; its tensors, `SavedTensor`s among them, may be on any device. They are copied, and let go
+            one by one.
+        whole: The `group_names` of the optimiser of which this is one rank's part: state of the others is left out.
+        cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
+
+    Raises:
+        CheckpointMismatch: The groups are not the saved ones.
+        TaskInvalid: The optimiser holds a parameter that is not one of the model's.
+    """
+    template = optimizer.state_dict()
+    names = _names_by_number(model, optimizer, template)
+    canonical = _canonical_names(model)
+    groups = _matching_groups(data["groups"], template["param_groups"], names, canonical, whole)
+    numbers = {name: number for number, name in names.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    copies = _Copies()
+    others = {key: value for key, value in template["state"].items() if key not in names}
+    state: dict[Any, Any] = copies.of(dict(data.get("shared_state", {})), others)
+    for key, value in data["state"].items():
+        name = canonical.get(key)
+        if name not in numbers and whole is not None:
+            continue
+        if name not in numbers:
+            raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
+        place = piece_of(parameters[name]) if cuts is None else cuts[name]
+        state[numbers[name]] = copies.of_parameter(parameters[name], place, value)
+    other = copies.of(dict(data.get("other", {})), template)
+    groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
+    optimizer.load_state_dict({**other, "state": state, "param_groups": groups})
+    for number, value in state.items():
+        if number in names:
+            _restore_exactly(optimizer.state[parameters[names[number]]], value)
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Map every name of every parameter to the first name of it: tied parameters have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _names_by_number(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[int, str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, str] = {}
+    for live, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(live["params"], packed["params"], strict=True):
+            if id(parameter) not in names:
+                raise TaskInvalid(
+                    f"build_optimizer gave the optimiser a parameter of shape {tuple(parameter.shape)} that is not one"
+                    " of the model's, so no checkpoint could name it: make it a part of the model"
+                )
+            found[number] = names[id(parameter)]
+    return found
+
+
+def _matching_groups(
+    saved: list[dict[str, Any]],
+    template: list[dict[str, Any]],
+    names: Mapping[int, str],
+    canonical: Mapping[str, str],
+    whole: Sequence[Collection[str]] | None,
+) -> list[dict[str, Any]]:
+    if len(saved) != len(template):
+        raise CheckpointMismatch(f"its optimiser has {len(saved)} parameter groups and this one has {len(template)}")
+    matched = []
+    for index, (old, new) in enumerate(zip(saved, template, strict=True)):
+        had = {canonical.get(name, name) for name in old["params"]}
+        has = {names[number] for number in new["params"]} if whole is None else set(whole[index])
+        if had != has:
+            few = ", ".join(sorted(had ^ has)[:5])
+            raise CheckpointMismatch(
+                f"parameter group {index} of its optimiser has {len(had)} parameters and this one's has {len(has)}; "
+                f"not in both: {few}"
+            )
+        kept = {key: new[key] for key in EXECUTION_KEYS if key in new}
+        values = {key: value for key, value in old.items() if key not in EXECUTION_KEYS}
+        matched.append({**new, **values, **kept, "params": new["params"]})
+    return matched
+
+
+class _Copies:
+    """Copies of saved state, in which tensors that were one stay one."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Tensor]] = {}
+        """Copies by the ids of their sources, which are kept alive."""
+
+    def of_parameter(self, parameter: Tensor, place: Piece, value: Any, key: Any = None) -> Any:
+        """Copy a parameter's state to its device, with its strides where the shape is the same.
+
+        A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
+        none.
+
+        Args:
+            parameter: Whose state it is.
+            place: Which piece of the saved parameter it is.
+            value: The state, or a part of it.
+            key: Under which it stands there.
+        """
+        if not isinstance(value, Tensor | SavedTensor):
+            return _mapped(value, lambda item, key: self.of_parameter(parameter, place, item, key))
+        if tuple(value.shape) == place.shape and key != STEP_KEY:
+            return self._once(value, lambda saved: _placed_like(parameter, place, saved))
+        device = torch.device("cpu") if key == STEP_KEY else parameter.device
+        return self._once(value, lambda saved: saved.whole().to(device, copy=True))
+
+    def of(self, value: Any, now: Any = None) -> Any:
+        """Copy what belongs to no parameter, tensors to the devices of those that are there `now` in their places."""
+        if isinstance(value, Tensor | SavedTensor):
+            device = now.device if isinstance(now, Tensor) else torch.device("cpu")
+            return self._once(value, lambda saved: saved.whole().to(device, copy=True))
+        found = now if isinstance(now, Mapping) else {}
+        return _mapped(value, lambda item, key: self.of(item, found.get(key)))
+
+    def _once(self, value: Tensor | SavedTensor, copy: Callable[[SavedTensor], Tensor]) -> Tensor:
+        if id(value) not in self._made:
+            saved = value if isinstance(value, SavedTensor) else _as_saved(value)
+            self._made[id(value)] = value, copy(saved)
+            saved.release()
+        return self._made[id(value)][1]
+
+
+def _as_saved(value: Tensor) -> SavedTensor:
+    return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), pieces=[piece_of(value)])
+
+
+def _placed_like(parameter: Tensor, place: Piece, saved: SavedTensor) -> Tensor:
+    like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    saved.fill(piece_of(like).tensor, place.rectangle)
+    return like
+
+
+def _mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a dictionary, list or tuple of the same type with every item changed; anything else as it is."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, change(item, key)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(change(item, None) for item in value)
+    return value
+
+
+def _restore_exactly(loaded: Any, saved: Any) -> None:
+    """Undo what torch did to loaded state.
+
+    It casts tensors to their parameter's dtype, which would round float32 state of bfloat16, turns ordered dictionaries
+    into plain ones, and strings into the words for a generator. Only the step count is where it wants it.
+    """
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        loaded.update({key: value for key, value in saved.items() if key != STEP_KEY})
+
+
+def settings_of(optimizer: Optimizer) -> list[list[Any]]:
+    """Return the settings of an optimiser's groups, such as learning rates, and how many parameters each has.
+
+    They are only to be compared with those of another call. Called twice a step: a function call for each number would
+    take a fiftieth of a small one.
+    """
+    return [
+        [
+            *group,
+            len(group["params"]),
+            *(item if type(item) in _PLAIN else _comparable(item) for key, item in group.items() if key != "params"),
+        ]
+        for group in optimizer.param_groups
+    ]
+
+
+def _comparable(value: Any) -> Any:
+    """Return a setting as what has another value once it was changed, in place too."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, list | tuple):
+        return [_comparable(item) for item in value]
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+_PLAIN = (type(None), bool, int, float, str)

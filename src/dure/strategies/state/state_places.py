@@ -1,0 +1,253 @@
+"""Places of plain state: functions that see that a value has changed, and bring back what it was."""
+
+import copy
+import itertools
+import operator
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dure.strategies.state.checksum import checksum
+from dure.strategies.state.generator_state import GENERATORS, generator_state, set_generator_state
+from dure.strategies.state.namespaces import ATOMS
+
+_MOST_ITEMS = 1_000
+"""Items of a container that are looked into. Of a longer one a tenth of as many is, and of a very long one so many are
+compared: it is most likely data."""
+_MOST_COPIED = 10_000
+"""Items of a container that are all compared and put back."""
+_MOST_COMPARED = 1 << 16
+"""Elements of a tensor or array whose values are compared between two moments."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Place that may change, with functions that see the change and undo it."""
+
+    path: str
+    has_changed: Callable[[], bool]
+    put_back: Callable[[], None]
+    value: Callable[[], Any] = lambda: None
+    """Content at this moment, to be compared with that of another moment."""
+    is_generator: bool = False
+    is_put_back: bool = True
+    """Whether the change can be undone."""
+    names: Callable[[], Iterable[str]] | None = None
+    """Names of attributes that came or went, where the place is the names of an object. The value is a dictionary by
+    their paths then."""
+    has_changed_anywhere: Callable[[], bool] | None = None
+    """Sight of changes that `has_changed` misses, which looks at a sample; it takes time in proportion to the size."""
+    holder: tuple[str, str] = ("", "")
+    """Attribute that the place belongs to: `object_state.Holder`."""
+
+
+DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+"""Kinds of values that are no state themselves; which one of them an attribute names is."""
+
+
+def some(container: Any, most: int = _MOST_ITEMS // 10) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container, each with its place; of a long one so many, equally far apart."""
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    step = 1 if len(container) <= _MOST_ITEMS else -(-len(container) // most)
+    yield from list(itertools.islice(items, 0, None, step))
+
+
+def skips_state(container: Any) -> bool:
+    """Return whether `some` leaves out items that may change inside."""
+    if len(container) <= _MOST_ITEMS:
+        return False
+    items = container.values() if isinstance(container, Mapping) else container
+    # all of them where that is quick
+    kinds = set(map(type, itertools.islice(items, _MOST_COPIED * 10)))
+    return not all(issubclass(kind, (*ATOMS, *DEFINITIONS, tuple, frozenset, np.generic)) for kind in kinds)
+
+
+def container_place(path: str, container: Any) -> Place:
+    """Return the place of a list, a deque, a set or a mapping: which items it has."""
+    if len(container) > _MOST_COPIED:
+        return _long_place(path, container)
+    before = copy.copy(container)
+    is_extended = isinstance(container, list | deque)
+
+    def put_back() -> None:
+        container.clear()
+        (container.extend if is_extended else container.update)(before)
+
+    return Place(path, lambda: not are_same_items(before, container), put_back, lambda: comparable(container))
+
+
+def attribute_place(path: str, owner: Any, name: str, before: Any) -> Place:
+    """Return the place of an attribute: which value it names."""
+    missing = object()
+
+    def has_changed() -> bool:
+        return not _is_same(vars(owner).get(name, missing), before)
+
+    return Place(
+        path, has_changed, lambda: vars(owner).__setitem__(name, before), lambda: comparable(vars(owner).get(name))
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Incomparable:
+    """Value of which nothing can be told but which object it is: another one counts as changed by the samples."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Incomparable) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def comparable(value: Any, depth: int = 4) -> Any:
+    """Return something that is equal for values that are alike, a few levels deep into containers."""
+    if isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
+        shown = [str(value.dtype), tuple(value.shape)]
+        return [*shown, bits(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
+    if isinstance(value, ATOMS):
+        return repr(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return [str(value.dtype), np.shape(value), value.tobytes()]
+    if isinstance(value, DEFINITIONS):
+        return value.__qualname__
+    if depth and isinstance(value, Mapping):
+        return [(comparable(key, 0), comparable(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if depth and isinstance(value, list | tuple | deque):
+        return [comparable(item, depth - 1) for item in value]
+    return _Incomparable(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if not isinstance(one, (*ATOMS, types.MethodType)) or type(one) is not type(other):
+        return False
+    return bool(one == other or (one != one and other != other))  # NaN is the same as itself here
+
+
+def are_same_items(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(map(operator.is_, one, other)) or all(map(_is_same, one, other))
+
+
+def _long_place(path: str, container: Any) -> Place:
+    """Return the place of a container that is too long to be compared item by item."""
+    length, chosen = len(container), list(some(container, _MOST_ITEMS))
+
+    def has_changed() -> bool:
+        if len(container) != length:
+            return True
+        if isinstance(container, Mapping):
+            return not all(key in container and _is_same(container[key], item) for key, item in chosen)
+        if isinstance(container, set):
+            return not all(item in container for _, item in chosen)
+        return not all(_is_same(container[place], item) for place, item in chosen)
+
+    def shorten() -> None:
+        if isinstance(container, list):
+            del container[length:]  # logs and histories grow at their end
+
+    return Place(path, has_changed, shorten, lambda: (len(container), comparable(chosen)), is_put_back=False)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes: NaN is equal to itself."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def queue_place(path: str, waiting: "Queue[Any]") -> Place:
+    """Return the place of a queue: seen only, for a thread that fills it would not know what was put back."""
+    before = list(waiting.queue)
+    return Place(
+        path,
+        lambda: not are_same_items(list(waiting.queue), before),
+        lambda: None,
+        lambda: comparable(list(waiting.queue)),
+        is_put_back=False,
+    )
+
+
+def variable_place(path: str, variable: ContextVar[Any]) -> Place:
+    """Return the place of a context variable. One without a value cannot be brought back to that."""
+    unset = object()
+
+    def now() -> Any:
+        try:
+            return variable.get()
+        except LookupError:
+            return unset
+
+    before = now()
+
+    def put_back() -> None:
+        if before is not unset:
+            variable.set(before)
+
+    return Place(
+        path,
+        lambda: not _is_same(now(), before),
+        put_back,
+        lambda: comparable(now()),
+        is_put_back=before is not unset,
+    )
+
+
+def optimizer_place(path: str, optimizer: Optimizer) -> Place:
+    """Return the place of an optimiser's state."""
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def put_back() -> None:
+        optimizer.load_state_dict(copy.deepcopy(before))
+
+    return Place(path, lambda: not _is_equal_state(optimizer.state_dict(), before), put_back)
+
+
+def _is_equal_state(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_is_equal_state(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal_state, one, other))
+    return _is_same(one, other)
+
+
+def generator_place(path: str, value: Any) -> Place | None:
+    """Return the place of a generator of random numbers; None if it is none."""
+    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
+        return None  # the system's own has no state
+    before = copy.deepcopy(generator_state(value))
+
+    def has_changed() -> bool:
+        return repr(generator_state(value)) != repr(before)
+
+    return Place(path, has_changed, lambda: set_generator_state(value, before), is_generator=True)
+
+
+def key_text(key: object) -> str:
+    """Return a key as paths show it."""
+    try:
+        return repr(key)
+    except Exception:
+        return object.__repr__(key)  # of a class whose own fails

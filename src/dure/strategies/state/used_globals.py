@@ -1,0 +1,145 @@
+"""Places where functions of a user's classes keep state beside their objects: global variables, classes, functions."""
+
+import contextlib
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from dure.strategies.state.namespaces import ATOMS, SEALED, Namespace, class_variables, is_users, is_users_module
+
+
+def used_globals(*classes: type) -> dict[str, object]:
+    """Return what functions of a user's classes may keep state in beside their objects.
+
+    These are global variables that hold state or are assigned to, classes' own variables, and functions with closures,
+    attributes or default values that can change. Functions and classes of the user's own that the functions name are
+    looked into as well.
+    """
+    found = _Used()
+    for cls in dict.fromkeys(classes):
+        found.add_class(cls)
+    return found.all()
+
+
+class _Used:
+    """Places of state that functions use, by the names that paths of plain state begin with."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, object] = {}
+        self._assigned: dict[str, tuple[types.ModuleType, set[str]]] = {}
+        self._seen: dict[int, object] = {}
+
+    def all(self) -> dict[str, object]:
+        assigned = {
+            f"globals of {name}": Namespace(module, _named(names)) for name, (module, names) in self._assigned.items()
+        }
+        return self._found | assigned
+
+    def add_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if id(base) not in self._seen and is_users(base):
+                self._seen[id(base)] = base
+                self._add(f"class {base.__qualname__}", class_variables(base))
+                for member in vars(base).values():
+                    for function in _functions_in(member):
+                        if _may_keep_state(function):
+                            self._add(function.__qualname__, function)
+                        self._follow(function)
+
+    def _add(self, name: str, value: object) -> None:
+        while name in self._found and self._found[name] is not value:
+            name += "'"  # of another module
+        self._found[name] = value
+
+    def _follow(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen or len(self._seen) > _MOST_DEFINITIONS or not is_users(function):
+            return
+        self._seen[id(function)] = function
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if module is None:
+            return
+        codes = list(_codes(function.__code__))
+        names = {name for code in codes for name in code.co_names}
+        read = {name for code in codes for name in _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")}
+        self._assign(module, {name for code in codes for name in _operands(code, "STORE_GLOBAL", "DELETE_GLOBAL")})
+        stored = {name for code in codes for name in _operands(code, "STORE_ATTR", "DELETE_ATTR")}
+        imported = {name for code in codes for name in _operands(code, "IMPORT_NAME")}
+        self._use(module, sorted(read & vars(module).keys()))
+        others = [vars(module)[name] for name in sorted(read & vars(module).keys())]
+        # in one order in every process, for paths are told apart by it
+        for other in [*others, *(sys.modules.get(name) for name in sorted(imported))]:
+            if isinstance(other, types.ModuleType) and other is not module and is_users_module(other):
+                self._use(other, sorted(names & vars(other).keys()))
+                self._assign(other, stored & vars(other).keys())
+
+    def _use(self, module: types.ModuleType, names: Collection[str]) -> None:
+        for name in names:
+            value = vars(module)[name]
+            if isinstance(value, type):
+                if is_users(value):
+                    self.add_class(value)
+                continue
+            for function in _functions_in(value):
+                self._follow(function)
+            if _may_keep_state(value):
+                self._add(f"global {name}", value)
+
+    def _assign(self, module: types.ModuleType, names: Collection[str]) -> None:
+        if names:
+            # by its file, for a script's module is `__main__` in some processes only
+            name = Path(getattr(module, "__file__", None) or module.__name__).stem
+            while name in self._assigned and self._assigned[name][0] is not module:
+                name += "'"
+            self._assigned.setdefault(name, (module, set()))[1].update(names)
+
+
+_MOST_DEFINITIONS = 2000
+"""Functions and classes that are looked into."""
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions that a member of a class, or a global variable, calls."""
+    if isinstance(value, types.FunctionType):
+        yield value
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing was assigned yet
+                if isinstance(cell.cell_contents, types.FunctionType) and cell.cell_contents is not value:
+                    yield cell.cell_contents
+    elif isinstance(value, staticmethod | classmethod):
+        yield from _functions_in(value.__func__)
+    elif isinstance(value, property):
+        yield from (each for each in (value.fget, value.fset, value.fdel) if isinstance(each, types.FunctionType))
+    elif isinstance(value, functools.cached_property | functools.partial):
+        yield from _functions_in(value.func)
+    elif isinstance(value, types.MethodType):
+        yield from _functions_in(value.__func__)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield from _functions_in(value.__wrapped__)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of the functions defined in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _codes(value)
+
+
+def _may_keep_state(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        keeps = any(not isinstance(held, (*ATOMS, *SEALED)) for held in defaults)
+        return is_users(value) and (keeps or bool(value.__closure__) or bool(vars(value)))
+    return not isinstance(value, (*ATOMS, *SEALED))
+
+
+def _operands(code: types.CodeType, *names: str) -> set[str]:
+    return {one.argval for one in dis.get_instructions(code) if one.opname in names}
+
+
+def _named(names: Collection[str]) -> Callable[[str, Any], bool]:
+    return lambda name, value: name in names

@@ -1,0 +1,399 @@
+"""The one table of strategies: what each divides, preserves and needs. Importing it does not import torch."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from dure.strategies.contract.info import StrategyInfo
+
+if TYPE_CHECKING:
+    from dure.strategies.contract.strategy import Strategy
+
+
+_BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s own samples, rank 0's are kept"
+_COMPRESSION = "--compression: the gradient is approximated; see compression_error in the records"
+REPLICAS = ("check_replicas_every", "on_divergence")
+"""Settings of strategies under which ranks hold the same."""
+_HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
+_RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
+
+STRATEGIES: dict[str, StrategyInfo] = {
+    info.name: info
+    for info in (
+        StrategyInfo(
+            name="single",
+            implementation="dure.strategies.single:Single",
+            summary="one process, one device: what every other strategy is held to",
+            divides="nothing",
+            synchronises="never",
+            preserves="everything: it is the definition",
+            does_not_preserve=(),
+            needs="a model, its gradients, optimiser state and activations that fit one device",
+            sent_bytes="0",
+            memory="W + G + S + A(microbatch)",
+            right_when="the model trains fast enough on one device: it is always the most efficient per device",
+            one_process=True,
+            many_devices=False,
+            default_for="one",
+            settings=("on_nonfinite", "compile", "sync_batchnorm"),
+        ),
+        StrategyInfo(
+            name="dp",
+            implementation="dure.strategies.data_parallel.dp:DataParallel",
+            summary="one process, a thread per device; outputs gathered and the loss computed on device 0",
+            divides="each microbatch over the devices of one process",
+            synchronises="every microstep: parameters out, outputs gathered, gradients back",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(
+                "BatchNorm: statistics of each device's own samples, device 0's are kept",
+                _RANDOM,
+            ),
+            needs="one process that sees all devices; a model whose outputs have the samples first",
+            sent_bytes="device 0: (P-1) W per microstep; every other device: G per microstep",
+            memory="device 0: W + G + S + A(b/P) + all outputs and the loss; others: W + G + A(b/P)",
+            right_when="to try a second device without a second process; ddp is faster in nearly every case",
+            one_process=True,
+            settings=("on_nonfinite",),
+        ),
+        StrategyInfo(
+            name="balanced_dp",
+            implementation="dure.strategies.data_parallel.balanced_dp:BalancedDataParallel",
+            summary="dp with the loss on the replicas and a smaller share for the fuller device 0",
+            divides="each microbatch over the devices of one process, device 0's share given or found by memory",
+            synchronises="every step: parameters out; every step: gradients back",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(
+                "BatchNorm: statistics of each device's own samples, device 0's are kept",
+                _RANDOM,
+            ),
+            needs="one process that sees all devices; batches whose tensors have the samples first",
+            sent_bytes="device 0: (P-1) W per step; every other device: G per step",
+            memory="device 0: W + G + S + A(share of device 0); others: W + G + A(their share)",
+            settings=(
+                "on_nonfinite",
+                "device0_share",
+            ),
+            right_when="dp runs out of memory on device 0 while the others have room",
+            one_process=True,
+        ),
+        StrategyInfo(
+            name="ddp",
+            implementation="dure.strategies.data_parallel.ddp:DDP",
+            summary="a process per device; gradients all-reduced in buckets while backward still runs",
+            divides="each global batch over the ranks",
+            synchronises="every step: gradients, overlapped with the last microstep's backward",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
+            needs="a model that fits one device; every parameter in every step, or --find-unused-parameters",
+            sent_bytes="every rank: 2 (P-1)/P G per step",
+            memory="W + G + S + A(microbatch), buckets share G's memory (--gradient-as-bucket-view)",
+            default_for="many",
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+                "compile",
+                "sync_batchnorm",
+                "compression",
+                "compression_fraction",
+                "compression_rank",
+            ),
+            right_when="the model fits one device and several should share the work: the first thing to try",
+            one_process=False,
+        ),
+        StrategyInfo(
+            name="ring_ddp",
+            implementation="dure.strategies.data_parallel.ring_ddp:RingDDP",
+            summary="ddp with a reducer of our own: one flat gradient buffer, any all-reduce algorithm, Apex's options",
+            divides="each global batch over the ranks",
+            synchronises="every step: gradients, bucket by bucket while the last microstep's backward still runs",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
+            needs="a model that fits one device, without sparse gradients; any parameter may be unused",
+            sent_bytes="by the algorithm: 2 (P-1)/P G from every rank by a ring, (1 + 1/P) G through shared memory",
+            memory="W + G + S + A(microbatch)",
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+                *("compile", "sync_batchnorm", "comm", "message_size", "delay_allreduce", "allreduce_always_fp32"),
+                *("gradient_average", "gradient_predivide_factor", "compression", "compression_fraction"),
+            ),
+            right_when="CPU ranks of one host (shared memory beats sockets), or to see and choose how gradients travel",
+            one_process=False,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="naive_ddp",
+            implementation="dure.strategies.data_parallel.naive_ddp:NaiveDDP",
+            summary="backward, then one all-reduce for each gradient, then the step: the plain twin of ddp",
+            divides="each global batch over the ranks",
+            synchronises="every step after backward, once for each parameter",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM),
+            needs="a model that fits one device; any parameter may be unused",
+            sent_bytes="by the algorithm, as ring_ddp, but in as many messages as there are parameters",
+            memory="W + G + S + A(microbatch)",
+            settings=("on_nonfinite", *REPLICAS, "compile", "sync_batchnorm", "comm"),
+            right_when="to understand data parallelism, or to check another strategy against the simplest one",
+            one_process=False,
+        ),
+        StrategyInfo(
+            name="zero1",
+            implementation="dure.strategies.data_parallel.zero1:ZeRO1",
+            summary="ddp with the optimiser's state divided over the ranks (ZeRO stage 1)",
+            divides="each global batch over the ranks, and the optimiser's state, by whole parameters",
+            synchronises="every step: gradients as ddp; then every rank sends the parameters that it has stepped",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
+            needs="as ddp, and an optimiser that steps each parameter by itself (not LBFGS)",
+            sent_bytes=(
+                "every rank: 2 (P-1)/P G, and (P-1) times its part of the trainable parameters, about W/P; "
+                "all together: 2 (P-1) G + (P-1) W"
+            ),
+            memory="W + G + S/P + A(microbatch); parts differ by at most the largest parameter's state",
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+                "compile",
+                "sync_batchnorm",
+                "compression",
+                "compression_fraction",
+                "compression_rank",
+            ),
+            right_when="ddp would fit but for the optimiser's state: AdamW's is twice the size of the weights",
+            one_process=False,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="fsdp",
+            implementation="dure.strategies.sharded.fsdp:FSDP",
+            summary="parameters, gradients and optimiser state divided over the ranks (ZeRO stages 2 and 3)",
+            divides="each global batch over the ranks, and every parameter along its first dimension",
+            synchronises="every microstep: parameters gathered unit by unit; every step: gradients reduced and divided",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(
+                _BATCHNORM.format(unit="rank"),
+                _RANDOM,
+                "bf16 and fp16: a unit without BatchNorm computes in them throughout, its norms too",
+            ),
+            needs="an optimiser that steps each element by itself; units that all ranks run, in one order",
+            sent_bytes=(
+                "every rank, with S shards, R replicas, n microsteps: (2n+1) (S-1)/S W, n less for what is outside the "
+                "units (2 (S-1)/S W when kept after forward), + 2 (R-1)/R G/S; all together: P times that"
+            ),
+            memory=(
+                "(W + G + S)/shards + the largest two units whole + A(microbatch); G whole while accumulating; W whole "
+                "with --reshard-after-forward false; A less with --activation-checkpointing"
+            ),
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+                *("sync_batchnorm", "reshard_after_forward", "fsdp_units", "activation_checkpointing", "cpu_offload"),
+            ),
+            mesh_axes=("replica", "shard"),
+            right_when="the model, its gradients and its optimiser state do not fit one device, though one layer does",
+            one_process=False,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="model_parallel",
+            implementation="dure.strategies.sections.model_parallel:ModelParallel",
+            summary="the model in sections on several devices of one process, one section at work at a time",
+            divides="the model: consecutive blocks on each device, cut where bytes are even or by --cuts",
+            synchronises="every microstep: activations from section to section, their gradients back",
+            preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
+            does_not_preserve=("random numbers (dropout): on several accelerators each draws of its own",),
+            needs="one process that sees all devices; a model that is a chain of blocks, no weight shared over a cut",
+            sent_bytes=(
+                "per microstep, A_k the activations at cut k and Y the output: A_1 + ... + A_(P-1) + Y forward, and as "
+                "much back; device k: A_(k+1) forward and A_k back"
+            ),
+            memory="device k: W + G + S + A(microbatch) of its own section; device 0 also the batch and the output",
+            settings=(
+                "on_nonfinite",
+                "cuts",
+            ),
+            right_when="the model does not fit one device and there is one process; pipeline keeps all devices at work",
+            one_process=True,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="pipeline",
+            implementation="dure.strategies.pipeline.strategy:Pipeline",
+            summary="the model in stages on several ranks, which work on different microbatches at once",
+            divides="the model: consecutive blocks on each rank, cut where measured cost is even or by --cuts",
+            synchronises="every microbatch: activations from stage to stage, their gradients back",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(
+                "BatchNorm: statistics of each microbatch (as with the same --microbatch-size on one device)",
+                _RANDOM,
+            ),
+            needs=(
+                "a model that is a chain of blocks, no weight shared over a cut, called once by the loss; enough "
+                "microbatches: with M of them and V stages per rank (P-1)/(V M + P-1) of a step is idle"
+            ),
+            sent_bytes=(
+                "per microbatch, A_k the activations at cut k: rank k A_(k+1) forward and A_k back; all together "
+                "2 (A_1 + ... + A_(VP-1)); with D pipelines also 2 (D-1)/D G of its own stages per step"
+            ),
+            memory=(
+                "W + G + S of its own stages, the batch, and A(microbatch) of each microbatch on its way: at most P of "
+                "them with 1f1b, all of them with gpipe"
+            ),
+            settings=("on_nonfinite", *REPLICAS, "cuts", "schedule", "stages_per_rank"),
+            mesh_axes=("data", "pipeline"),
+            right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
+            one_process=False,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="averaging",
+            implementation="dure.strategies.local_sgd.averaging:Averaging",
+            summary="local SGD: every rank trains by itself, and every H steps the parameters are averaged",
+            divides="each global batch over the ranks",
+            synchronises="every --average-every steps, and before an evaluation or a checkpoint; in between never",
+            preserves="sample order, evaluation, and equal weights on all ranks whenever they are read",
+            does_not_preserve=(
+                "the trajectory: ranks step by gradients of their own shares, and only the mean of where they come to "
+                "is kept; an evaluation or a checkpoint is an averaging too",
+                "loss and its record: between averagings each rank's own",
+                "clipping: by the norm of each rank's own gradient",
+                "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
+                _RANDOM,
+                _HOOKS,
+            ),
+            needs="a model that fits one device; a learning rate that suits the share of one rank",
+            sent_bytes=(
+                "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
+                "0 in the other H-1; 2 (P-1)/P G in each of the --warmup-steps"
+            ),
+            memory="W + G + S + A(microbatch), and W while averaging",
+            settings=("compile", "comm", "average_every", "warmup_steps"),
+            right_when="the link is slow or ranks take uneven time, and another trajectory than ddp's is acceptable",
+            one_process=False,
+            is_exact=False,
+        ),
+        StrategyInfo(
+            name="diloco",
+            implementation="dure.strategies.local_sgd.diloco:DiLoCo",
+            summary="averaging with an outer step: Nesterov momentum over what each H local steps changed on the mean",
+            divides="each global batch over the ranks",
+            synchronises="every --average-every steps, and before an evaluation or a checkpoint; in between never",
+            preserves="sample order, evaluation, and equal weights on all ranks whenever they are read",
+            does_not_preserve=(
+                "the trajectory: ranks step by gradients of their own shares, and an outer optimiser follows the mean "
+                "of where they come to; an evaluation or a checkpoint averages the ranks too",
+                "loss and its record: between averagings each rank's own",
+                "clipping: by the norm of each rank's own gradient",
+                "BatchNorm: statistics of each rank's own samples, averaged with the parameters",
+                _RANDOM,
+                _HOOKS,
+            ),
+            needs="a model that fits one device with two copies more; evaluations no more often than outer steps",
+            sent_bytes=(
+                "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
+                "0 in the other H-1; 2 (P-1)/P G in each of the --warmup-steps"
+            ),
+            memory="3 W + G + S + A(microbatch), and W while averaging: the anchor and the outer momentum",
+            settings=("compile", "comm", "average_every", "warmup_steps", "outer_lr", "outer_momentum"),
+            right_when="ranks are far apart (hundreds of steps between averagings), and the run is long",
+            one_process=False,
+            is_exact=False,
+        ),
+        StrategyInfo(
+            name="rpc_model",
+            implementation="dure.strategies.sections.rpc_model:RpcModel",
+            summary="the model in sections on several processes, called and stepped from rank 0 by torch RPC",
+            divides="the model: consecutive blocks on each rank, cut where bytes are even or by --cuts",
+            synchronises="every microstep: activations from section to section, their gradients back, one at work",
+            preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
+            does_not_preserve=(_RANDOM,),
+            needs=(
+                "a model that is a chain of blocks, no weight shared over a cut; a network that is trusted: RPC runs "
+                "what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME names an interface)"
+            ),
+            sent_bytes=(
+                "per microstep, B the arguments of the model, A_k the activations at cut k and Y the output: rank 0 "
+                "(P-1) B + A_1 forward and Y back; rank k A_(k+1) forward (the last Y) and A_k back"
+            ),
+            memory="rank k: W + G + S + A(microbatch) of its own section; rank 0 also the batch and the output",
+            settings=("cuts",),
+            right_when="sections are on several processes and rank 0 alone may have the data; else pipeline is faster",
+            one_process=False,
+            exchanges_on_host=True,
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="parameter_server",
+            implementation="dure.strategies.parameter_server.strategy:ParameterServer",
+            summary="workers push gradients, servers without a device keep the parameters and step them",
+            divides="each global batch over the workers; parameters and optimiser state over the servers, by rows",
+            synchronises=(
+                "every step: gradients to the servers, parameters back; with --no-sync a worker waits only for its own "
+                "answer, held back while it is more than --staleness steps ahead of the slowest, and all wait for each "
+                "other before an evaluation or a checkpoint"
+            ),
+            preserves="weights after every step (to rounding), sample order, evaluation; --no-sync: the last two",
+            does_not_preserve=(
+                "--no-sync: a gradient is of weights that others have changed since (staleness in the records): the "
+                "trajectory is another one, and never twice the same",
+                "--no-sync: loss and its record: each worker's own",
+                "--no-sync: clipping: by the norm of each worker's own gradient",
+                "--no-sync: a worker that is killed is missed from then on, and so are its shares until they are dealt "
+                "anew: rank_lost in events.jsonl",
+                "BatchNorm: statistics of each worker's own samples, rank 0's are kept",
+                _RANDOM,
+            ),
+            needs=(
+                "K processes beside the P workers (--servers), and an optimiser that steps each parameter by itself; "
+                "every server for as long as the run lasts, and in step every worker; with --transport rpc a network "
+                "that is trusted: RPC runs what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME "
+                "names an interface)"
+            ),
+            sent_bytes=(
+                "a worker: G per step; each of K servers: P W/K; all together: P (G + W) (of W and G what is trained)"
+            ),
+            memory="a worker: 2 W + 2 G + A(microbatch); each of K servers: (W + S + P G)/K",
+            settings=(*REPLICAS, "servers", "transport", "sync", "staleness"),
+            outlives_ranks_without="sync",
+            right_when="hosts without accelerators have memory and links to spare, or workers are of uneven speed",
+            one_process=False,
+            extra_processes="servers",
+            checks_model=True,
+        ),
+        StrategyInfo(
+            name="tensor_parallel",
+            implementation="dure.strategies.tensor_parallel.strategy:TensorParallel",
+            summary="Linear, Embedding and attention layers divided over ranks that work on the same samples",
+            divides="layers over the tensor axis, each global batch over the data axis",
+            synchronises="in every layer's forward and backward over the tensor axis; every step over the data axis",
+            preserves="weights after every step (to rounding), sample order, evaluation",
+            does_not_preserve=(
+                "BatchNorm: statistics of each data rank's own samples, rank 0's are kept",
+                "random numbers (dropout): other draws than on one device when there are several data ranks",
+                "random numbers inside scaled_dot_product_attention (dropout): the same draws for each rank's heads",
+            ),
+            needs="nn.Linear or nn.Embedding layers; an optimiser that steps each element by itself; fast links",
+            sent_bytes=(
+                "T tensor, D data ranks, A bytes of a layer's whole input or output; every rank, each microstep: "
+                "2 (T-1)/T A in forward for row and vocab, (T-1)/T A for gathered; 2 (T-1)/T A in backward for column "
+                "and gathered, (T-1)/T A for a row whose input was whole; each step 2 (D-1)/D of its part of G; all "
+                "together: P times that"
+            ),
+            memory="(W + G + S)/T of what is divided + W + G + S of the rest + A(microbatch), divided inside regions",
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+                "tp_plan",
+            ),
+            mesh_axes=("data", "tensor"),
+            right_when="one layer is too large for a device, or a step must be faster than data parallel ones can be",
+            one_process=False,
+            checks_model=True,
+        ),
+    )
+}
+
+
+def load_strategy(name: str) -> "type[Strategy]":
+    """Import the class that implements a strategy of the table."""
+    module, _, class_name = STRATEGIES[name].implementation.partition(":")
+    return getattr(importlib.import_module(module), class_name)  # type: ignore[no-any-return]

@@ -1,0 +1,291 @@
+"""Values that are divided over a tensor group between layers, and what may be done with them.
+
+A value between a `column` layer and the `row` layer that ends the region is a DTensor: the model's own code runs on it
+with the shapes that it was written for, and DTensor knows which part of it a rank has. DTensor has rules for most
+operations, and some are wrong without an error. So it gets those that are known to be right, and the rest is computed
+with the whole values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dure.errors import TaskInvalid
+from dure.strategies.contract.batches import map_tensors
+from dure.strategies.tensor_parallel.boundary import (
+    from_local,
+    gathered,
+    is_copy,
+    mark_as_copy,
+    redistributed,
+    storage_of,
+    to_local,
+)
+from dure.strategies.tensor_parallel.fused import OF_GRADIENT, is_fused, may_be_asked, on_fused, whole_of_fused
+from dure.strategies.tensor_parallel.rules import COMPUTED, MAY_VIEW, UNTOUCHED, changes_first, has_no_rule
+from dure.torchcompat import is_operator
+
+
+def undivided(values: Any) -> Any:
+    """Return a nested structure with every DTensor as the whole plain tensor.
+
+    Communication: an all_gather or all_reduce for each that is not whole.
+    """
+    return map_tensors(values, _undivided)
+
+
+def _undivided(value: Tensor) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return mark_as_copy(whole_of_fused(value) if is_fused(value) else gathered(value))
+
+
+def _check_is_own(value: Any, name: str) -> None:
+    """Refuse a change that one device would also see in the value from which this one was taken.
+
+    Raises:
+        TaskInvalid: The ranks have copies.
+    """
+    if is_copy(value):
+        raise TaskInvalid(
+            f"the model changes part of a value that is divided over the ranks in place ({name}), of which they have "
+            "copies: change the whole value or make a new one, or make the layers before it gathered with --tp-plan"
+        )
+
+
+class DividedValues(TorchFunctionMode):
+    """Decides for each call of torch with a DTensor among its arguments who computes it, and with what.
+
+    Each head's attention concerns no other, so ranks compute theirs alone. Random numbers are drawn for the whole
+    value on every rank: the draws of a tensor group stay one stream, as if one device had drawn. A number that leaves
+    torch is that of the whole. A plain parameter that meets a divided value gets its gradient from all ranks.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Handle one call."""
+        kwargs = kwargs or {}
+        divided = _first_divided((args, kwargs))
+        name = getattr(func, "__name__", "")
+        is_change = changes_first(func, kwargs)
+        if is_change:
+            _check_is_own(kwargs.get("out", args[0] if args else None), name)
+        if divided is None or is_operator(func):
+            return func(*args, **kwargs)
+        if is_fused(args[0] if args else None) and not may_be_asked(func):
+            if is_change:
+                raise TaskInvalid(
+                    f"the model changes queries, keys and values of one layer in place ({name}), which is not done to "
+                    "their parts: change a copy of them, or make the layer gathered with --tp-plan"
+                )
+            if func in OF_GRADIENT:
+                raise TaskInvalid(
+                    f"the model asks for the gradient of queries, keys and values of one layer together ({name}), "
+                    "whose parts are in another order: ask for that of each, or make the layer gathered with --tp-plan"
+                )
+            return on_fused(func, *args, **kwargs)
+        if name in UNTOUCHED:
+            return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        if is_change:
+            return _in_place(func, args, kwargs, divided.device_mesh)
+        if name not in COMPUTED or (name == "__getitem__" and _has_tensor(args[1])):
+            return _on_whole(func, *args, **kwargs)
+        found = _as_divided(func, args, kwargs, divided.device_mesh)
+        if name in MAY_VIEW:
+            _mark_copies(found, func, args, kwargs)
+        return found
+
+
+def _mark_copies(found: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark what DTensor had to bring to other ranks for something that is a view on one device."""
+    given = args[0] if args else kwargs["input"]
+    for one in found if isinstance(found, tuple | list) else (found,):
+        if one.dtype == given.dtype and storage_of(one) is not storage_of(given):
+            if func.__name__ in _VIEWS_IF_POSSIBLE and not _is_view(func, given, args[1:], kwargs):
+                return
+            mark_as_copy(one)
+
+
+_VIEWS_IF_POSSIBLE = frozenset(("contiguous", "flatten", "reshape"))
+
+
+def _is_view(func: Any, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function returns a view on one device, where the value has the strides that DTensor tells."""
+    like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+    named = {name: value for name, value in kwargs.items() if name != "input"}
+    return func(like, *args, **named).untyped_storage() is like.untyped_storage()
+
+
+def _first_divided(values: Any) -> Any:
+    """Return the first DTensor among arguments, in lists and tuples of them too."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, DTensor):
+            return value
+        if isinstance(value, tuple | list | dict) and (found := _first_divided(value)) is not None:
+            return found
+    return None
+
+
+def _has_tensor(index: Any) -> bool:
+    return any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,)))
+
+
+def _as_divided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """Call with divided values, or, where DTensor has no rule for that, with the whole ones."""
+    given, named = _with_gradients((args, kwargs), mesh)
+    try:
+        return func(*given, **named)
+    except Exception as error:
+        if not has_no_rule(error):
+            raise
+    return _on_whole(func, *args, **kwargs)
+
+
+def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
+    """Return arguments of which DTensor knows what to do with each, and where its gradient comes from."""
+    if not _has_others(values):
+        return values
+
+    def one(value: Tensor) -> Any:
+        if isinstance(value, DTensor):
+            return whole_of_fused(value) if is_fused(value) else value
+        return from_local(value, mesh, Replicate()) if _is_followed(value) else value
+
+    return map_tensors(values, one)
+
+
+def _has_others(values: Any) -> bool:
+    """Whether there are tensors among arguments that DTensor would take for something else."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, DTensor):
+            if is_fused(value):
+                return True
+        elif isinstance(value, Tensor):
+            if _is_followed(value):
+                return True
+        elif isinstance(value, tuple | list | dict) and _has_others(value):
+            return True
+    return False
+
+
+def _is_followed(value: Tensor) -> bool:
+    # DTensor takes a plain tensor for one that all ranks have, and forgets that it has a gradient
+    return value.requires_grad and torch.is_grad_enabled()
+
+
+def _on_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = undivided((args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """Change the first argument: a plain one by whole values, a divided one by its parts or by a changed copy."""
+    first = args[0] if args else None
+    if not isinstance(first, DTensor) or kwargs.get("out") is not None:
+        return _on_whole(func, *args, **kwargs)
+    if func.__name__ in COMPUTED:
+        given, named = _with_gradients((args, kwargs), mesh)
+        try:
+            return func(*given, **named)
+        except Exception as error:
+            if not has_no_rule(error):
+                raise
+    whole, *others = undivided(args)
+    changed = whole.clone()
+    func(changed, *others, **undivided(kwargs))
+    placed = redistributed(from_local(changed, mesh, Replicate()), first.placements[0])
+    return first.copy_(placed)
+
+
+def _cat(func: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    # torch leaves out empty vectors, which caches begin with; DTensor does not
+    kept = [tensor for tensor in tensors if tensor.shape != (0,)]
+    return _as_divided(func, (kept, *args), kwargs, _first_divided(kept).device_mesh)
+
+
+def _draw_in_place(func: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fill a divided value with random numbers: those that one device would draw."""
+    whole = func(torch.empty(value.shape, dtype=value.dtype, device=value.device), *args, **kwargs)
+    with torch.no_grad():
+        value.copy_(distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None))
+    return value
+
+
+def _dropout(func: Any, value: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training or p == 0:
+        return value
+    if isinstance(value.placements[0], Partial):
+        if inplace:
+            return _in_place(func, (value, p, training, True), {}, value.device_mesh)
+        value = redistributed(value, Replicate())
+    factors = functional.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
+    divided = distribute_tensor(factors, value.device_mesh, value.placements, src_data_rank=None)
+    return value.mul_(divided) if inplace else value * divided
+
+
+def _matmul(func: Any, one: Any, other: Any) -> Any:
+    if not _are_divided_alike([one, other]):
+        return _as_divided(func, (one, other), {}, _first_divided((one, other)).device_mesh)
+    return _like(func(to_local(one), to_local(other)), one)
+
+
+def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not _are_divided_alike([query, key, value]):
+        # as on one device; DTensor has no rule for it on the CPU
+        return func(*undivided((query, key, value, attn_mask)), *args, **kwargs)
+    (placement,) = query.placements
+    mask = _part_of_mask(attn_mask, query, query.dim() - placement.dim)
+    return _like(func(*map(to_local, (query, key, value)), mask, *args, **kwargs), query)
+
+
+def _are_divided_alike(values: Sequence[Any]) -> bool:
+    """Whether all are divided evenly in the same dimension, and it is none of the last two."""
+    first = values[0]
+    if not all(isinstance(value, DTensor) and not is_fused(value) for value in values):
+        return False
+    (placement,) = first.placements
+    return (
+        isinstance(placement, Shard)
+        and all(value.placements == first.placements for value in values)
+        and all(value.dim() == first.dim() and placement.dim < value.dim() - 2 for value in values)
+        and all(value.size(placement.dim) % value.device_mesh.size() == 0 for value in values)
+    )
+
+
+def _part_of_mask(mask: Any, query: Any, from_end: int) -> Any:
+    """Return a mask's part for the heads of this rank; of one for all heads alike each rank adds to the gradient."""
+    if mask is None:
+        return None
+    whole = mask if isinstance(mask, DTensor) else from_local(mask, query.device_mesh, Replicate())
+    if mask.dim() < from_end or mask.size(mask.dim() - from_end) == 1:
+        return to_local(redistributed(whole, Replicate()), gradient=Partial())
+    return to_local(redistributed(whole, Shard(mask.dim() - from_end)))
+
+
+def _like(local: Tensor, value: Any) -> Tensor:
+    divided: Tensor = from_local(local, value.device_mesh, value.placements[0])
+    return divided
+
+
+_DRAWING_IN_PLACE = (
+    *(Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_),
+    *(Tensor.normal_, Tensor.random_, Tensor.uniform_),
+)
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_DRAWING_IN_PLACE, _draw_in_place),
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _cat),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    functional.dropout: _dropout,
+    functional.scaled_dot_product_attention: _attention,
+}

@@ -1,0 +1,104 @@
+"""What runs in an actor of Ray: one rank as a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+READ_LIMIT_BYTES = 2**20
+"""Of output that one look takes along."""
+
+_TIED = """
+import sys
+from dure.process.parent_death import die_with_parent
+die_with_parent(int(sys.argv[1]))
+from dure.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""`dure`, which ends with the actor that started it: Ray kills actors, and knows nothing of their children."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """How a rank stands."""
+
+    exit_code: int | None
+    """None while it runs, or while there is more to read; negative for a signal."""
+    out: bytes
+    err: bytes
+    """What it printed since the last look."""
+
+
+class RayRank:
+    """Starts a rank and is asked how it stands: no call waits for it, so that a signal gets through.
+
+    A process of its own, because Ray's worker has threads, and data loaders fork.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outputs: list[IO[bytes]] = []
+
+    def find_meeting_point(self, *, is_one_host: bool) -> tuple[str, int]:
+        """Return an address of this host that the other ranks reach, and a port that is free there now."""
+        address = "127.0.0.1"
+        if not is_one_host:
+            import ray
+
+            address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0)) as listener:
+            return address, int(listener.getsockname()[1])
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> str | None:
+        """Start the rank; return why it cannot be, or None.
+
+        Args:
+            words: Of the command, after `dure`. The interpreter is this actor's.
+            environment: Beside the actor's.
+            folder: Where relative paths begin.
+        """
+        writers = [self._new_output(), self._new_output()]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _TIED, str(os.getpid()), *words],
+                env={**os.environ, **environment},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=writers[0],
+                stderr=writers[1],
+            )
+        except OSError as error:
+            return f"{error.filename or sys.executable}: {error.strerror}"
+        finally:
+            for writer in writers:
+                os.close(writer)
+        return None
+
+    def _new_output(self) -> int:
+        """Make a file without a name that is read while it is written; return the descriptor to write to."""
+        writer, path = tempfile.mkstemp(prefix="dure-")
+        self._outputs.append(open(path, "rb"))  # noqa: SIM115 - read as long as the actor lives
+        os.unlink(path)
+        return writer
+
+    def look(self) -> Look:
+        """Say how the rank stands, and what it printed."""
+        assert self._process is not None
+        exit_code = self._process.poll()
+        out, err = (output.read(READ_LIMIT_BYTES) for output in self._outputs)
+        has_more = max(len(out), len(err)) == READ_LIMIT_BYTES
+        return Look(exit_code=None if has_more else exit_code, out=out, err=err)
+
+    def send(self, number: int) -> None:
+        """Signal the rank."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the rank at once."""
+        self.send(signal.SIGKILL)

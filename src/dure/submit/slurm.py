@@ -1,0 +1,138 @@
+"""A batch script for Slurm: `srun` starts the ranks, and the job puts itself back into the queue when it has to go."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dure.errors import Misuse
+from dure.process.stop_signals import RESUMABLE
+from dure.submit.job import Job, run_command, slurm_time
+from dure.terminal import shell_word
+
+STRAGGLER_SECONDS = 60
+"""What the other ranks get after one has ended, before srun ends them: one that lost its peers may hang."""
+
+
+REQUEUE_SECONDS = 300
+"""More than Slurm needs to end a script whose job it has put back."""
+
+_TOLD_TOO_EARLY = 128 + signal.SIGUSR1
+"""Of a rank that got SIGUSR1 before it listened: Python was still starting."""
+
+# A job that ends by itself in the grace time of a preemption has failed, to Slurm, and would not come back: that it was
+# preempted is to be asked. Whatever it ended with then, it comes back, as it does where there is no grace time; and
+# where there is none, no job comes back out of a partition that cancels.
+_GOES_BACK = rf"""# whether the ranks went for another job or the time limit, and this job is to come back
+goes_back() {{
+    local job
+    (( code )) || return
+    job=$(SLURM_TIME_FORMAT=standard scontrol show job --oneliner "$SLURM_JOB_ID")
+    if [[ $job == *" JobState="* && $job != *" JobState=RUNNING "* ]]; then
+        exec sleep {REQUEUE_SECONDS}  # cancelled, or in the queue again: Slurm ends this script
+    elif [[ $job == *" PreemptTime="[0-9]* ]]; then
+        [[ $(scontrol show partition --oneliner "$SLURM_JOB_PARTITION") != *" PreemptMode=CANCEL "* ]]
+    else
+        (( code == {RESUMABLE} || code == {_TOLD_TOO_EARLY} ))
+    fi
+}}"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions:
+    """What only Slurm is asked."""
+
+    partition: str | None = None
+    grace_seconds: int = 120
+    """How long before the end of its time a job is told, so that it can write a checkpoint."""
+    lines: tuple[str, ...] = ()
+    """Further `#SBATCH` lines, without that word."""
+
+
+def check_line(line: str) -> None:
+    """Refuse what would not be one option of sbatch.
+
+    Raises:
+        Misuse: It is no option, or more than one line.
+    """
+    if not line.startswith("-") or not line.isprintable():
+        raise Misuse(f"--sbatch {line!r} is no option of sbatch: write one line that begins with -, as --account=me")
+
+
+def script(job: Job, options: SlurmOptions) -> str:
+    """Return the batch script.
+
+    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint: the script asks for the job to be
+    queued again, and so it does when the job is preempted and ends in its grace time. Slurm itself does so when it
+    takes the job's nodes away at once. Either way the job has been started before, by Slurm's count, and goes on with
+    the run.
+    """
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# written by `dure submit --to slurm`",
+            *(f"#SBATCH {line}" for line in _options(job, options)),
+            "",
+            f"train=({_words(job.train_command(job.words))})",
+            "if (( ${SLURM_RESTART_COUNT:-0} > 0 )); then",
+            f"    train=({_words(job.train_command(job.resume_words))})",
+            "fi",
+            "",
+            _GOES_BACK,
+            "",
+            f'srun --wait={STRAGGLER_SECONDS} --kill-on-bad-exit=0{_cpus(job)} "${{train[@]}}"',
+            "code=$?",
+            "if goes_back; then",
+            '    echo "dure: job $SLURM_JOB_ID goes back into the queue and goes on later" >&2',
+            "    # Slurm ends this script now: an exit of its own could be taken for that of the next start",
+            "    # Incomplete: a job that was cancelled meanwhile stays cancelled",
+            f'    scontrol requeue Incomplete "$SLURM_JOB_ID" && exec sleep {REQUEUE_SECONDS}',
+            "fi",
+            "exit $code",
+            "",
+        ]
+    )
+
+
+def _words(command: Sequence[str]) -> str:
+    return " ".join(map(shell_word, command))
+
+
+def _options(job: Job, options: SlurmOptions) -> Sequence[str]:
+    lines = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.tasks_per_node}",
+    ]
+    if job.cpus_per_task is not None:
+        lines.append(f"--cpus-per-task={job.cpus_per_task}")
+    if job.gpus_per_task:
+        # per node: ranks of a node that see all of its devices can copy between them directly
+        lines.append(f"--gpus-per-node={job.gpus_per_task * job.tasks_per_node}")
+    if job.time_seconds is not None:
+        lines.append(f"--time={slurm_time(job.time_seconds)}")
+    if options.partition is not None:
+        lines.append(f"--partition={shell_word(options.partition)}")
+    lines += [
+        "--requeue",
+        f"--signal=USR1@{options.grace_seconds}",
+        "--open-mode=append",
+        f"--output={job.name}-%j.out",
+        f"--chdir={shell_word(job.folder)}",
+    ]
+    return [*lines, *options.lines]
+
+
+def _cpus(job: Job) -> str:
+    # srun of 22.05 and later does not take it over from the job
+    return "" if job.cpus_per_task is None else f" --cpus-per-task={job.cpus_per_task}"
+
+
+def submit(text: str) -> str:
+    """Hand a batch script to Slurm and return the job's number.
+
+    Raises:
+        EnvironmentLacks: There is no `sbatch`.
+        SubmissionRefused: Slurm does not take it.
+    """
+    said = run_command(["sbatch", "--parsable"], given=text, lacking="submit from a login node, or look at --dry-run")
+    return said.strip().partition(";")[0]

@@ -1,0 +1,110 @@
+"""Watches over calls of a loss: which plain state changes inside the model's own calls, and which outside of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dure.strategies.division.trial import is_equal
+from dure.strategies.state.containers import tensors_in
+from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.pieces import memory_of, version_of
+
+
+class StateOfModules:
+    """A context that notes which plain state and buffers of a model are changed outside of the model's own calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, Any] = {}
+
+    def __enter__(self) -> "StateOfModules":
+        self._begin()
+        self._handles = [
+            self._model.register_forward_pre_hook(lambda *_: self._take()),
+            self._model.register_forward_hook(lambda *_: self._begin()),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._take()
+
+    def _begin(self) -> None:
+        self._before = ObjectState({"model": self._model})
+        self._buffers = {name: (buffer, buffer.clone()) for name, buffer in self._model.named_buffers()}
+
+    def _take(self) -> None:
+        buffers = self._buffers.items()
+        self._found |= self._before.changed()
+        self._found |= {f"model.{name}": None for name, (now, before) in buffers if not is_equal(now, before)}
+
+    def changed(self) -> dict[str, Any]:
+        """Return what was changed by its path."""
+        return self._found
+
+
+class StateOfForward:
+    """A context that notes which plain state outside a model is changed within the model's own calls."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._model = model
+        self._objects = objects
+        self.changed: dict[str, Any] = {}
+
+    def __enter__(self) -> "StateOfForward":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin),
+            self._model.register_forward_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._before = ObjectState(self._objects)
+
+    def _end(self, *_: Any) -> None:
+        self.changed |= self._before.changed()
+
+
+class FedState:
+    """A context that notes which tensors that calls of the loss left in objects later ones hand to the model."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        self._model = model
+        self._objects = objects
+        self._first = {memory: version for memory, (_, version) in self._held().items()}
+        self.names: set[str] = set()
+
+    def __enter__(self) -> "FedState":
+        self._now = self._held()
+        self._handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            memory = memory_of(tensor)
+            if memory is not None and memory[:2] in self._now:
+                name, version = self._now[memory[:2]]
+                if self._first.get(memory[:2]) != version:
+                    self.names.add(name)
+
+    def _held(self) -> dict[Any, tuple[str, int]]:
+        """Return the names and versions of tensors in attributes of the objects, by their memory."""
+        return {
+            memory[:2]: (f"{root}.{name}", version_of(tensor))
+            for root, value in self._objects.items()
+            if not isinstance(value, nn.Module | Optimizer)
+            for name, attribute in getattr(value, "__dict__", {}).items()
+            if not isinstance(attribute, nn.Module)
+            for tensor in tensors_in(attribute)
+            if (memory := memory_of(tensor)) is not None
+        }

@@ -1,0 +1,510 @@
+"""Inspection of the task's loss on a few samples before training, for traits that make dividing a batch matter.
+
+Nothing is concluded from the classes of modules. The loss is called in a `Trial`, which leaves no trace, and whatever
+moved is noted: generators, buffers, parameters, plain state. Called on eight samples, and on the same eight in three
+parts, it shows whether it is a mean over samples.
+"""
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dure import torchcompat
+from dure.records.sums import Sum, exact_sum
+from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.contract.strategy import LossFunction
+from dure.strategies.division.trial import Trial, is_equal
+from dure.strategies.state.object_state import ObjectState
+from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
+from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
+
+NUM_SAMPLES = 8
+_PART_ENDS = (1 / 8, 1 / 2, 1)
+"""Ends of the parts that a group of samples is divided into."""
+_MOST_SECONDS = 5.0
+"""Time in which all of the inspection is expected to be done; if it is not, there is no second look."""
+_SLOWEST_CALL_SECONDS = 4.0
+"""Time of a call on half of the first samples, beyond which no further call is made."""
+_LATER_CALLS = 12
+"""Calls that are made before a second look at the loss, which may change its ways after a few."""
+_LATER_GROUPS = 3
+"""Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
+_WIDE_SAMPLES = 256
+"""Samples after these on which losses alone are compared, for what is rare: a mask that leaves out one in a hundred."""
+_WIDE_GROUP = 64
+"""Most of them at once."""
+MOST_SAMPLES = NUM_SAMPLES * (1 + _LATER_GROUPS) + _WIDE_SAMPLES
+"""First samples of which any are looked at."""
+_WIDE_SECONDS = 1.0
+"""Time in which comparisons of them begin."""
+_GRADIENT_SCALES = (2.0**-8, 2.0**8)
+"""Factors on a loss under which gradients are compared."""
+_QUANTILES = (0.03, 0.5)
+"""Fractions of a distribution below the constants that stand for random numbers: a rare event happens, or does not."""
+_LATER_SECONDS = 2.0
+"""Time in which the calls for a second look begin."""
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
+_OTHER_TOLERANCE = 5e-2
+
+
+class LossInspection:
+    """Calls of a task's loss on its first samples."""
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        model: nn.Module,
+        fetch: Callable[[Sequence[int]], Any],
+        objects: Mapping[str, object],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *,
+        is_exact: bool,
+        is_divided: bool = True,
+        most_at_once: int = _WIDE_GROUP,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            loss: Of the task.
+            model: Whole, on the device of the batches.
+            fetch: Returns the batch of some of the first samples, by their places in the order of training.
+            objects: What the loss may keep state in, by name.
+            autocast: The context of a forward pass.
+            is_exact: Whether forward passes are in full precision.
+            is_divided: Whether the loss will see batches in parts; only then there is a second look.
+            most_at_once: The samples that it will see at once, for which there is memory.
+        """
+        self._loss = loss
+        self._model = model
+        self._fetch = fetch
+        self._objects = objects
+        self._autocast = autocast
+        self._is_exact = is_exact
+        self._is_divided = is_divided
+        self._most_at_once = most_at_once
+        self._watches_writes = True
+        self._quantiles: tuple[float, ...] = ()
+        """Constants with which a loss that draws is compared; none where a call of it takes too long."""
+
+    def traits(self, num_samples: int) -> LossTraits:
+        """Call the loss and return what was seen; never raises what the loss raises, for training will.
+
+        Args:
+            num_samples: Samples that there are, at least 1.
+        """
+        started = time.monotonic()
+        few = min(num_samples, NUM_SAMPLES)
+        half = (few + 1) // 2
+        if opaque := ObjectState({**self._objects, "model": self._model}).opaque:
+            return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
+        try:
+            first = self._tried(range(half), as_in_training=True)
+        except Exception:
+            self._watches_writes = False
+            try:
+                first = self._tried(range(half), as_in_training=True)
+            except Exception as error:
+                why = f"the loss failed with {type(error).__name__} when it was tried"
+                return LossTraits(reason_unknown=why, has_failed=True)
+        seconds = time.monotonic() - started
+        is_quick, is_slow = seconds * 6 < _MOST_SECONDS, seconds > _SLOWEST_CALL_SECONDS
+        self._quantiles = _QUANTILES[: is_quick + (seconds * 30 < _MOST_SECONDS)]
+        unknown = f"one call of it on {half} samples takes {seconds:.0f} s, too long to try it on parts"
+        try:
+            started = time.monotonic()
+            second = self._tried(range(half, few), as_in_training=True) if few > half and not is_slow else first
+            seconds_each = (time.monotonic() - started) / half
+            tried = range(few if is_quick else half)
+            not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
+            later = self._later(num_samples) if is_quick and self._is_divided else _Later()
+        except Exception as error:  # more samples at once may take more memory than there is
+            why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
+            return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
+        buffers = first.buffers(self._model), second.buffers(self._model)
+        state = first.trial.state, second.trial.state
+        return LossTraits(
+            reason_unknown=unknown if is_slow and self._is_divided else None,
+            draws=first.trial.has_drawn or later.draws,
+            not_additive=not_additive
+            or later.not_additive
+            or (self._wide(NUM_SAMPLES * (1 + _LATER_GROUPS), num_samples, seconds_each) if is_quick else None),
+            learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
+            counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
+            changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
+            rebound_parameters=tuple(dict.fromkeys((*first.trial.rebound, *later.rebound))),
+            learned_writes=tuple(
+                name
+                for name, value in first.trial.parameters.items()
+                if second is not first and not is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
+            ),
+            repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
+            learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
+            counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
+            forward_state=first.forward_state,
+            hooked_parameters=tuple(self._hooked()),
+            fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
+            nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
+            sets_gradients=first.has_gradients,
+            module_state=later.module_state,
+            fed_state=later.fed,
+            left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
+            uses_gradients=not is_slow and self._uses_gradients(range(half), first),
+        )
+
+    def _hooked(self) -> Iterator[str]:
+        """Yield the parameters, and modules, with hooks that see gradients."""
+        for name, parameter in self._model.named_parameters():
+            if torchcompat.has_gradient_hooks(parameter):
+                yield name
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield name or type(module).__name__
+
+    def _failure_of_one(self) -> str | None:
+        try:
+            self._tried(range(1), as_in_training=True)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return None
+
+    def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
+        """Yield the parameters that a second call of the loss changes after the first one has."""
+        batches = self._fetch(places), self._fetch(places)
+        with silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
+            self._model.train()
+            with torch.no_grad():
+                for parameter in self._model.parameters():  # a teacher may begin as its pupil's copy
+                    if parameter.is_floating_point():
+                        parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
+            self._loss(self._model, batches[0])
+            once = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+            try:
+                self._loss(self._model, batches[1])
+            except Exception:
+                return  # training will meet it
+            for name, parameter in self._model.named_parameters():
+                if name in once and not is_equal(parameter.detach(), once[name]):
+                    yield name
+
+    def _is_nonlinear(self, places: Sequence[int], first: "_Tried") -> bool:
+        """Return whether a smaller or larger loss has other gradients than so many times those that it has."""
+        for scale in _GRADIENT_SCALES:
+            try:
+                scaled = self._tried(places, as_in_training=True, scale=scale).gradients
+            except Exception:
+                return False  # training will meet it
+            for name, gradient in first.gradients.items():
+                other = scaled.get(name)
+                size, tolerance = float(gradient.norm()), 10 * self._tolerance(gradient.dtype)
+                if other is not None and not float((other / scale - gradient).norm()) <= tolerance * size:
+                    return True
+        return False
+
+    def _uses_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
+        """Return whether the loss changes gradients that parameters have already, or is another one, or fails."""
+        try:
+            beside = self._tried(places, as_in_training=True, gradients=first.gradients)
+        except Exception:
+            return True
+        if beside.has_changed_gradients:
+            return True
+        if not self._is_other(first.value, beside.value):
+            return False
+        try:
+            return not self._is_other(first.value, self._tried(places, as_in_training=True).value)
+        except Exception:
+            return False  # it differs and fails as it likes
+
+    def _is_other(self, one: "_Value", other: "_Value") -> bool:
+        is_close = math.isclose(one.total, other.total, rel_tol=self._tolerance(one.dtype))
+        return not is_close and math.isfinite(one.total + other.total)
+
+    def _later(self, num_samples: int) -> "_Later":
+        """Look once more, at other samples and after some calls."""
+        deadline = time.monotonic() + _LATER_SECONDS
+        groups = [
+            range(begin, min(begin + NUM_SAMPLES, num_samples))
+            for begin in range(NUM_SAMPLES, NUM_SAMPLES * (1 + _LATER_GROUPS), NUM_SAMPLES)
+            if begin + 1 < num_samples
+        ] or [range(min(num_samples, NUM_SAMPLES))]
+        batches: list[Any] = []
+        found: dict[str, Any] = {}
+        while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
+            batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
+        written = Trial(self._model, self._objects, seed=1, watches_writes=False)
+        with silent(), written:
+            self._model.train()
+            fed = FedState(self._model, self._objects)
+            for batch in batches:
+                if time.monotonic() > deadline:
+                    break
+                with torch.enable_grad(), self._autocast(), StateOfModules(self._model) as modules, fed:
+                    self._loss(self._model, batch)
+                found |= modules.changed()
+            draws = self._tried(groups[0], as_in_training=True).trial.has_drawn
+            not_additive = None
+            for places in groups:
+                if not_additive is not None or time.monotonic() > deadline:
+                    break
+                not_additive = self._additivity(places)
+        return _Later(
+            draws,
+            not_additive,
+            tuple(found),
+            tuple(written.parameters),
+            tuple(written.rebound),
+            tuple(written.left),
+            tuple(sorted(fed.names)),
+        )
+
+    def _additivity(self, places: range) -> str | None:
+        """Return figures of a loss whose parts do not add up, or None."""
+        whole, *parts = (self._tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
+        if any(one.trial.has_drawn for one in (whole, *parts)):
+            return self._additivity_of_constants(places)
+        difference = self._difference(whole.value, [part.value for part in parts])
+        return difference or self._difference_of_gradients(whole, parts)
+
+    def _additivity_of_constants(self, places: range) -> str | None:
+        """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
+        for quantile in self._quantiles:
+            if (tried := self._tried_with_constants(places, quantile)) is None:
+                continue
+            whole, *parts = tried
+            if any(one.trial.has_drawn for one in (whole, *parts)):
+                return None  # by other means than torch's, so that it is another loss each time
+            difference = self._difference(whole.value, [part.value for part in parts])
+            if difference := difference or self._difference_of_gradients(whole, parts):
+                return f"{difference} (with constants for its random numbers)"
+        return None
+
+    def _tried_with_constants(self, places: range, quantile: float) -> "list[_Tried] | None":
+        """Try the loss of samples, and of their parts; None where it fails, for it was written for random numbers."""
+        try:
+            return [
+                self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
+                for part in (places, *_parts_of(places))
+            ]
+        except (Exception, TooManyDraws):
+            return None
+
+    def late_difference(self, num_samples: int) -> str | None:
+        """Compare the losses of samples with those of their parts, during the run; return figures, or None."""
+        return self._wide(0, num_samples, 0.0)
+
+    def _wide(self, begin: int, num_samples: int, seconds_each: float) -> str | None:
+        """Compare the loss of more samples with those of their parts, without gradients; return figures, or None.
+
+        Args:
+            begin: Place of the first of them.
+            num_samples: Samples that there are.
+            seconds_each: That a sample takes at most.
+        """
+        deadline = time.monotonic() + _WIDE_SECONDS
+        affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
+        size = min(_WIDE_GROUP, self._most_at_once, affordable)
+        if not self._is_divided or size < 2:
+            return None
+        end = min(num_samples, begin + _WIDE_SAMPLES)
+        try:
+            with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
+                self._set_modes(as_in_training=False)
+                for places in (range(at, min(at + size, end)) for at in range(begin, end - 1, size)):
+                    if time.monotonic() > deadline:
+                        break
+                    whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]
+                    if self._is_other(whole, again):
+                        break  # it draws, or follows what it keeps, which is looked for elsewhere
+                    if difference := self._difference(whole, parts):
+                        return difference
+        except Exception:
+            return None  # training will meet it, or there is no memory for so many
+        return None
+
+    def _difference(self, whole: "_Value", parts: "Sequence[_Value]") -> str | None:
+        """Return figures of a loss that differs from that of the parts, or None."""
+        if not (math.isfinite(whole.total) and math.isfinite(whole.items) and whole.items):
+            return None
+        total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
+        tolerance = self._tolerance(whole.dtype)
+        scale = exact_sum(abs(part.total) for part in parts)
+        if abs(whole.total - total) <= tolerance * scale and abs(whole.items - count) <= tolerance * abs(count):
+            return None
+        return (
+            f"it is {whole.total / whole.items:.6g} for {whole.num_samples} samples at once, and "
+            f"{total / count if count else math.nan:.6g} for the same samples in {len(parts)} parts"
+        )
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        rounding = _TOLERANCES.get(dtype, _OTHER_TOLERANCE) if self._is_exact else _OTHER_TOLERANCE
+        return max(rounding, tolerance_of(self._model, is_exact=self._is_exact))
+
+    def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
+        """Return figures of gradients that do not add up though their losses do, or None."""
+        tolerance = 10 * self._tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
+        for name, gradient in whole.gradients.items():
+            others = [part.gradients[name] for part in parts if name in part.gradients]
+            scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
+            difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
+            if math.isfinite(difference) and difference > tolerance * scale:
+                return (
+                    f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
+                    f"from the sum over {len(parts)} parts"
+                )
+        return None
+
+    def _tried(
+        self,
+        places: Sequence[int],
+        *,
+        as_in_training: bool,
+        gradients: Mapping[str, Tensor] | None = None,
+        scale: float = 1.0,
+        draws: AbstractContextManager[Any] | None = None,
+    ) -> "_Tried":
+        batch = self._fetch(places)
+        trial = Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes)
+        with silent(), trial, draws or contextlib.nullcontext():
+            self._set_modes(as_in_training=as_in_training)
+            for name, parameter in self._model.named_parameters():
+                parameter.grad = gradients[name].clone() if gradients and name in gradients else None
+            with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
+                result = self._loss(self._model, batch)
+            found = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+            tried = _Tried(
+                trial,
+                _Value.of(result, len(places)),
+                {},
+                tuple(state.changed),
+                has_gradients=gradients is None and bool(found),
+                has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
+            )
+            # in training too: hooks and recomputation may draw
+            tried.gradients.update(self._gradients(result, len(places), scale))
+            return tried
+
+    def _set_modes(self, *, as_in_training: bool) -> None:
+        """Put the model into training; unless all is to be as in training, what has words of its own stays out."""
+        self._model.train()
+        if not as_in_training:
+            for module in self._model.modules():
+                if isinstance(module, (torchcompat.BatchNorm, torchcompat.Dropout)):
+                    module.eval()
+
+    def _value(self, places: Sequence[int]) -> "_Value":
+        """Return the loss of some samples; to be called within a trial."""
+        batch = self._fetch(places)
+        with torch.enable_grad(), self._autocast():
+            return _Value.of(self._loss(self._model, batch), len(places))
+
+    def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:
+        """Return the gradients of a loss summed over its items, and scaled; none where it has none."""
+        total: Any = result.total * scale if isinstance(result, Sum) else result * (num_samples * scale)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        try:
+            total.backward()  # into `.grad`, for recomputation knows no other way
+        except Exception:
+            return {}  # training will meet it
+        named = self._model.named_parameters()
+        return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:
+    """Return the relative rounding of a loss: that of the coarsest numbers that it is computed from.
+
+    Args:
+        model: With the numbers.
+        is_exact: Whether forward passes are in full precision.
+    """
+    numbers = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    found = max((_TOLERANCES.get(dtype, _OTHER_TOLERANCE) for dtype in numbers), default=0.0)
+    return found if is_exact else _OTHER_TOLERANCE
+
+
+def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(is_equal(tensor, others[name]) for name, tensor in some.items())
+
+
+class _Later(NamedTuple):
+    """Findings of a second look at a loss."""
+
+    draws: bool = False
+    not_additive: str | None = None
+    module_state: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()
+
+
+class _Value(NamedTuple):
+    """Loss of some samples."""
+
+    total: float
+    items: float
+    """Items that the total is over."""
+    dtype: torch.dtype
+    num_samples: int
+
+    @classmethod
+    def of(cls, result: Any, num_samples: int) -> "_Value":
+        """Take what the task's loss returned."""
+        is_sum = isinstance(result, Sum)
+        loss = torch.as_tensor(result.total if is_sum else result).detach()
+        count = float(result.count) if is_sum else float(num_samples)
+        return cls(float(loss.double()) * (1.0 if is_sum else num_samples), count, loss.dtype, num_samples)
+
+
+class _Tried(NamedTuple):
+    """One call of the loss."""
+
+    trial: Trial
+    value: _Value
+    gradients: dict[str, Tensor]
+    forward_state: tuple[str, ...]
+    """Paths of plain state outside the model that its calls changed."""
+    has_gradients: bool
+    """Whether parameters, which had none, had gradients when the loss returned."""
+    has_changed_gradients: bool
+    """Whether the gradients that parameters had were others when it returned."""
+
+    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
+        known = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            if isinstance(module, torchcompat.BatchNorm)
+            for name, _ in module.named_buffers(recurse=False)
+        }
+        return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+def _parts_of(places: range) -> list[range]:
+    """Return a group of samples in three unequal parts, or two of a few."""
+    ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
+    starts = [places.start, *ends[:-1]]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    """Return whether something changed to the same value on other samples."""
+    if one is other or name not in other:
+        return False  # of one call alone there is no telling
+    is_tensor = isinstance(one[name], Tensor)
+    return is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Discard what a loss prints: it is to be seen once, in the step that it is of."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,159 @@
+"""What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.strategies.state.saved_state import StrategyState
+from dure.training.checkpoints.state import Snapshot
+from dure.training.checkpoints.store import Checkpoint
+from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
+from dure.training.session.session import Session
+from dure.training.task.identity import refusal
+
+_OWN = "strategy."
+"""Before the names of what a strategy keeps for one rank."""
+_STREAM = "stream"
+"""Under this name a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
+
+
+@dataclass
+class Progression:
+    """How far the run is, and what it carries from step to step and from attempt to attempt."""
+
+    samples_seen: int = 0
+    step: int = 0
+    best: dict[str, Any] | None = None
+    """The best evaluation so far: `metric`, `value`, `samples_seen`."""
+    best_before: dict[str, Any] | None = None
+    """The best before `best`, which holds again if no checkpoint of `best` comes about."""
+    evaluated_samples: int = -1
+    """Position of the last evaluation."""
+    loss_sum: float = 0.0
+    """Since the last evaluation, as is the count."""
+    loss_count: float = 0.0
+
+
+def captured(session: Session, progression: Progression) -> Snapshot:
+    """Return a session's state and its progression, for a checkpoint."""
+    return snapshot_of(session, progression, session.strategy.state_dict(), rank_state(session, is_thorough=True))
+
+
+def snapshot_of(
+    session: Session, progression: Progression, state: StrategyState, own: Mapping[str, Tensor]
+) -> Snapshot:
+    """Return a session's state as a snapshot.
+
+    Args:
+        session: Whose state it is.
+        progression: How far the run is.
+        state: Of its strategy.
+        own: The `rank_state`.
+    """
+    return Snapshot(
+        model=state.model,
+        optimizer=state.optimizer,
+        is_spread=state.is_spread,
+        steady=session.strategy.steady_names(),
+        extra={**plain_state(session, progression), "identity": session.identity.to_json()},
+        per_rank=own,
+    )
+
+
+def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
+    """Return what is the same on all ranks, no tensor, and may change from step to step."""
+    strategy = session.strategy
+    return {
+        "precision": strategy.precision.state(),
+        "expectation": strategy.expectation,
+        "progression": vars(progression).copy(),
+    }
+
+
+def rank_state(session: Session, *, is_thorough: bool = False) -> dict[str, Tensor]:
+    """Return what this rank alone has: its generators, and what its strategy keeps for it.
+
+    Args:
+        session: Whose state it is.
+        is_thorough: As `KeptState.look` takes it.
+    """
+    strategy = session.strategy
+    return {
+        **capture_random_state(strategy.devices),
+        _STREAM: _stream(strategy.random_stream),
+        **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
+        **session.kept.tensors(is_thorough=is_thorough),
+    }
+
+
+@functools.cache
+def _stream(number: int) -> Tensor:
+    return torch.tensor([number])
+
+
+def restore(session: Session, progression: Progression, checkpoint: Checkpoint) -> None:
+    """Put a session and its progression back to where they were captured.
+
+    Communication: one gathered JSON message.
+    """
+    strategy, group = session.strategy, session.group
+    _compare_identity(session, checkpoint)
+    strategy.load_state_dict(checkpoint)
+    strategy.precision.load_state(checkpoint.extra["precision"])
+    strategy.expectation = checkpoint.extra["expectation"]
+    for field, value in checkpoint.extra["progression"].items():
+        setattr(progression, field, value)
+    state = checkpoint.per_rank(group.world_size)
+    drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
+    kept = checkpoint.of_rank0() if state is None else state
+    if any(tensor.is_meta for tensor in kept.values()):
+        # snapshots in memory of several hosts bring each what its ranks need of weights and optimiser
+        session.kept.lost["plain state"] = "plain state of task and modules was in the memory of another host"
+    else:
+        session.kept.restore(kept)
+    # a generator whose draws cannot be continued begins anew from this position: all of them where there are other
+    # ranks, or ranks that draw otherwise together; one of a device that was not there
+    seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
+    generators = capture_random_state(strategy.devices).keys()
+    digest = "" if state is None else _digest(state[name] for name in generators if name in state)
+    said = group.all_gather_json([drew, strategy.random_stream, digest])
+    is_continued = state is not None and all(before == now for before, now, _ in said)
+    if strategy.draws and not is_continued:
+        session.notes.append(
+            f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
+        )
+    if state is not None and is_continued:
+        # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
+        are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
+        if strategy.draws or are_alike:
+            restore_random_state(state, strategy.devices)
+        own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
+        strategy.load_rank_state(own)
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _compare_identity(session: Session, checkpoint: Checkpoint) -> None:
+    """Refuse to go on with other code or data than those that a checkpoint was saved of.
+
+    Raises:
+        TaskInvalid: They differ, and that was not accepted.
+    """
+    changes = session.identity.changes_since(checkpoint.extra.get("identity", {}))
+    if not changes:
+        return
+    if not session.spec.accept_changes:
+        raise refusal(changes, f"checkpoint {checkpoint.name}")
+    session.notes.append(
+        f"changed at {checkpoint.position.samples_seen:,} samples, and accepted: {' and '.join(changes)}"
+    )

@@ -1,0 +1,335 @@
+"""A run's checkpoints as the run uses them: when to save, what to save, and where to go on."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+from dure.errors import DiskFull, GroupShrank, StateChanged
+from dure.records.leader_epoch import refuse_if_over
+from dure.records.run_dir import RunDir
+from dure.records.step_record import Metric
+from dure.strategies.state.checksum import checksum
+from dure.terminal import tell
+from dure.training.checkpoints.finite_check import finite_parameters
+from dure.training.checkpoints.rank_shard import share_of
+from dure.training.checkpoints.staging import HostCopies, steady_tensors
+from dure.training.checkpoints.state import Position, Snapshot
+from dure.training.checkpoints.store import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
+from dure.training.checkpoints.writer import MOST_OF_MEMORY
+from dure.training.run_state.capture import Progression, captured, restore
+from dure.training.run_state.snapshot_policy import MemorySaver
+from dure.training.seeds import seed_rank
+from dure.training.session.session import Session
+from dure.training.session.stop_request import StoppedAtOnce
+
+
+def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
+    return {name: asdict(metric) for name, metric in metrics.items()} if metrics else None
+
+
+class Saver:
+    """Saves and restores a session together with its progression.
+
+    One checkpoint at a time is on its way to the disk while training goes on. The next one waits for it, so does the
+    end of the run; the last one is written straight from the tensors, because nothing changes them any more.
+    """
+
+    def __init__(self, session: Session, run: RunDir, progression: Progression, event: Callable[..., None]) -> None:
+        self.session = session
+        self.run = run
+        self.progression = progression
+        self.event = event
+        fence = partial(refuse_if_over, run.path, session.place.epoch)
+        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn, fence)
+        minutes = session.spec.checkpoint_every_minutes
+        self.interval_seconds = None if minutes is None else minutes * 60
+        self.last_time = time.monotonic()
+        self.last_step = -1
+        self.last_samples = -1
+        self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
+        self.pending: PendingSave | None = None
+        self._watched: tuple[list[Tensor], int] | None = None
+        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
+        self._is_full_told = False
+        self._finite = finite_parameters(session.strategy.model)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all; another may after the first was lost."""
+        return self.session.group.rank == 0
+
+    def is_asking(self) -> bool:
+        """Whether this rank asks all to save, or to hear that the save under way has failed.
+
+        Only the first's clock is asked, so that clocks need not agree.
+        """
+        if self.pending is not None and self.pending.has_failed:
+            return True
+        if self.interval_seconds is None or not self.is_first or (self.pending is not None and self.pending.is_busy):
+            return False
+        return time.monotonic() - self.last_time >= self.interval_seconds
+
+    def save(self, metrics: Mapping[str, Metric] | None, *, is_last: bool = False) -> None:
+        """Save a checkpoint, unless this very position is saved already.
+
+        Args:
+            metrics: Of the last evaluation; they are kept if it was at this position.
+            is_last: Return only when it is on the disk, and let a full disk be an error.
+        """
+        now, strategy, group = self.progression, self.session.strategy, self.session.group
+        # one that all were waiting for when a rank was lost is begun again
+        is_beside = self.pending is None or self.pending.is_copied
+        if now.samples_seen == self.last_samples and not is_last and is_beside:
+            return
+        self.settle()
+        if now.samples_seen == self.last_samples:
+            return
+        started = time.perf_counter()
+        strategy.before_reading()
+        is_best = now.best is not None and now.best["samples_seen"] == now.samples_seen
+        is_evaluated = now.evaluated_samples == now.samples_seen
+        self.last_step, self.last_time = now.step, time.monotonic()
+        try:
+            pending = self.store.begin(
+                self._captured(),
+                Position(
+                    samples_seen=now.samples_seen,
+                    step=now.step,
+                    epoch=now.samples_seen // self.session.order.epoch_samples,
+                ),
+                group,
+                metrics=_plain(metrics) if is_evaluated else None,
+                is_best=is_best,
+                copies=None if is_last else self.copies,
+                on_saved=partial(self._say_saved, step=now.step, samples_seen=now.samples_seen, is_best=is_best),
+                started=started,
+            )
+        except DiskFull as error:
+            self._go_on_without(now.samples_seen, error, is_last=is_last)
+            return
+        self.pending, self.last_samples = pending, now.samples_seen
+        if pending.is_copied:
+            pending.start()
+            return
+        if self.copies is not None and not is_last:
+            self._give_up_copies(pending)
+        pending.write()
+        self.settle(is_last=is_last)
+
+    def prepare(self) -> None:
+        """Get the memory for copies early, beside the next steps: new pages cost more than the copying itself.
+
+        To be called once, after a first step, when the optimiser has its state.
+
+        Raises:
+            TaskInvalid: No checkpoint could hold the state: better now than at the end of the run.
+        """
+        session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
+        if not session.strategy.is_in_step:
+            return
+        share = share_of(self._captured(), session.group.rank)
+        epoch_samples = session.order.epoch_samples
+        until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint_every_samples or epoch_samples)
+        is_soon = spec.checkpoint_every_minutes is not None or until_next < session.total_samples - seen
+        if self.copies is None or not is_soon:
+            return
+        on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size
+        if on_this_host <= MOST_OF_MEMORY * psutil.virtual_memory().available:
+            self.copies.prepare(share)
+            watched = list(steady_tensors(share))
+            self._watched = (watched, checksum(watched)) if watched else None
+
+    def _captured(self) -> Snapshot:
+        return replace(captured(self.session, self.progression), finite=self._finite)
+
+    def before_change(self) -> float:
+        """Be done with reading what the optimiser's step is about to change; return the seconds that took.
+
+        To be called between each step's forward and backward and its optimiser. In the first one after `prepare`, what
+        is said to be steady is looked at: a task may change weights by itself, in its loss, and then they are copied
+        at once. Whether it did so later on shows by torch's count of changes.
+        """
+        if self._watched is None and (self.pending is None or self.pending.is_whole):
+            return 0.0
+        started = time.perf_counter()
+        if self._watched is not None and self.copies is not None:
+            watched, before = self._watched
+            self.copies.is_beside = checksum(watched) == before
+            self._watched = None
+        if self.pending is not None:
+            self.pending.complete_copy()
+        return time.perf_counter() - started
+
+    def settle(self, *, is_last: bool = False) -> bool | None:
+        """Wait for the save under way; return whether it is on the disk, and None when there is none.
+
+        There is none either if it was left out because what it copied did not stay as it was: now is the time for
+        another. All ranks call it at the same step, and get the same answer.
+
+        Args:
+            is_last: Whether a full disk is an error.
+        """
+        pending = self.pending
+        if pending is None:
+            return None
+        seen = pending.position.samples_seen
+        try:
+            saved = pending.settle(self.session.group)
+        except GroupShrank:
+            raise  # and again, without the rank that was lost
+        except DiskFull as error:
+            self.pending = None
+            self._go_on_without(seen, error, is_last=is_last)
+            return False
+        except StateChanged as error:
+            self.pending = None
+            self._forget(seen)
+            if self.copies is not None:
+                self.copies.is_beside = False
+            self.warn(f"{error}; from here on training waits for the copy of each")
+            return None
+        except BaseException:
+            self.pending = None
+            raise
+        self.pending = None
+        if saved is None:
+            self._forget(seen)
+            return False
+        self._is_full_told = False
+        return True
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Let go of threads and memory; by an error, complete the save under way, unless somebody is in a hurry."""
+        if self.pending is not None:
+            self.pending.leave(is_hurried=kind is not None and issubclass(kind, StoppedAtOnce))
+            self.pending = None
+        if self.copies is not None:
+            self.copies.close()
+
+    def _go_on_without(self, samples_seen: int, error: DiskFull, *, is_last: bool) -> None:
+        """Let training go on where a checkpoint found no room, and say so once."""
+        self._forget(samples_seen)
+        if is_last:
+            raise error
+        if not self._is_full_told:
+            self.warn(f"{error}; training goes on, and the next checkpoint is tried again")
+        self._is_full_told = True
+
+    def _forget(self, samples_seen: int) -> None:
+        """Take a checkpoint for one that was never begun: what it was the best of is not there."""
+        now = self.progression
+        self.last_samples, self.last_step = -1, now.step
+        if now.best is not None and now.best["samples_seen"] == samples_seen:
+            now.best = now.best_before
+
+    def _give_up_copies(self, pending: PendingSave) -> None:
+        if self.copies is not None:
+            self.copies.close()
+        self.copies = None
+        self.warn(
+            f"a copy of what a checkpoint holds would take {pending.memory_words} of memory that are free, so training "
+            "waits while checkpoints are written"
+        )
+
+    def _say_saved(self, saved: SavedCheckpoint, *, step: int, samples_seen: int, is_best: bool) -> None:
+        with suppress(DiskFull):  # it is saved all the same
+            self.event(
+                "checkpoint",
+                path=saved.path.name,
+                samples_seen=samples_seen,
+                step=step,
+                num_bytes=saved.num_bytes,
+                stall_seconds=saved.stall_seconds,
+                write_seconds=saved.write_seconds,
+                beside_bytes=saved.beside_bytes,
+                is_best=is_best,
+            )
+
+    def resume(self) -> None:
+        """Take up the newest good checkpoint, on every rank the same one, and undo the records of what came after."""
+        group = self.session.group
+        if self.is_first:
+            self.store.remove_leftovers()
+        found = self.store.newest_valid() if self.is_first else None
+        name = group.all_gather_json(None if found is None else found.name)[0]
+        if name is None:
+            seed_rank(self.session.spec.seed, self.session.strategy.random_stream)
+            if self.is_first and any(self.run.records(0)):
+                self.warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
+            elif self.is_first and not self.session.place.round and self.run.num_attempts() > 1:
+                self.warn("there is no checkpoint yet: the run starts from the beginning")
+        else:
+            self._load(name)
+        self._undo_records()
+
+    def go_on(self, memory: MemorySaver, trusted_samples: int | None = None) -> None:
+        """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none.
+
+        Args:
+            memory: Where the snapshots are.
+            trusted_samples: None of a later position is to be taken up; checkpoints are written of trusted ones only.
+        """
+        group = self.session.group
+        if trusted_samples is not None:
+            memory.forget_after(trusted_samples)
+            group.barrier()
+        found = memory.newest(self._has_records)
+        seen = -1 if found is None else found.position.samples_seen
+        is_taken = found is not None and (not self.is_first or self._newest_samples() <= seen)
+        if not group.all_gather_json(is_taken)[0] or found is None:
+            self.resume()
+            return
+        if self.is_first:
+            self.store.remove_leftovers()
+        memory.load(found)
+        self._drop_lost_best()
+        self._undo_records()
+        memory.take_at_once()
+
+    def newest_name(self) -> str | None:
+        """Return the name of the newest checkpoint, on the first rank."""
+        found = self.store.positions() if self.is_first else []
+        return found[0][0].name if found else None
+
+    def _drop_lost_best(self) -> None:
+        """Forget a best whose checkpoint was still being written when the ranks ended."""
+        best = self.progression.best
+        if best is None:
+            return
+        is_there = self.is_first and any(seen == best["samples_seen"] for _, seen in self.store.positions())
+        if not self.session.group.all_gather_json(is_there)[0]:
+            self.progression.best = self.progression.best_before
+
+    def _newest_samples(self) -> int:
+        return max((samples_seen for _, samples_seen in self.store.positions()), default=-1)
+
+    def _has_records(self, num_ranks: int, samples_seen: int) -> bool:
+        return all(self.run.last_samples(rank) >= samples_seen for rank in range(num_ranks))
+
+    def _undo_records(self) -> None:
+        if self.is_first:
+            if self.session.place.round and (repeated := self.run.last_samples(0) - self.progression.samples_seen) > 0:
+                self.event("repeated", samples=repeated, samples_seen=self.progression.samples_seen)
+            self.run.undo_records_after(self.progression.samples_seen)
+        self.session.group.barrier()
+
+    def _load(self, name: str) -> None:
+        session, now = self.session, self.progression
+        path, needs = self.run.checkpoints / name, session.strategy.needs()
+        checkpoint = Checkpoint.read(path, rank=session.group.rank, needs=needs)
+        restore(session, now, checkpoint)
+        self.last_samples = now.samples_seen
+        self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)
+
+    def warn(self, message: str) -> None:
+        """Say one sentence of what is wrong without ending the run, on the first rank, and write it down."""
+        with suppress(DiskFull):  # of which this may be the warning
+            self.event("warning", message=message)
+        if self.is_first:
+            tell(message)

@@ -1,0 +1,125 @@
+"""Which of the ranks that must hold the same holds something else, in which tensor, at which element.
+
+Ranks exchange checksums only, of ever smaller pieces: a tensor never travels.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.comm.groups import Group
+from dure.strategies.contract.replica_state import ReplicaState
+from dure.strategies.state.checksum import checksum
+
+_PIECES = 64
+"""Into which a tensor is cut in each round: five rounds find one of 10^9 elements."""
+_SHOWN_TENSORS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Replicas of one part of the state that are not the same."""
+
+    holders: tuple[int, ...]
+    """The ranks that hold the part."""
+    odd: tuple[int, ...]
+    """Those of them that differ from what more than half of them hold; empty where there is no such majority."""
+    tensors: tuple[str, ...]
+    """Names of those that differ."""
+    element: str
+    """The first element that differs, as `weight[3, 0]`; only the name where shapes differ."""
+    values: Mapping[int, str]
+    """What it is on each holder."""
+
+    def in_words(self, step: int) -> str:
+        """Say it, without a full stop."""
+        if self.odd:
+            others = [rank for rank in self.holders if rank not in self.odd]
+            verb = "hold" if len(self.odd) > 1 else "holds"
+            who = f"{_listed(self.odd)} {verb} other values than {_listed(others)} after step {step}"
+        else:
+            which = "of two nobody can say which are wrong" if len(self.holders) == 2 else "none are the majority's"
+            who = f"{_listed(self.holders)} hold different values after step {step}, and {which}"
+        shown = ", ".join(f"{value} on {_listed(ranks)}" for value, ranks in self._ranks_by_value().items())
+        more = ""
+        if also := self.tensors[1 : 1 + _SHOWN_TENSORS]:
+            rest = len(self.tensors) - 1 - len(also)
+            more = f" (also {', '.join(also)}{f' and {rest} more' if rest else ''})"
+        return f"{who}: {self.element} is {shown}{more}"
+
+    def _ranks_by_value(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for rank in sorted(self.values):
+            found.setdefault(self.values[rank], []).append(rank)
+        return found
+
+
+def common_parts(said: Sequence[str | None]) -> dict[str, list[int]]:
+    """Return the parts that several ranks hold, with these ranks, from what every rank says it holds."""
+    parts: dict[str, list[int]] = {}
+    for rank, part in enumerate(said):
+        if part is not None:
+            parts.setdefault(part, []).append(rank)
+    return {part: ranks for part, ranks in parts.items() if len(ranks) > 1}
+
+
+def minority(digests: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return the ranks whose digest is not that of more than half of them; none if no digest is."""
+    most, count = Counter(digests.values()).most_common(1)[0]
+    return tuple(rank for rank, digest in digests.items() if digest != most) if 2 * count > len(digests) else ()
+
+
+def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int, int]) -> Divergence:
+    """Find out what differs.
+
+    Args:
+        group: All ranks; every one takes part, also those that hold something else.
+        own: What this rank holds; None if it is no holder of the part.
+        digests: Of the part, by the ranks that hold it.
+
+    Communication: some gathered JSON messages, the first of about 100 bytes per tensor, the others of 1 KiB.
+    """
+    sums = None if own is None else {name: checksum([tensor]) for name, tensor in own.tensors.items()}
+    said = group.all_gather_json(sums)
+    holders = tuple(sorted(digests))
+    names = list(dict.fromkeys(name for rank in holders for name in said[rank]))
+    differing = tuple(name for name in names if len({said[rank].get(name) for rank in holders}) > 1)
+    first = differing[0]
+    tensor = None if own is None else own.tensors.get(first)
+    element, values = _first_element(group, tensor, holders)
+    return Divergence(
+        holders=holders,
+        odd=minority(digests),
+        tensors=differing,
+        element=f"{first}{element}",
+        values={rank: values[rank] for rank in holders},
+    )
+
+
+def _first_element(group: Group, tensor: Tensor | None, holders: Sequence[int]) -> tuple[str, list[str]]:
+    """Return the place of the first element that differs, as `[3, 0]`, and what every rank has there."""
+    flat = None if tensor is None else tensor.detach().reshape(-1)
+    said = group.all_gather_json(None if tensor is None else list(tensor.shape))
+    shapes = [said[rank] for rank in holders]
+    if any(shape != shapes[0] for shape in shapes):
+        return "", ["missing" if shape is None else f"of shape {shape}" for shape in said]
+    begin, end = 0, torch.Size(shapes[0]).numel()
+    while end - begin > 1:
+        length = -(-(end - begin) // _PIECES)
+        starts = range(begin, end, length)
+        sums = None if flat is None else [checksum([flat[at : min(at + length, end)]]) for at in starts]
+        said = group.all_gather_json(sums)
+        pieces = zip(*(said[rank] for rank in holders), strict=True)
+        begin = next((at for at, same in zip(starts, pieces, strict=True) if len(set(same)) > 1), begin)
+        end = min(begin + length, end)
+    values = group.all_gather_json(None if flat is None else repr(flat[begin].item()))
+    place = [int(index) for index in torch.unravel_index(torch.tensor(begin), shapes[0])] if shapes[0] else []
+    return str(place) if place else "", values
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

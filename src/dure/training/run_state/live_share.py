@@ -1,0 +1,221 @@
+"""The share of a checkpoint that this rank would write now, built again only where something in it has changed.
+
+Everything plain (positions, learning rates, what optimisers and modules keep beside tensors) is encoded as it is now.
+Tensors are those that are there now. What stays the same from step to step is their names and places.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from math import isfinite
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.documents import parse_json
+from dure.training.checkpoints.rank_shard import Share, share_of
+from dure.training.checkpoints.state_tree import encode
+from dure.training.objects.state_watch import StateWatch
+from dure.training.run_state.capture import Progression, plain_state, rank_state, snapshot_of
+from dure.training.session.session import Session
+from dure.training.snapshots.memory import ShareLayout
+
+_BUFFER = "buffer."
+"""Prefix of the names of buffers that each rank keeps for itself (BatchNorm's statistics between two broadcasts)."""
+_KIND = attrgetter("shape", "dtype")
+_FIXED = (int, float, bool, str, type(None))
+"""Types of which the same object is the same value."""
+_as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+class LiveShare:
+    """A rank's share of the state between two steps: layout, tensors and plain state."""
+
+    layout: ShareLayout
+    """Names and places of the tensors; the same object as long as they stay."""
+    tensors: list[Tensor]
+    """The tensors in the order of the layout; the same object as long as they stay in their memory."""
+    own: list[Tensor]
+    """The last ones, others each time: of this rank's generators, and what its strategy keeps for it."""
+    steady: list[bool]
+    """True for each tensor that only the optimiser's step changes."""
+    state: bytes
+    """`Share.state`: everything that is no tensor, as it is now."""
+
+    def __init__(self, session: Session, progression: Progression, *, is_whole: bool) -> None:
+        """Build the share for the first time.
+
+        Args:
+            session: Whose state it is.
+            progression: How far the run is.
+            is_whole: As `share_of` takes it.
+        """
+        self._session = session
+        self._progression = progression
+        self._is_whole = is_whole
+        self._build(rank_state(session), None)
+
+    def update(self) -> None:
+        """Bring everything up to now."""
+        own = rank_state(self._session)
+        strategy = self._session.strategy
+        is_same = _kinds(own) == self._own_kinds and self._watch.is_same(strategy.optimizer.param_groups)
+        plain = self._plain_now() if is_same else None
+        if plain is None:
+            self._build(own, self.layout)
+        else:
+            self.state, self.own = plain, [*own.values()]
+
+    def _build(self, own: dict[str, Tensor], before: ShareLayout | None) -> None:
+        session, strategy = self._session, self._session.strategy
+        state = strategy.own_state()
+        snapshot = snapshot_of(session, self._progression, state, own)
+        share = share_of(snapshot, session.group.rank, is_whole=self._is_whole)
+        share.per_rank = {**own_buffers(session), **own}
+        layout = ShareLayout(share, is_spread=snapshot.is_spread)
+        self.layout = before if before is not None and layout.is_like(before) else layout
+        tensors = share.tensors()
+        self.tensors, self.own = tensors[: len(tensors) - len(own)], tensors[len(tensors) - len(own) :]
+        self.steady, self.state = share.steadiness(), share.state
+        self._own_kinds = _kinds(own)
+        self._watch = StateWatch(strategy.model, strategy.stepped, strategy.optimizer.param_groups)
+        self._keep_constant(share)
+
+    def _keep_constant(self, share: Share) -> None:
+        """Encode once what stays the same as long as the watch sees no change."""
+        self._groups: list[tuple[str, _PlainText]] | None = None
+        self._extra, self._far = _PlainText(), _PlainText()
+        if not self._watch.is_plain or not share.state:
+            return
+        tree = parse_json(share.state, may_repeat_keys=True, most_depth=None)
+        optimizer = tree["optimizer"]
+        groups, state = optimizer.pop("groups"), _StateText.of(optimizer.pop("state"), self._live_state())
+        if state is not None and all("params" in group for group in groups):
+            self._groups = [(_as_json(group.pop("params")), _PlainText(group)) for group in groups]
+            self._state = state
+            model_extra, identity = _as_json(tree["model_extra"]), _as_json(tree["extra"]["identity"])
+            self._constant = f'{{"optimizer": {_as_json(optimizer)[:-1]}', model_extra, identity
+
+    def _live_state(self) -> list[dict[str, Any]]:
+        return [*self._session.strategy.stepped.state.values()]
+
+    def _plain_now(self) -> bytes | None:
+        """Return the plain state as it is now, or None where it has to be built again."""
+        if not self.state:
+            return b""
+        if self._groups is None:
+            return None
+        live = self._session.strategy.optimizer.param_groups
+        try:
+            groups = [
+                f'{{"params": {params}{text.now(group)}}}'
+                for (params, text), group in zip(self._groups, live, strict=True)
+            ]
+            state = self._state.now(self._live_state())
+        except TypeError:  # a tensor has its name in the whole
+            return None
+        optimizer, model_extra, identity = self._constant
+        plain = plain_state(self._session, self._progression)
+        progression = self._far.now(plain.pop("progression"))[2:]
+        extra = f'{{"progression": {{{progression}}}{self._extra.now(plain)}, "identity": {identity}}}'
+        return (
+            f'{optimizer}, "state": {{{state}}}, "groups": [{", ".join(groups)}]}}, '
+            f'"model_extra": {model_extra}, "extra": {extra}}}'
+        ).encode()
+
+
+class _PlainText:
+    """The JSON of a dictionary, of which only values that are other objects are encoded again."""
+
+    def __init__(self, keys: Iterable[str] | None = None) -> None:
+        """Name the keys that are encoded; None: all."""
+        self._keys = None if keys is None else [*keys]
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def now(self, values: Mapping[str, Any]) -> str:
+        """Return the members of the object, each with a comma in front.
+
+        Raises:
+            TypeError: A value is none that can be kept, or a tensor.
+        """
+        known = self._known
+        for key in values if self._keys is None else self._keys:
+            value = values[key]
+            before = known.get(key)
+            if before is None or value is not before[0] or type(value) not in _FIXED:
+                known[key] = value, f", {_as_json(key)}: {_text(value, key)}"
+        return "".join([text for _, text in known.values()])
+
+
+class _StateText:
+    """The JSON of the parameters' state in an optimiser: mostly tensors, whose names stay."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        """Constant texts before, between and after the plain values."""
+        self._plain: list[tuple[int, _PlainText, int]] = []
+        """Number of the parameter, text of its plain values, and characters to leave out in front where these come
+        first."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> "_StateText | None":
+        """Separate the plain values of saved state from the rest; None if it is not the live state, entry by entry."""
+        text, constant = cls(), ""
+        if len(saved) != len(live):
+            return None
+        for number, ((name, entry), values) in enumerate(zip(saved.items(), live, strict=True)):
+            if not isinstance(entry, dict) or entry.keys() != values.keys():
+                return None
+            plain = [key for key, value in values.items() if not isinstance(value, Tensor)]
+            members = {key: value for key, value in entry.items() if key not in plain}
+            constant += f"{', ' if number else ''}{_as_json(name)}: {_as_json(members)[:-1]}"
+            if plain:
+                text._parts.append(constant)
+                text._plain.append((number, _PlainText(plain), 0 if members else len(", ")))
+                constant = ""
+            constant += "}"
+        text._parts.append(constant)
+        return text
+
+    def now(self, live: Sequence[Mapping[str, Any]]) -> str:
+        """Return the members of the object."""
+        plain = [text.now(live[number])[begin:] for number, text, begin in self._plain]
+        return "".join(chain.from_iterable(zip(self._parts, [*plain, ""], strict=True)))
+
+
+def _text(value: Any, key: str) -> str:
+    kind = type(value)
+    if kind is int or (kind is float and isfinite(value)):
+        return repr(value)
+    return _as_json(encode(value, key))
+
+
+def own_buffers(session: Session) -> dict[str, Tensor]:
+    """Return the buffers that this rank has for itself: those of the first rank are the model's."""
+    if session.group.rank == 0:
+        return {}
+    model = session.strategy.model
+    kept = model.state_dict().keys()
+    return {f"{_BUFFER}{name}": buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def restore_own_buffers(session: Session, saved: Mapping[str, Tensor]) -> None:
+    """Put this rank's own buffers back."""
+    model = session.strategy.model
+    device = next((parameter.device for parameter in model.parameters()), None)
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                value = saved.get(f"{_BUFFER}{path}.{name}" if path else f"{_BUFFER}{name}")
+                if value is None:
+                    continue
+                if buffer is None or buffer.shape != value.shape:  # one that grew, or came on the way
+                    module._buffers[name] = value.to(device if buffer is None else buffer.device)
+                else:
+                    buffer.copy_(value)
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[Any]]:
+    return [*tensors], [*map(_KIND, tensors.values())]

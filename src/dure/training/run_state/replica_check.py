@@ -1,0 +1,197 @@
+"""Compares what ranks hold alike, from time to time and before every checkpoint: a flipped bit does not stay unnoticed.
+
+One number of each rank is exchanged: a checksum of its replica. What follows when they differ (decision 18): the run
+ends and names the rank, or all ranks go back to where they agreed, for what came after has the wrong rank's gradients
+in it.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from dure.errors import ReplicasDiverged, SpecInvalid
+from dure.strategies.state.checksum import checksum
+from dure.training.run_state.capture import Progression
+from dure.training.run_state.divergence import Divergence, common_parts, find_divergence
+from dure.training.session.session import Session
+
+MOST_FRACTION = 0.01
+"""Of the run's time that comparisons may take when nothing else is asked for."""
+_AIMED_FRACTION = 0.7 * MOST_FRACTION
+"""What the interval is chosen for: cost and steps are known to a third at best where others use the machine too."""
+_SLOWEST_GROWTH = 4
+"""From one interval to the next: one slow comparison must not be the reason for none in a long time."""
+_REMEMBERED = 5
+"""Comparisons whose cost decides about the next interval."""
+_CAUSE = (
+    "likelier than broken hardware is code that does something on some ranks only (under a condition on the rank, or "
+    "with draws, files or a clock of its own): run again, and if the same tensor differs at the same step it is the "
+    "code, if another does it is the hardware of a device; --check-replicas-every 1 tells the step exactly"
+)
+"""Of most divergences, and the way to tell."""
+_SETTINGS = ("check_replicas_every", "on_divergence")
+
+
+class Pace:
+    """After how many steps to compare again."""
+
+    def __init__(self, every: int | None) -> None:
+        """Take a given number of steps, or None for as many as keep it below `MOST_FRACTION` of the time."""
+        self.every = every or 1
+        self._is_given = every is not None
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def note(self, cost_seconds: float, step_seconds: float) -> None:
+        """Take note of what a comparison cost, and a step before it; all ranks are told the same."""
+        if self._is_given:
+            return
+        self._costs.append(cost_seconds)
+        needed = math.ceil(median(self._costs) / (_AIMED_FRACTION * max(step_seconds, 1e-6)))
+        self.every = max(1, min(needed, _SLOWEST_GROWTH * self.every))
+
+
+class ReplicaCheck:
+    """Compares the replicas of a session between steps."""
+
+    def __init__(
+        self,
+        session: Session,
+        progression: Progression,
+        event: Callable[..., None],
+        checkpoint: Callable[[], str | None],
+    ) -> None:
+        """Prepare; `begin` is called once the session is where it goes on.
+
+        Args:
+            session: Whose ranks are compared.
+            progression: Where they are.
+            event: Writes down an event, on the first rank.
+            checkpoint: Returns the name of the newest checkpoint, on the first rank.
+        """
+        spec, strategy = session.spec, session.strategy
+        self.session = session
+        self.progression = progression
+        self.event = event
+        self.checkpoint = checkpoint
+        self.heals = spec.on_divergence == "heal"
+        self.pace = Pace(spec.check_replicas_every)
+        knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_in_step
+        self.is_on = spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
+        self.agreed_samples = self.agreed_step = 0
+        """Where all agreed last."""
+        self.count = 0
+        self.seconds = 0.0
+        """That comparisons took, waiting for other ranks included."""
+        self._checked = self._next = -1
+        self._exchange_seconds = 0.0
+        self._begun = self._last = time.perf_counter()
+
+    def begin(self) -> None:
+        """Note where the ranks agree by having taken up the same state, and whether any hold the same.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            SpecInvalid: Comparisons were asked for, and no two ranks hold the same.
+        """
+        now, spec = self.progression, self.session.spec
+        self.agreed_samples, self.agreed_step = now.samples_seen, now.step
+        self._checked, self._next = now.step, now.step + self.pace.every
+        was_on = self.is_on
+        if self.is_on:
+            own = self.session.strategy.replica()
+            self.is_on = bool(common_parts(self.session.group.all_gather_json(None if own is None else own.part)))
+        is_asked_for = bool(spec.check_replicas_every) or self.heals
+        if is_asked_for and not self.is_on and self.session.group.world_size > 1:
+            why = "no two ranks hold the same in this layout" if was_on else "ranks are not in step with each other"
+            raise SpecInvalid(
+                [f"check_replicas_every or on_divergence is set, but {why}: there is nothing to compare; leave it out"]
+            )
+        self._begun = self._last = time.perf_counter()
+
+    def is_due(self) -> bool:
+        """Whether this boundary is one for a comparison."""
+        return self.is_on and self.progression.step >= self._next
+
+    def check(self, *, again: bool = False) -> None:
+        """Compare now, unless that was done after this very step.
+
+        Args:
+            again: Also if it was.
+
+        Communication: one gathered JSON message of 100 bytes.
+
+        Raises:
+            ReplicasDiverged: Ranks that must hold the same do not.
+        """
+        now, group = self.progression, self.session.group
+        if not self.is_on or (now.step == self._checked and not again):
+            return
+        begun = time.perf_counter()
+        step_seconds = (begun - self._last) / max(now.step - self._checked, 1)
+        own = self.session.strategy.replica()
+        digest = None if own is None else checksum(own.tensors.values())
+        summed = time.perf_counter()
+        said = group.all_gather_json(
+            {
+                "part": None if own is None else own.part,
+                "digest": digest,
+                "seconds": [summed - begun, self._exchange_seconds, step_seconds],
+            }
+        )
+        self._last = time.perf_counter()
+        self._exchange_seconds = self._last - summed
+        for part, ranks in common_parts([one["part"] for one in said]).items():
+            digests = {rank: said[rank]["digest"] for rank in ranks}
+            if len(set(digests.values())) > 1:
+                mine = own if own is not None and own.part == part else None
+                self._diverged(find_divergence(group, mine, digests))
+        self._agree(said)
+
+    def _agree(self, said: list[dict[str, Any]]) -> None:
+        now = self.progression
+        self.agreed_samples, self.agreed_step, self._checked = now.samples_seen, now.step, now.step
+        summing, exchanging, stepping = zip(*(one["seconds"] for one in said), strict=True)
+        # waiting for the last to come is counted too, though part of it would be waited for in the next step anyway
+        self.pace.note(max(map(sum, zip(summing, exchanging, strict=True))), min(stepping))
+        self._next = now.step + self.pace.every
+        self.count += 1
+        self.seconds += summing[self.session.group.rank] + self._exchange_seconds
+
+    def _diverged(self, found: Divergence) -> None:
+        now, run = self.progression, self.session
+        checkpoint = run.group.all_gather_json(self.checkpoint())[0]
+        said = found.in_words(now.step)
+        self.event(
+            "replicas_diverged",
+            step=now.step,
+            samples_seen=now.samples_seen,
+            agreed_step=self.agreed_step,
+            agreed_samples=self.agreed_samples,
+            ranks=list(found.odd),
+            holders=list(found.holders),
+            tensors=list(found.tensors),
+            element=found.element,
+            values={str(rank): value for rank, value in found.values.items()},
+            message=said,
+        )
+        seen = f"{said}; all agreed after step {self.agreed_step}"
+        if self.heals:
+            raise ReplicasDiverged(f"{seen}; {_CAUSE}", self.agreed_samples)
+        if checkpoint is None:
+            cure = "there is no checkpoint of before, so begin anew"
+        else:
+            cure = f"what was trained since is not to be trusted: go on from {checkpoint}, of before, with --resume"
+        raise ReplicasDiverged(f"{seen}; {_CAUSE}; {cure} (--on-divergence heal does that by itself)")
+
+    def close(self) -> None:
+        """Write down what the comparisons took of the time."""
+        if self.count:
+            spent = time.perf_counter() - self._begun
+            self.event(
+                "replicas_compared", count=self.count, every=self.pace.every, seconds=self.seconds,
+                fraction=self.seconds / spent,
+            )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Snapshots of a run in memory, step by step: after the death of a rank all go on from the step before it.
+
+What a rank puts there is what it would write of a checkpoint, so that a snapshot is taken up as one. Nothing is
+exchanged for it; only how often it is worth while is agreed on, at a few early steps and then ever more rarely.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import psutil
+from torch import Tensor
+
+from dure.strategies.state.checksum import checksum
+from dure.training.checkpoints.reader import checkpoint_of
+from dure.training.checkpoints.store import Checkpoint, Position
+from dure.training.run_state.capture import Progression, restore
+from dure.training.run_state.live_share import LiveShare, restore_own_buffers
+from dure.training.session.session import Session
+from dure.training.snapshots.device_copies import can_copy_beside
+from dure.training.snapshots.exchange import Found, Survey, collect
+from dure.training.snapshots.memory import (
+    MOST_PLACES,
+    NUM_PLACES,
+    Origin,
+    forget_after,
+    newest_common,
+    read_share,
+)
+from dure.training.snapshots.writer import SnapshotWriter
+from dure.units import format_bytes
+
+MOST_FRACTION = 0.02
+"""Of the run's time that snapshots may take when nothing else is asked for, …"""
+MOST_FOR_EVERY_STEP = 0.04
+"""… unless so much is enough for one after each step: then at most one step is ever done again."""
+MOST_OF_MEMORY = 0.5
+"""Of the host's free memory that they may take."""
+_FIRST_AGREEMENT = 8
+"""Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
+
+
+def steps_between(cost: float, step: float) -> int:
+    """Return how many steps of `step` seconds go by from one snapshot to the next, at `cost` seconds each."""
+    return 1 if cost <= MOST_FOR_EVERY_STEP * step else math.ceil(cost / (MOST_FRACTION * step))
+
+
+class MemorySaver:
+    """Takes snapshots of a session between steps, and gives back the newest that all ranks have."""
+
+    def __init__(
+        self,
+        session: Session,
+        progression: Progression,
+        descriptors: Sequence[int],
+        every: int | None,
+        warn: Callable[[str], None],
+        trusted_samples: Callable[[], int] | None = None,
+    ) -> None:
+        """Prepare to take snapshots; nothing is written yet.
+
+        Args:
+            session: What to take them of.
+            progression: Where it is.
+            descriptors: Of every rank of this host, the memory that the supervisor keeps; empty: none are taken.
+            every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
+            warn: Receives a sentence if there can be none.
+            trusted_samples: Tells up to where the run is known to be right: the newest snapshot of there is kept. None:
+                nobody will ask for it.
+        """
+        self._trusted_samples = trusted_samples
+        self._num_places = NUM_PLACES if trusted_samples is None else MOST_PLACES
+        self._warn = warn
+        self.session = session
+        self.progression = progression
+        self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
+        """Steps between two, at least, if nothing else is asked for. What is copied beside a step is whole in the next
+        one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
+        self.every = every or self._least
+        self._is_given = every is not None
+        self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
+        self._place = session.place
+        self._survey: Survey | None = None
+        self.must_take = False
+        """Whether a snapshot is to be taken before the first step: hosts have come that hold none."""
+        self._writer: SnapshotWriter | None = None
+        self._went_on_from: Position | None = None
+        self._share: LiveShare | None = None
+        self._steps = 0
+        self._next_agreement = _FIRST_AGREEMENT
+        self._seconds: list[float] = []
+        """That snapshots took since ranks agreed last, …"""
+        self._step_seconds: list[float] = []
+        """… and steps."""
+        self._is_beside: bool | None = None
+        """Whether tensors on devices are copied beside the next forward and backward; None before the first."""
+        self._watched: tuple[list[Tensor], int] | None = None
+        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
+
+    def is_due(self) -> bool:
+        """Whether this boundary is one for a snapshot; to be asked once at each.
+
+        Communication: at few steps, one gathered JSON message.
+        """
+        if not self._descriptors:
+            return False
+        if self._share is None and not self._has_room():
+            return False
+        self._steps += 1
+        if not self._is_given and self._steps == self._next_agreement:
+            self._agree()
+        return self._steps % self.every == 0
+
+    def _has_room(self) -> bool:
+        """Lay out the first snapshot, and take none at all where two of all ranks' would fill the host's memory.
+
+        Communication: one gathered JSON message.
+        """
+        # a host that is left alone must have all that ranks have alike
+        is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
+        self._share = LiveShare(self.session, self.progression, is_whole=is_whole)
+        mine = [self._place.rank.node_rank, self._share.layout.num_bytes, psutil.virtual_memory().available]
+        said = self.session.group.all_gather_json(mine)
+        nodes = {node: sum(one[1] for one in said if one[0] == node) for node, _, _ in said}
+        needed, free = self._num_places * max(nodes.values()), min(one[2] for one in said)
+        if needed <= MOST_OF_MEMORY * free:
+            return True
+        self._descriptors = ()
+        self._warn(
+            f"snapshots in memory would take {format_bytes(needed)} of the {format_bytes(free)} that are free, so none "
+            "are taken: after a failure the run goes on from its last checkpoint"
+        )
+        return False
+
+    def _agree(self) -> None:
+        cost = median(self._seconds) if self._seconds else 0.0
+        step = median(self._step_seconds) if self._step_seconds else 1.0
+        if self.every == 1:
+            step = max(step - cost, step / 10)  # it is a part of each
+        said = self.session.group.all_gather_json([cost, step])
+        self.every = max(self._least, steps_between(max(one[0] for one in said), min(one[1] for one in said)))
+        self._next_agreement *= 4
+        self._seconds.clear()
+        self._step_seconds.clear()
+        self._steps = 0
+
+    def take(self, settle: Callable[[], None]) -> None:
+        """Take a snapshot of this position.
+
+        Args:
+            settle: Writes out the records up to it, and waits for the steps that are launched.
+        """
+        settle()
+        begun = time.perf_counter()
+        now, session = self.progression, self.session
+        if self._writer is None:
+            rank = session.group.rank
+            origin = Origin(round=self._place.round, world_size=session.group.world_size, rank=rank)
+            self._writer = SnapshotWriter(self._own_descriptor, self._went_on_from, self._num_places, origin)
+        assert self._share is not None
+        self._share.update()
+        position = Position(
+            samples_seen=now.samples_seen, step=now.step, epoch=now.samples_seen // session.order.epoch_samples
+        )
+        trusted = None if self._trusted_samples is None else self._trusted_samples()
+        share = self._share
+        if self._is_beside is None:
+            self._watch(share)
+        steady = None
+        if self.every > 1:
+            steady = share.steady if self._is_beside else [False] * len(share.steady)
+        self._writer.write(share.layout, share.tensors, share.state, position, trusted, steady, share.own)
+        self._seconds.append(time.perf_counter() - begun)
+
+    def _watch(self, share: LiveShare) -> None:
+        """Note what is said to change in the optimiser's step only, where copies beside training depend on that."""
+        self._is_beside = False
+        steady = zip(share.tensors, share.steady, strict=False)
+        watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]
+        self._watched = (watched, checksum(watched)) if watched else None
+
+    def before_change(self) -> float:
+        """Be done with copying what the optimiser's step is about to change; return the seconds that took.
+
+        To be called between each step's forward and backward and its optimiser. In the first after a snapshot what is
+        said to change in the optimiser's step only is looked at: a task may change weights by itself, in its loss.
+        """
+        if self._watched is None and (self._writer is None or self._writer.is_complete):
+            return 0.0
+        begun = time.perf_counter()
+        if self._watched is not None:
+            watched, before = self._watched
+            self._is_beside, self._watched = checksum(watched) == before, None
+        if self._writer is not None and not self._writer.complete():
+            self._is_beside = False  # that one is lost, and the others wait
+        waited = time.perf_counter() - begun
+        if self._seconds:
+            self._seconds[-1] += waited
+        return waited
+
+    def note(self, step_seconds: float) -> None:
+        """Take in how long a step has lasted."""
+        if self._descriptors and not self._is_given:
+            self._step_seconds.append(step_seconds)
+
+    # taking one up
+
+    @property
+    def _own_descriptor(self) -> int:
+        return self._descriptors[self._place.rank.local_rank]
+
+    def forget_after(self, samples_seen: int) -> None:
+        """Forget this rank's snapshots of later positions; every rank does, before any goes on."""
+        if self._descriptors:
+            forget_after(self._own_descriptor, samples_seen)
+
+    def newest(self, has_records: Callable[[int, int], bool]) -> Found | None:
+        """Return the newest snapshot that all can go on from; the same on every rank.
+
+        Args:
+            has_records: Whether the records of so many ranks reach a position, in samples: of a host that is gone, the
+                last may be missing. Asked on the first rank.
+
+        Communication: on several hosts, two gathered JSON messages.
+        """
+        if not self._place.is_on_several_hosts:
+            found = newest_common(self._descriptors)
+            return None if found is None else Found(position=found, round=-1, world_size=len(self._descriptors))
+        if not self._descriptors:
+            return None
+        group = self.session.group
+        self._survey = Survey(group, self._place, self._own_descriptor)
+        found_all, chosen = self._survey.candidates(), 0
+        if group.rank == 0:
+            known = (n for n, one in enumerate(found_all) if has_records(one.world_size, one.position.samples_seen))
+            chosen = next(known, 0)
+        chosen = group.all_gather_json(chosen)[0]
+        return found_all[chosen] if found_all else None
+
+    def load(self, found: Found) -> None:
+        """Put the session back to a snapshot.
+
+        Communication: one gathered JSON message; on several hosts, shares that one of them has not.
+        """
+        if self._survey is None:
+            checkpoint = self._read(found.position)
+        else:
+            needs = self.session.strategy.needs()
+            checkpoint = collect(self.session.group, self._place, self._descriptors, self._survey, found, needs)
+            self.must_take = not self._survey.is_everybodys(found)
+        restore(self.session, self.progression, checkpoint)
+        restore_own_buffers(self.session, checkpoint.per_rank(self.session.group.world_size) or {})
+        self._went_on_from = found.position
+
+    def take_at_once(self) -> None:
+        """Take a snapshot before the first step, where there is room: hosts that came hold none yet.
+
+        Communication: one gathered JSON message.
+        """
+        if self.must_take and self._descriptors and self._has_room():
+            self.take(lambda: None)
+        self.must_take = False
+
+    def _read(self, position: Position) -> Checkpoint:
+        shares = [read_share(descriptor, position).share for descriptor in self._descriptors]
+        return checkpoint_of(shares, position, self.session.group.rank)

@@ -1,0 +1,1 @@
+"""One training's objects on a rank: model, data, order of samples, evaluation."""

@@ -1,0 +1,285 @@
+"""Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.errors import DataInvalid, TaskInvalid
+from dure.records.step_record import Metric
+from dure.records.sums import Sum, exact_sum
+from dure.strategies.contract.batches import to_device
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.device_threads import DeviceThreads
+from dure.terminal import tell
+from dure.training.session.loader import FetchRequest, Loader
+from dure.training.session.metric_checks import check_count, check_name, check_sum, doubt
+from dure.training.task.task import Task
+
+_MOST_SAMPLES_PER_BATCH = 256
+_LEAST_BATCHES = 16
+
+
+def evaluation_batch_size(num_samples: int, asked: int | None) -> int:
+    """Return the samples per evaluation batch: never a function of the number of ranks.
+
+    The same batches at any world size make every batch's float32 arithmetic the same too. Sixteen batches or more
+    spread evenly over a few ranks.
+    """
+    if asked is not None:
+        return asked
+    return max(1, min(_MOST_SAMPLES_PER_BATCH, math.ceil(num_samples / _LEAST_BATCHES)))
+
+
+def evaluate(
+    task: Task,
+    strategy: Strategy,
+    loader: Loader,
+    *,
+    num_samples: int,
+    batch_size: int,
+    has_metrics: bool = True,
+    on_batch: Callable[[], None] = lambda: None,
+) -> dict[str, Metric]:
+    """Evaluate loss and metrics over all samples of the evaluation data.
+
+    Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `exact_sum`, whose
+    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
+    random numbers come from its own seed, and those of training go on as if there had been no evaluation.
+
+    Args:
+        task: With loss and metrics.
+        strategy: With the models.
+        loader: Of the data.
+        num_samples: That there are, or the first so many.
+        batch_size: Of each batch but the last.
+        has_metrics: Whether the task's metrics are asked for, too.
+        on_batch: Called before each batch.
+
+    Returns:
+        `loss` and the task's metrics, each a value and the count it was divided by.
+
+    Communication: one gathered JSON message of every batch's sums, about 40 bytes per batch and metric.
+    """
+    strategy.before_reading()
+    models = strategy.evaluation_models()
+    counts = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
+    mine = _batches_of(strategy, len(counts))
+    requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
+    sums: list[dict[str, Sum]] = []
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    devices = strategy.devices[: len(models)]
+    with ExitStack() as stack:
+        stack.enter_context(kept_global_randomness(*devices))
+        stack.callback(_put_back, strategy, models, modes)
+        calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
+        for model in models if strategy.takes_samples else ():  # a server has no whole model
+            strategy.computed(model.eval)
+        stack.enter_context(torch.no_grad())
+        batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
+        for together in _grouped(zip(mine, batches, strict=True), len(models)):
+            on_batch()
+            places = zip(models, devices, together, strict=False)
+            calls = [
+                (i, _evaluation_call(task, strategy, model, device, *b, has_metrics=has_metrics))
+                for model, device, (i, b) in places
+            ]
+            sums.extend(calls_on_devices.run(calls))
+    counted = sums[: _num_own(strategy, len(counts))]
+    plain = [
+        {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
+        for batch in counted
+    ]
+    everyones = [batch for rank in strategy.group.all_gather_json(plain) for batch in rank]
+    metrics = _combined(everyones)
+    if strategy.group.rank == 0:
+        _say_doubts(task, everyones, num_samples)
+    return metrics
+
+
+def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put modules back into their modes, by `train`, which some do work in (LoRA takes its merged weights apart)."""
+    before = {id(module): mode for module, mode in modes}
+    for model in models if strategy.takes_samples else ():
+        strategy.computed(model.train, before[id(model)])
+    for module, mode in modes:
+        if module.training is not mode:
+            module.training = mode
+
+
+_doubted: set[tuple[int, str]] = set()
+"""Metrics that were told of, by their task's identity: a task need not be hashable."""
+
+
+def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
+    """Tell people, once per metric, of a value that it can hardly have."""
+    for name in sorted({name for batch in batches for name in batch}):
+        words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
+        if words is not None and (id(task), name) not in _doubted:
+            _doubted.add((id(task), name))
+            tell(words)
+
+
+def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
+    """Refuse a metric whose totals add up over batches though its counts do not: nothing is a mean of that.
+
+    Args:
+        at_once: Metrics of some samples in one batch.
+        in_parts: Metrics of the same samples in several.
+        num_samples: How many they are.
+
+    Raises:
+        TaskInvalid: Such a count is of batches. It is right beside a total that is a mean over its batch.
+    """
+    for name, metric in at_once.items():
+        parts = in_parts.get(name, metric)
+        totals = metric.value * metric.count, parts.value * parts.count
+        is_total_additive = totals[0] != 0 and math.isclose(*totals, rel_tol=1e-3)
+        if name != "loss" and is_total_additive and not math.isclose(parts.count, metric.count, rel_tol=1e-5):
+            raise TaskInvalid(
+                f"the task's metric {name} counts {metric.count:g} over {num_samples} samples at once and "
+                f"{parts.count:g} over the same in two batches: a dure.Sum is a total over items and the number of "
+                "these items, such as dure.Sum(is_correct.sum(), len(is_correct))"
+            )
+
+
+class _SeededCalls:
+    """Runs one call per device at once, each with random numbers of its own batch."""
+
+    def __init__(self, devices: Sequence[torch.device], seed: int) -> None:
+        self._devices = devices
+        self._seed = seed
+        self._one_by_one = DeviceThreads(devices, in_order=True)
+        self._together: DeviceThreads | None = None
+        self._is_first = True
+
+    def run(self, calls: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+        """Run the calls of some batches, given by number; return their results in order."""
+        drew: list[bool] = []
+
+        def seeded(number: int, call: Callable[[], Any], device: torch.device) -> Any:
+            seed_draws(device, self._seed, number)
+            if not self._is_first:
+                return call()
+            before = GeneratorStates.now(device)
+            result = call()
+            drew.append(not GeneratorStates.now(device).is_same_as(before))
+            return result
+
+        threads = self._together or self._one_by_one
+        pairs = zip(calls, self._devices, strict=False)
+        results = threads.run([partial(seeded, number, call, device) for (number, call), device in pairs])
+        if self._is_first and len(set(self._devices)) > 1 and not any(drew):
+            # virtual devices have nothing to gain; threads share generators, so those who draw go one after the other
+            self._together = DeviceThreads(self._devices, in_order=False)
+        self._is_first = False
+        return results
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._together is not None:
+            self._together.close()
+
+
+def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
+    """Return the batches that this rank evaluates; where all must take part in each forward, some of them in vain."""
+    if not strategy.takes_samples:
+        return []
+    mine = list(range(strategy.data_rank, num_batches, strategy.data_world_size))
+    most = math.ceil(num_batches / strategy.data_world_size)
+    return mine + [0] * (most - len(mine)) if strategy.evaluates_together else mine
+
+
+def _num_own(strategy: Strategy, num_batches: int) -> int:
+    """Return how many of them count: of ranks that share their samples only the first's do."""
+    return len(range(strategy.data_rank, num_batches, strategy.data_world_size)) if strategy.leads_share else 0
+
+
+def _evaluation_call(
+    task: Task,
+    strategy: Strategy,
+    model: nn.Module,
+    device: torch.device,
+    batch: Any,
+    num_samples: int,
+    *,
+    has_metrics: bool,
+) -> Callable[[], dict[str, Sum]]:
+    def call() -> dict[str, Sum]:
+        with strategy.precision.autocast():
+            there = to_device(batch, device)
+            loss = strategy.computed(task.loss, model, there)
+            if not isinstance(loss, Sum):
+                loss = _mean_as_sum(loss, num_samples)
+            measured = strategy.computed(task.metrics, model, there) if has_metrics else {}
+        if not isinstance(measured, dict):
+            raise TaskInvalid(f"the task's metrics returned {measured!r:.80}: return a dict of dure.Sum(total, count)")
+        if wrong := [name for name, value in measured.items() if not isinstance(value, Sum)]:
+            raise TaskInvalid(
+                f"the task's metrics returned {measured[wrong[0]]!r:.80} as {wrong[0]!r:.40}: return the total over "
+                "the batch and what it counts, such as dure.Sum(correct.sum(), len(correct)), for batches may differ "
+                "in size"
+            )
+        for name, value in measured.items():
+            check_name(name)
+            check_sum(name, value)
+        if "loss" in measured:
+            raise TaskInvalid("the task's metrics returned one named loss, as the task's own loss is: rename it")
+        return {"loss": loss, **measured}
+
+    return call
+
+
+def _mean_as_sum(loss: object, num_samples: int) -> Sum:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)[:80]
+        hint = " (its mean, say)" if isinstance(loss, Tensor) else ", with a return statement" if loss is None else ""
+        raise TaskInvalid(
+            f"the task's loss returned {seen} in an evaluation: return a scalar tensor{hint}, or dure.Sum(total, count)"
+        )
+    return Sum((loss if loss.device.type == "mps" else loss.double()) * num_samples, num_samples)
+
+
+def _combined(batches: Sequence[dict[str, tuple[float, float]]]) -> dict[str, Metric]:
+    names = list(dict.fromkeys(name for batch in batches for name in batch))
+    metrics = {}
+    for name in names:
+        total = exact_sum(batch[name][0] for batch in batches if name in batch)
+        count = exact_sum(batch[name][1] for batch in batches if name in batch)
+        if count == 0:
+            raise DataInvalid(f"the evaluation metric {name} has a count of 0 over all samples: nothing to divide by")
+        metrics[name] = Metric(value=total / count, count=int(count) if count.is_integer() else count)
+    return metrics
+
+
+def _numbers(name: str, measured: Sum) -> tuple[float, float]:
+    return _number(measured.total), check_count(name, _number(measured.count))
+
+
+def _number(value: "Tensor | float") -> float:
+    if isinstance(value, Tensor) and value.dim():
+        raise TaskInvalid(
+            f"a dure.Sum of the evaluation holds a tensor of shape {tuple(value.shape)}: give it scalars, one Sum for "
+            "each number"
+        )
+    try:
+        return float(value.detach().double().cpu().item() if isinstance(value, Tensor) else value)
+    except OverflowError as error:
+        raise TaskInvalid("a dure.Sum of the evaluation holds an integer that no float holds: scale it") from error
+
+
+def _grouped(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    group: list[Any] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group

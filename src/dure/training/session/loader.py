@@ -1,0 +1,301 @@
+"""From data indices to batches on a device, the same on any number of ranks and loader workers."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from dure.data import TensorData
+from dure.data.randomness import GeneratorStates, at_epoch, kept_global_randomness, seed_for_batch, seed_for_sample
+from dure.errors import DataInvalid
+from dure.process.parent_death import die_with_parent
+from dure.process.stop_signals import STOP_SIGNALS
+from dure.strategies.contract.batches import map_tensors, to_device
+from dure.strategies.state.containers import tensors_in
+from dure.training.session.odd_samples import odd_samples
+from dure.training.task.task import Task
+
+NO_BATCH = object()
+"""What a rank that takes no samples gets in the place of a batch."""
+
+_PROBED_FETCHES = 8
+_MOST_NAMED = 64
+
+
+class FetchRequest(NamedTuple):
+    """Samples to be fetched as one batch. It is what the sampler hands to a loader worker."""
+
+    epoch: int
+    indices: np.ndarray
+    """Data indices `(B,)`."""
+
+
+def check_dataset(data: Any, source: str) -> None:
+    """Refuse what a run cannot be defined on.
+
+    Raises:
+        DataInvalid: Iterable-style, without a length, or empty.
+    """
+    kind = type(data).__name__
+    if isinstance(data, IterableDataset):
+        raise DataInvalid(
+            f"{source} returned {kind}, an IterableDataset: a stream has no sample indices, so its order cannot be "
+            "kept the same at another number of ranks; give a map-style dataset (__len__ and __getitem__)"
+        )
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataInvalid(f"{source} returned {kind}: give a map-style dataset (__len__ and __getitem__)")
+    if len(data) == 0:
+        raise DataInvalid(
+            f"{source} returned an empty dataset ({kind}): there is nothing to use; check its path or filter"
+        )
+
+
+class SampleFetch(Dataset[Any]):
+    """Fetches batches so that what is drawn for a sample depends on (seed, epoch, sample index) alone.
+
+    What `collate` draws depends on the seed, the epoch and the batch's samples: not on loader processes, restarts or
+    what was drawn before, but on how the global batch is divided.
+
+    Data sets with a batched `__getitems__` are asked once per batch. Whether such a call draws from the global
+    generators (a `Subset` over random transforms does) is probed on the first fetches and at every power of two; if it
+    does, this and all later batches are fetched sample by sample, each under its own seed.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
+        self.data = data
+        self.collate = collate
+        self.seed = seed
+        self.columns = _plain_columns(data, collate)
+        self.is_batched = hasattr(data, "__getitems__")
+        self.has_collate_drawn = False
+        """Whether `collate` was seen to draw random numbers in this process."""
+        self._num_fetches = 0
+
+    def __getitems__(self, request: FetchRequest) -> Any:
+        """Fetch one batch."""
+        if self.columns is not None:
+            rows = torch.from_numpy(request.indices)
+            return tuple([column.index_select(0, rows) for column in self.columns])
+        self._num_fetches += 1
+        if self.is_batched:
+            if not self._is_probed():
+                return self._fetch_batched(request)
+            with kept_global_randomness():
+                seed_for_sample(0, 0, 0)
+                before = _next_draws()
+                seed_for_sample(0, 0, 0)
+                batch = self._fetch_batched(request)
+                if _next_draws() == before:
+                    return batch
+            self.is_batched = False
+        return self._fetch_one_by_one(request)
+
+    def _fetch_batched(self, request: FetchRequest) -> Any:
+        indices = request.indices.tolist()
+        with at_epoch(self.seed, request.epoch), _naming("fetching", indices):
+            fetched = self.data.__getitems__(indices)
+        return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
+
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        with kept_global_randomness(), at_epoch(self.seed, 0):
+            seed_for_sample(self.seed, 0, index)
+            return self.data[index]
+
+    def _fetch_one_by_one(self, request: FetchRequest) -> Any:
+        samples = []
+        indices = request.indices.tolist()
+        with kept_global_randomness(), at_epoch(self.seed, request.epoch):
+            for index in indices:
+                seed_for_sample(self.seed, request.epoch, index)
+                with _naming("fetching", [index]):
+                    samples.append(self.data[index])
+        return self._collate(samples, indices, request.epoch)
+
+    def _collate(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
+        if _is_default(self.collate):  # which draws nothing, and seeding takes longer than a small batch
+            with _naming("collating", indices, samples):
+                return self.collate(samples)
+        with kept_global_randomness(), _naming("collating", indices, samples):
+            seed_for_batch(self.seed, epoch, indices)
+            before = GeneratorStates.now() if self._is_probed() else None
+            batch = self.collate(samples)
+            if before is not None and not GeneratorStates.now().is_same_as(before):
+                self.has_collate_drawn = True
+            return batch
+
+    def _is_probed(self) -> bool:
+        """Whether this fetch is one of those in which draws are looked for: the first ones, and every power of two."""
+        fetches = self._num_fetches
+        return fetches <= _PROBED_FETCHES or not fetches & (fetches - 1)
+
+
+@contextmanager
+def _naming(doing: str, indices: Sequence[int], samples: Sequence[Any] = ()) -> Iterator[None]:
+    """Say in the traceback with which samples it failed, and which of them are unlike the others."""
+    try:
+        yield
+    except Exception as error:
+        named = ", ".join(map(str, indices[:_MOST_NAMED]))
+        more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
+        error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
+        with suppress(Exception):  # samples of a class of their own, of which only the task's error counts
+            if samples and (text := odd_samples(samples, indices)) is not None:
+                error.add_note(text)
+        raise
+
+
+def _plain_columns(data: Any, collate: Callable[[Sequence[Any]], Any]) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of data that is nothing but tensors in host memory: a batch of it is one index operation."""
+    is_plain = (type(data) is TensorDataset and _is_default(collate)) or (
+        type(data) is TensorData and data.transform is None
+    )
+    if is_plain and all(column.device.type == "cpu" and not column.is_sparse for column in data.tensors):
+        return cast(Sequence[torch.Tensor], data.tensors)
+    return None
+
+
+def _is_default(collate: Callable[[Sequence[Any]], Any]) -> bool:
+    return getattr(collate, "__func__", None) is Task.collate
+
+
+def _next_draws() -> tuple[float, float, int]:
+    return random.random(), float(np.random.random()), int(torch.randint(2**31, (1,)))
+
+
+class Loader:
+    """Turns requests into batches on the device, in order, with or without loader processes."""
+
+    def __init__(self, fetch: SampleFetch, device: torch.device, num_workers: int) -> None:
+        self._fetch = fetch
+        self._device = device
+        self._num_workers = num_workers
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self._fetch.seed
+
+    @property
+    def data(self) -> Any:
+        """The data set."""
+        return self._fetch.data
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether loader processes fetch, each from a copy of the data set."""
+        return self._num_workers > 0
+
+    @property
+    def has_collate_drawn(self) -> bool:
+        """Whether `collate` was seen to draw random numbers in this process."""
+        return self._fetch.has_collate_drawn
+
+    def sample(self, index: int) -> Any:
+        """Return one sample as it is in the first epoch, not collated."""
+        return self._fetch.sample(index)
+
+    def without_data(self) -> "Loader":
+        """Return a loader for a rank that takes no samples: its batches are empty hands."""
+        return _EmptyHanded(self._fetch, self._device, 0)
+
+    def without_workers(self) -> "Loader":
+        """Return a loader of the same data that fetches in this process."""
+        return Loader(self._fetch, self._device, 0)
+
+    def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        """Yield one batch per request."""
+        host_batches = self._with_workers(requests) if self._num_workers else map(self._fetch.__getitems__, requests)
+        if self._device.type == "cpu":
+            return iter(host_batches)
+        if self._device.type == "cuda":
+            return _copied_ahead(host_batches, self._device)
+        return (to_device(batch, self._device) for batch in host_batches)
+
+    def _with_workers(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        loader = DataLoader(
+            self._fetch,
+            batch_sampler=cast(Any, _Requests(requests)),
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=partial(_begin_loading, os.getpid()),
+            pin_memory=self._device.type == "cuda",
+            # whatever the program or Python 3.14 prefers: data need not be picklable, a fork server is not the rank's
+            # child, and a fresh interpreter could not import the task's file by the name that it has here
+            multiprocessing_context="fork",
+            # by default it draws its workers' seeds from the generator that dropout draws from
+            generator=torch.Generator().manual_seed(self._fetch.seed),
+        )
+        # a signal to the whole group would kill a loader that has just begun: torch gives SIGTERM its default there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _EmptyHanded(Loader):
+    def batches(self, requests: Iterable[FetchRequest]) -> Iterator[Any]:
+        return (NO_BATCH for _ in requests)
+
+
+def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy the next batch in a stream of its own while the device computes on this one."""
+    stream = torch.Stream(device)
+
+    def begin_copy(batch: Any) -> Any:
+        with stream:
+            # the caching host allocator keeps pinned memory until its copy is done
+            pinned = map_tensors(batch, _pinned)
+            return to_device(pinned, device)
+
+    source = iter(host_batches)
+    waiting = next(source, _END)
+    waiting = waiting if waiting is _END else begin_copy(waiting)
+    while waiting is not _END:
+        torch.accelerator.current_stream(device).wait_stream(stream)
+        # the copy was allocated in the other stream: its memory must not be reused there while it is used here
+        for tensor in tensors_in(waiting):
+            tensor.record_stream(torch.accelerator.current_stream(device))
+        ready, following = waiting, next(source, _END)
+        waiting = following if following is _END else begin_copy(following)
+        yield ready
+        # while the batch after the next is fetched, nobody should hold this one's memory any more
+        del ready, following
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+
+
+_END = object()
+
+
+class _Requests:
+    """The sampler of a DataLoader that is asked for whole batches."""
+
+    def __init__(self, requests: Iterable[FetchRequest]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[FetchRequest]:
+        return iter(self._requests)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _begin_loading(rank_pid: int, worker_id: int) -> None:
+    # a signal to the whole terminal group is for the rank, which ends its loaders after its checkpoint
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # what arrived meanwhile is discarded by being ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    die_with_parent(rank_pid)

@@ -1,0 +1,64 @@
+"""The wish to stop, as a signal leaves it."""
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Self
+
+from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
+
+_SECOND_AFTER_SECONDS = 0.5
+"""Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
+
+
+class StoppedAtOnce(BaseException):
+    """A signal came where there is nothing to save, or a second one where nobody supervises."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+class StopSignals:
+    """Turns a stop signal into a wish that the loop sees between two steps.
+
+    Before training begins there is nothing to save, and a signal stops this rank where it arrives. After `defer` it is
+    never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
+    """
+
+    def __init__(self, *, is_supervised: bool = False) -> None:
+        self.received: int | None = None
+        """The first signal's number."""
+        self._received_at = 0.0
+        self._is_supervised = is_supervised
+        self._is_deferred = False
+        self._before: dict[int, object] = {}
+
+    def defer(self) -> None:
+        """From here on a signal waits for the next step."""
+        self._is_deferred = True
+
+    def __enter__(self) -> Self:
+        # Python delivers signals to the main thread only; elsewhere the caller's handlers stay
+        if threading.current_thread() is threading.main_thread():
+            end_if_unanswered()
+            self._before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_supervised:
+            return  # this process only ends now, and nothing may disturb that
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+            if not self._is_deferred:
+                raise StoppedAtOnce(number)
+        elif self._is_supervised or is_said_again(number):
+            return
+        elif time.monotonic() - self._received_at > _SECOND_AFTER_SECONDS:
+            # a supervisor would kill this rank now
+            raise StoppedAtOnce(self.received)

@@ -1,0 +1,92 @@
+"""The identity of what a run trains: its code, how much data there is, and the first samples.
+
+A run that goes on with other code or other data is another run. Checkpoints carry the identity, and a resume compares.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dure.errors import TaskInvalid
+from dure.training.task.code_digest import code_digests
+from dure.training.task.digests import digest
+from dure.training.task.task import Task
+
+_SHOWN = 6
+_MOST_SECONDS = 1.0
+"""Time after which no further sample is fetched for the digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskIdentity:
+    """A task as a checkpoint knows it. JSON values only."""
+
+    code: dict[str, str] = field(default_factory=dict)
+    """Digests of the task's code, by `file.py:name`."""
+    train_samples: int = 0
+    eval_samples: int = 0
+    samples: dict[str, str] = field(default_factory=dict)
+    """Digests of a few training samples, by index; those that are never twice the same are left out."""
+
+    @classmethod
+    def of(cls, task: Task, train_samples: int, eval_samples: int, fetch: Callable[[int], Any]) -> "TaskIdentity":
+        """Identify a task.
+
+        Args:
+            task: With its code.
+            train_samples: Length of the training data.
+            eval_samples: Length of the evaluation data, 0 for none.
+            fetch: Returns one training sample, with the same random numbers each time.
+        """
+        return cls(
+            code=code_digests(type(task)),
+            train_samples=train_samples,
+            eval_samples=eval_samples,
+            samples=_sample_digests(train_samples, fetch),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return asdict(self)
+
+    def changes_since(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return how this differs from the identity that a checkpoint has, a phrase each."""
+        found = []
+        had = saved.get("code", {})
+        names = [name for name in dict.fromkeys([*had, *self.code]) if had.get(name) != self.code.get(name)]
+        if had and names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            found.append(f"the code of {', '.join(names[:_SHOWN])}{more}")
+        for key, what in (("train_samples", "training"), ("eval_samples", "evaluation")):
+            before, now = saved.get(key), getattr(self, key)
+            if before is not None and before != now:
+                found.append(f"the {what} data ({before:,} samples then, {now:,} now)")
+        both = saved.get("samples", {}).keys() & self.samples.keys()
+        differing = sorted((index for index in both if saved["samples"][index] != self.samples[index]), key=int)
+        if differing and saved.get("train_samples") == self.train_samples:
+            found.append(f"what is in the training data (sample {', '.join(differing)})")
+        return found
+
+
+def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
+    """Return the error about a run that would go on as another."""
+    return TaskInvalid(
+        f"{' and '.join(changes)} changed since {checkpoint} was saved, so the run would not go on as the one it was: "
+        "bring back what it was, begin a new run, or go on all the same with --accept-changes, which the run's record "
+        "will say"
+    )
+
+
+def _sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    started = time.monotonic()
+    for index in dict.fromkeys((0, num_samples // 2, num_samples - 1)):
+        try:
+            seen = digest(fetch(index))
+            is_same = time.monotonic() - started < _MOST_SECONDS and seen == digest(fetch(index))
+        except Exception:
+            return found  # training will meet it
+        if is_same and seen is not None:
+            found[str(index)] = seen
+    return found

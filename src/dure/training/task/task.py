@@ -1,0 +1,99 @@
+"""What a user writes: one small class that defines the training task."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
+
+from dure.records.sums import Sum
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.utils.data import Dataset
+
+Schedule = Callable[[int], float]
+"""From samples seen to the factor on every parameter group's first learning rate."""
+
+
+@dataclass_transform(kw_only_default=True)
+class Task(ABC):
+    """The definition of a training task; everything else about a run is an execution detail.
+
+    A subclass's annotated fields are its options: keyword arguments in Python, `--task.<name>` on the
+    command line. A class with an `__init__` of its own has that one's keywords instead. The model that `build_model`
+    returns knows nothing of dure.
+
+        class Digits(dure.Task):
+            hidden: int = 64
+
+            def build_model(self): return nn.Linear(64, 10)
+            ...
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Settings that this task prefers, such as `{"epochs": 10}`: below TOML, environment and flags."""
+
+    _has_own_init: ClassVar[bool] = False
+    """Class attribute: true if `__init__` was written by hand, here or in a base, and not made from the fields."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # a generated `__init__` would hide the one that a base task wrote, and leave its attributes out
+        cls._has_own_init = "__init__" in vars(cls) or cls._has_own_init
+        dataclasses.dataclass(kw_only=True, eq=False, init=not cls._has_own_init)(cls)
+
+    @abstractmethod
+    def build_model(self) -> "nn.Module":
+        """Build the model on the CPU. Called under the run's seed, so every rank builds the same one."""
+
+    @abstractmethod
+    def train_data(self) -> "Dataset[Any]":
+        """Return the map-style training data (`__len__` and `__getitem__`).
+
+        Where it has `__getitems__(indices)`, whole microbatches are fetched by one call: a list it returns is
+        collated, anything else is taken as the batch itself.
+        """
+
+    def eval_data(self) -> "Dataset[Any] | None":
+        """Return the evaluation data, or None when there is none."""
+        return None
+
+    @abstractmethod
+    def build_optimizer(self, model: "nn.Module") -> "Optimizer":
+        """Build the optimiser over the (placed) model's parameters."""
+
+    def build_schedule(self, optimizer: "Optimizer", total_samples: int) -> Schedule | None:
+        """Return the factor on the learning rates as a function of samples seen, or None to keep them."""
+        return None
+
+    @abstractmethod
+    def loss(self, model: "nn.Module", batch: Any) -> "Tensor | Sum":
+        """Return the mean loss over the batch's samples, or `Sum(total, count)` when the count is another."""
+
+    def metrics(self, model: "nn.Module", batch: Any) -> dict[str, Sum]:
+        """Return what an evaluation measures beside the loss, as sums and counts."""
+        return {}
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Make one batch of a list of samples; torch's `default_collate` unless overridden."""
+        from torch.utils.data import default_collate
+
+        return default_collate(list(samples))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return state that the task keeps from step to step, of tensors and plain values, for checkpoints.
+
+        By default there is none of its own making: plain attributes that change during the run are kept by themselves.
+        """
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    def prepare_data(self) -> None:
+        """Fetch or unpack what the data needs. Runs on one rank of each host, before any other method."""
+
+    def describe(self, model: "nn.Module") -> str | None:
+        """Return text to show before training starts (a model summary), or None. Called on rank 0 only."""
+        return None

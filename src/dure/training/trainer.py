@@ -1,0 +1,488 @@
+"""Conducts a training run on one rank: steps, evaluations, checkpoints, records."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
+from dure.records.run_dir import RunDir
+from dure.records.step_record import Metric, StepRecord
+from dure.records.step_writer import RecordWriter
+from dure.strategies.contract.declarations import few as few_of
+from dure.strategies.contract.step_facts import LostShare, Requests
+from dure.strategies.state.object_state import ObjectState
+from dure.torchcompat import step_hooks
+from dure.training.best_metric import Best
+from dure.training.inspection.thread_check import slowdown_of_threads
+from dure.training.late_inspection import LateInspection
+from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop
+from dure.training.progress import Progress
+from dure.training.rehearsal import asked_schedule, rehearse_evaluation
+from dure.training.run_state.capture import Progression
+from dure.training.run_state.checkpoint_policy import Saver
+from dure.training.run_state.replica_check import ReplicaCheck
+from dure.training.run_state.snapshot_policy import MemorySaver
+from dure.training.seeds import chosen_by_timing
+from dure.training.session.evaluation import evaluate
+from dure.training.session.session import Session, check_parts, check_sync_batchnorm
+from dure.training.session.stop_request import StopSignals
+from dure.training.tensorboard import Scalars
+
+Answer = TypeVar("Answer")
+
+
+class Conductor:
+    """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunDir,
+        stop: StopSignals,
+        current_step: Callable[[int], None],
+        current_phase: Callable[[str], None] = lambda _: None,
+        begin_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Prepare to conduct.
+
+        Args:
+            session: What is trained.
+            run: Where its records go.
+            stop: The signals that ask it to stop.
+            current_step: Told of each step that is done.
+            current_phase: Told, again and again, what kind of thing is done.
+            begin_step: Told of each step before it is computed.
+        """
+        self.session = session
+        self.run = run
+        self.stop = stop
+        self.current_step = current_step
+        self.current_phase = current_phase
+        self.begin_step = begin_step
+        self.is_restart = session.place.round > 0
+        self.position = Progression()
+        self.saver = Saver(session, run, self.position, self._event)
+        self.replicas = ReplicaCheck(session, self.position, self._event, self.saver.newest_name)
+        trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
+        self.memory = MemorySaver(
+            session,
+            self.position,
+            session.place.snapshot_fds,
+            session.spec.snapshot_every,
+            self.saver.warn,
+            trusted_samples,
+        )
+        self.best = Best(session.spec.best_metric, session.spec.best_mode)
+        self.last_metrics: dict[str, Metric] | None = None
+        self.last_evaluation_time = time.time()
+        self._told_not_kept: set[str] = set()
+        self._set_by_schedule: frozenset[str] = frozenset()
+        """Plain state that the schedule sets, on all ranks alike."""
+        self._set_by_step: set[str] = set()
+        """Plain state that hooks on the optimiser's step change, on all ranks alike."""
+        self._before_step: ObjectState | None = None
+        self._num_watched = 0
+        self.microbatch_under_way: Callable[[], int | None] = lambda: None
+        """As the loop's; None while there is no loop."""
+
+    @property
+    def is_first(self) -> bool:
+        """True if this rank speaks for all; another may after the first was lost."""
+        return self.session.group.rank == 0
+
+    # the run
+
+    def train(self) -> str:
+        """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
+        session, spec = self.session, self.session.spec
+        with ExitStack() as resources:
+            resources.push(self.saver.leave)
+            position, trusted = self.position, session.place.trusted_samples
+            # before anything is loaded, as in a run that begins: it may set what the task keeps
+            asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
+            self.saver.go_on(self.memory, trusted)
+            if session.place.stopped_by is not None:
+                return self._save_and_leave(session.place.stopped_by)
+            if trusted is not None:
+                self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
+            self.current_step(position.step)
+            check_sync_batchnorm(session, position.samples_seen)
+            check_parts(session, position.samples_seen)
+            self.late = LateInspection(session)
+            self.replicas.begin()
+            self.begun_at = (position.samples_seen, position.step)
+            self.writer = resources.enter_context(RecordWriter(self.run.records_path(session.group.rank)))
+            self.progress = Progress(
+                session.total_samples,
+                position.samples_seen,
+                quiet=spec.quiet or not self.is_first,
+                is_relayed_live=session.place.has_live_line,
+            )
+            resources.callback(self.progress.close)
+            self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
+            if self.scalars is not None:
+                resources.callback(self.scalars.close)
+            schedule, self._set_by_schedule = asked_schedule(session, asked)
+            if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
+                session.notes += rehearse_evaluation(session, self.best)
+            self._say_start()
+            self.loop = TrainingLoop(
+                session.strategy,
+                session.train_loader if session.strategy.takes_samples else session.train_loader.without_data(),
+                session.order,
+                microbatch_size=spec.microbatch_size,
+                schedule=schedule,
+                requested=self._requests,
+                record_samples=spec.record_samples,
+                skips_nonfinite=spec.on_nonfinite == "skip",
+                begin_step=self.begin_step,
+                before_change=self._before_change,
+            )
+            self.microbatch_under_way = self.loop.microbatch_under_way
+            for model in session.strategy.evaluation_models():
+                model.train()
+            try:
+                return self._steps()
+            except LossNotFinite:
+                # a flipped bit may be why: if so, that is what there is to say
+                self.replicas.check(again=True)
+                raise
+
+    def _save_and_leave(self, signal: int) -> str:
+        """Save what was taken up, for ranks that were ended because they did not follow a stop signal."""
+        if self.position.samples_seen:
+            self.current_phase("saving")
+            self._together(lambda: self.saver.save(None, is_last=True))
+        self._event("interrupted", signal=signal)
+        return "interrupted"
+
+    def _before_change(self) -> float:
+        """Finish what reads the weights, before the optimiser changes them; return the seconds that took."""
+        if self._num_watched < _WATCHED_STEPS and step_hooks(self.session.strategy.built_optimizer):
+            self._num_watched += 1
+            self._before_step = self.session.kept.state_now()
+        return self.saver.before_change() + self.memory.before_change()
+
+    def _steps(self) -> str:
+        session, position = self.session, self.position
+        for boundary in self.loop.boundaries(position.samples_seen, session.total_samples, position.step):
+            before = position.samples_seen
+            if self._before_step is not None:
+                self._set_by_step |= self._before_step.changed().keys()
+                self._before_step = None
+            position.samples_seen, position.step = boundary.batch.samples_seen, boundary.step
+            self.current_step(boundary.step)
+            requests = self._note(boundary.outcomes)
+            if requests.stop:
+                self._settle()
+                self._save(is_last=True)
+                self._event("interrupted", signal=self._agreed_signal())
+                return "interrupted"
+            if self.replicas.is_due():
+                self._compare()
+            self._act(boundary, before, requests)
+            if boundary.step == self.begun_at[1] + 1:
+                self.saver.prepare()
+            if self.memory.is_due():
+                # after what is done at this position, so that it is done again if a rank dies during it
+                self.memory.take(self._settle)
+                self._say_what_is_not_kept()
+        self._settle()
+        if position.samples_seen > position.evaluated_samples:
+            every = self.session.spec.eval_every_epochs * self.session.order.epoch_samples
+            last = max(position.evaluated_samples, 0)
+            self._evaluate(is_extra=not _crossed(last, position.samples_seen, every))
+        if session.eval_loader is None:
+            self._say_epoch()
+        self._save(is_last=True)
+        self.replicas.close()
+        return "completed"
+
+    def _act(self, boundary: Boundary, before: int, requests: Requests) -> None:
+        session, spec, seen = self.session, self.session.spec, boundary.batch.samples_seen
+        epoch_samples = session.order.epoch_samples
+        is_epoch_end = boundary.batch.epoch_samples == epoch_samples
+        is_evaluation = session.eval_loader is not None and _crossed(
+            before, seen, spec.eval_every_epochs * epoch_samples
+        )
+        is_late_request = boundary.step - self.saver.last_step <= self.loop.lag
+        is_save = is_epoch_end or (
+            spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples)
+        )
+        if requests.save and not is_late_request:
+            # it was asked for by a clock, or by a rank whose part of the one before could not be written
+            is_save = self._together(self.saver.settle) is not False or is_save
+        if not (is_evaluation or is_save) or seen >= session.total_samples:
+            return
+        self._settle()
+        if is_evaluation:
+            self._evaluate()
+        if is_epoch_end and session.eval_loader is None:
+            self._say_epoch()
+        if is_save:
+            self._save()
+        self.loop.restart_clock()
+
+    def _compare(self) -> None:
+        try:
+            self.replicas.check()
+        except ReplicasDiverged:
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Know every launched step before weights are read."""
+        self._note(self.loop.drain())
+        self.writer.flush()
+
+    def _note(self, outcomes: list[StepOutcome]) -> Requests:
+        requests = Requests()
+        for outcome in outcomes:
+            record = outcome.record
+            self.writer.write(record)
+            self.position.loss_sum += record.loss_sum
+            self.position.loss_count += record.loss_count
+            self.progress.step(record)
+            self.memory.note(record.wall_seconds)
+            if outcome.skipped is not None:
+                self._say_skipped(record.step, outcome.skipped)
+            if self.scalars is not None:
+                self._write_scalars(record)
+            requests = outcome.requests
+        return requests
+
+    def _write_scalars(self, record: StepRecord) -> None:
+        assert self.scalars is not None
+        rate = float(self.session.strategy.optimizer.param_groups[0]["lr"])
+        self.scalars.step(record, rate, self.session.spec.global_batch_size)
+
+    def _requests(self) -> Requests:
+        is_asking = self.saver.is_asking()
+        if self.stop.received is None and not is_asking:
+            return _NOTHING
+        return Requests(stop=self.stop.received is not None, save=is_asking)
+
+    def _agreed_signal(self) -> int:
+        received = max(self._together(lambda: self.session.group.all_gather_json(self.stop.received or 0)))
+        self.stop.received = received
+        return int(received)
+
+    # what all ranks do together
+
+    def _together(self, action: Callable[[], Answer]) -> Answer:
+        """Do what all ranks do, and do it again without a rank that was lost meanwhile, where the run can go on so."""
+        while True:
+            try:
+                return action()
+            except GroupShrank:
+                continue
+
+    def _save(self, *, is_last: bool = False) -> None:
+        self._compare()
+        self.current_phase("saving")
+        self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
+        self.current_phase("training")
+        self._say_what_is_not_kept()
+        if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
+            self._event("not_preserved", texts=texts)
+        if lost := self.session.strategy.lost_shares():
+            self._say_lost(lost)
+
+    def _say_what_is_not_kept(self) -> None:
+        """Declare, once each, state that no checkpoint can hold, and state that the loss began to change on the way."""
+        new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
+        texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
+        for text in texts:
+            self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")
+        late = [path for path in self._changed_late() if path not in self._told_not_kept]
+        if late:
+            texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
+        self._told_not_kept |= {*new, *late}
+        if texts:
+            self._event("not_preserved", texts=texts)
+
+    def _changed_late(self) -> list[str]:
+        """Return the plain state that no try before training saw change, where batches are computed in parts."""
+        strategy, traits = self.session.strategy, self.session.strategy.traits
+        if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
+            return []
+        known = (*traits.learned_state, *traits.counted_state, *self._set_by_schedule, *self._set_by_step)
+        return self.session.kept.changed_since(known)
+
+    def _say_lost(self, lost: list[LostShare]) -> None:
+        """Write down exactly which samples nobody used because their rank died."""
+        samples_seen, step = self.begun_at
+        last = max(share.step for share in lost)
+        found = []
+        batches = self.session.order.batches(samples_seen, self.session.total_samples)
+        for number, batch in enumerate(batches, step + 1):
+            if number > last:
+                break
+            found += [
+                {
+                    "rank": share.rank,
+                    "step": number,
+                    "epoch": batch.epoch,
+                    "samples_seen": batch.samples_seen,
+                    "samples": RankShare.of(batch, share.data_rank, share.data_world_size, None).indices.tolist(),
+                    "is_partly_used": share.is_partly_used,
+                }
+                for share in lost
+                if share.step == number
+            ]
+        for rank in dict.fromkeys(share.rank for share in lost):
+            shares = [share for share in found if share["rank"] == rank]
+            self._event("rank_lost", rank=rank, samples_seen=self.position.samples_seen, shares=shares)
+            count = sum(len(share["samples"]) for share in shares)
+            self.progress.say(f"rank {rank} was lost, and {count} samples of its shares: rank_lost in events.jsonl")
+
+    # evaluation
+
+    def _evaluate(self, *, is_extra: bool = False) -> None:
+        """Evaluate, and note the result.
+
+        Args:
+            is_extra: Whether a longer run would not evaluate here, so that it must leave no state behind.
+        """
+        session, position = self.session, self.position
+        if session.eval_loader is None:
+            return
+        start = time.perf_counter()
+        loader = session.eval_loader
+        before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
+        buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
+        metrics = self._together(
+            lambda: evaluate(
+                session.task,
+                session.strategy,
+                loader,
+                num_samples=session.eval_samples,
+                batch_size=session.eval_batch_size,
+                on_batch=lambda: self.current_phase("evaluating"),
+            )
+        )
+        if is_extra:
+            before.put_back()
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        before.put_back_generators()  # when a run evaluates must not change what it trains on
+        self.current_phase("training")
+        train_loss = position.loss_sum / position.loss_count if position.loss_count else None
+        epochs = round(position.samples_seen / session.order.epoch_samples, 4)
+        is_best = self._note_best(metrics)
+        now = time.time()
+        self._event(
+            "evaluated",
+            step=position.step,
+            samples_seen=position.samples_seen,
+            epochs=epochs,
+            train_loss=train_loss,
+            metrics={name: asdict(metric) for name, metric in metrics.items()},
+            is_best=is_best,
+            best_metric=session.spec.best_metric,
+            seconds=time.perf_counter() - start,
+            seconds_since_last=now - self.last_evaluation_time,
+        )
+        self.progress.evaluated(metrics, epochs, train_loss)
+        if self.scalars is not None:
+            self.scalars.evaluated(metrics, position.step)
+        position.loss_sum = position.loss_count = 0.0
+        position.evaluated_samples, self.last_metrics, self.last_evaluation_time = position.samples_seen, metrics, now
+        if is_best:
+            # the best weights must be on the disk before they are trained on
+            self._save()
+
+    def _say_epoch(self) -> None:
+        """Show the training loss of the epoch that ended, where no evaluation does."""
+        position = self.position
+        epochs = round(position.samples_seen / self.session.order.epoch_samples, 4)
+        if position.loss_count:
+            self.progress.say(f"epoch {epochs:g}  train loss {position.loss_sum / position.loss_count:.4f}")
+        position.loss_sum = position.loss_count = 0.0
+
+    def _note_best(self, metrics: dict[str, Metric]) -> bool:
+        value, before = self.best.value_of(metrics), self.position.best
+        if before is not None and before["metric"] != self.best.metric:
+            before = None  # the run was resumed with another metric to choose by
+        is_best = self.best.is_better(value, None if before is None else before["value"])
+        if is_best:
+            seen = self.position.samples_seen
+            self.position.best_before = before
+            self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
+        return is_best
+
+    # saying
+
+    def _say_start(self) -> None:
+        session, spec, strategy = self.session, self.session.spec, self.session.strategy
+        self._event(
+            "training",
+            world_size=session.group.world_size,
+            num_devices=spec.nproc,
+            device=strategy.device.type,
+            transport=session.group.transport,
+            epoch_samples=session.order.epoch_samples,
+            total_samples=session.total_samples,
+            samples_seen=self.position.samples_seen,
+            step=self.position.step,
+            is_restart=self.is_restart,
+            not_preserved=[
+                *strategy.not_preserved(),
+                *self._not_preserved_by_halving(),
+                *chosen_by_timing(strategy.device.type, self.position.step),
+                *session.notes,
+            ],
+        )
+        if not self.is_first:
+            return
+        if self.is_restart:
+            step = self.position.step
+            self.progress.say(f"going on after step {step}" if step else "beginning again with the first step")
+            return
+        through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
+        self.progress.say(
+            f"{type(session.task).__name__}: {strategy.info.name} on {spec.nproc} x {strategy.device.type}{through}\n"
+            f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
+            f"run folder {self.run.path}"
+        )
+        if self.position.step:
+            self.progress.say(f"resumed at step {self.position.step}, {self.position.samples_seen:,} samples seen")
+        if self.position.samples_seen >= session.total_samples:
+            self.progress.say("nothing is left to do: the run is as long as it was to be; to go on give more --epochs")
+        for line in strategy.describe():
+            self.progress.say(line)
+        if strategy.device.type == "cpu" and (ratio := slowdown_of_threads()) is not None:
+            self._event("slow_threads", threads=session.place.threads, slowdown=ratio)
+            self.progress.say(
+                f"the {session.place.threads} threads of a rank wait for cores that other work uses: small operations "
+                f"take {ratio:,.0f} times as long as with one, so --threads 1 may be much faster"
+            )
+        text = session.task.describe(strategy.model)
+        if text:
+            self.progress.say(text)
+
+    def _not_preserved_by_halving(self) -> list[str]:
+        size = self.session.place.microbatch_size
+        if size is None or not self.session.strategy.not_preserved():
+            return []
+        return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]
+
+    def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
+        self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))
+        self.progress.say(f"step {step} was skipped: {cause}")
+
+    def _event(self, event: str, **fields: Any) -> None:
+        if self.is_first:
+            self.run.append_event(event, **fields)
+
+
+_NOTHING = Requests()
+_WATCHED_STEPS = 2
+"""First steps in which is looked what hooks on the optimiser's step change."""
+
+
+def _crossed(before: int, after: int, interval: float) -> bool:
+    """Return whether a multiple of the interval lies in (before, after]."""
+    return after // interval > before // interval

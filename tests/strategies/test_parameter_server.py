@@ -86,13 +86,9 @@ def test_message_when_filled_through_its_views_then_the_bytes_hold_numbers_and_e
 
 
 def strategy_on(group, model, **options):
-    strategy = load_strategy("parameter_server")(
-        STRATEGIES["parameter_server"],
-        group,
-        (torch.device("cpu"),),
-        Precision("fp32", "cpu"),
-        StrategyOptions(**options),
-    )
+    given = StrategyOptions(**options)
+    role = load_strategy("parameter_server").role_for(group, given)
+    strategy = role(STRATEGIES["parameter_server"], group, (torch.device("cpu"),), Precision("fp32", "cpu"), given)
     strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
     return strategy
 

@@ -17,7 +17,24 @@ the batch, rank or loader worker it is in.
 """
 
 
-class TensorData(Dataset[Any]):
+class BatchedData(Dataset[Any]):
+    """Base of data that is fetched by batches; a single sample is a batch of one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the samples at `indices` as one batch."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"index {index} of {len(self)} samples")
+        return tuple(column[0] for column in self.__getitems__([position]))
+
+
+class TensorData(BatchedData):
     """Map-style data held in tensors of equal length, fetched by batch.
 
     One index operation per tensor fetches a batch; fetching and collating single samples costs three to four
@@ -51,12 +68,6 @@ class TensorData(Dataset[Any]):
         # on images 5 to 18 times as fast as tensor[rows]
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return batch if self.transform is None else self.transform(batch, indices)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index {index} of {len(self)} samples")
-        return tuple(column[0] for column in self.__getitems__([position]))
 
 
 def synthetic(

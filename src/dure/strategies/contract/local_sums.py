@@ -1,10 +1,14 @@
 """Sums of a rank's own losses and counts over a step, for strategies that add them up locally first."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.torchcompat import run_backward
 
 
 class LocalSums(Strategy):
@@ -20,6 +24,14 @@ class LocalSums(Strategy):
         """Forget the step before."""
         self._terms = []
         self._requests = requests
+
+    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
+        """Accumulate the gradients of this process's share."""
+        self.begin_step(requests)
+        for microbatch in microbatches:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.add_term(term)
 
     def add_term(self, term: LossTerm) -> None:
         """Count a microbatch's loss in."""

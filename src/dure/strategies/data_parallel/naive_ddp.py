@@ -4,20 +4,16 @@ The plain twin of `ring_ddp` and `ddp`: nothing is bucketed, nothing overlaps. I
 the fast ones are held to.
 """
 
-from collections.abc import Iterable
-
 from torch import nn
 
 from dure.comm.choice import open_chosen
-from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
-from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.reduced_facts import ReducedFacts
 from dure.strategies.state.common_buffers import broadcast_buffers
-from dure.torchcompat import run_backward
 
 
 class NaiveDDP(ReducedFacts):
@@ -38,14 +34,6 @@ class NaiveDDP(ReducedFacts):
     def describe(self) -> list[str]:
         """Say which algorithm adds the gradients up."""
         return [f"gradients one by one through {self._all_reduce.name} (--comm {self.options.comm})"]
-
-    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate the gradients of this rank's share."""
-        self.begin_step(requests)
-        for microbatch in microbatches:
-            term = self.loss_term(self.model, microbatch, global_samples)
-            run_backward(self.precision.scale(term.root))
-            self.add_term(term)
 
     def sync_gradients(self) -> StepFacts:
         """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""

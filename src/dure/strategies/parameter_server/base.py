@@ -32,7 +32,6 @@ from dure.strategies.state.common_buffers import common_buffers
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.pieces import Needs, Piece, Rectangle, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
 
@@ -184,14 +183,6 @@ class Worker(ServedRank):
         sizes = ", ".join(format_bytes(sum(shard.num_bytes for shard in shards)) for shards in self.shards)
         cut = "cut by rows" if self.are_tensors_cut else "by whole tensors: the optimiser needs them whole"
         return [f"{self.num_workers} worker(s), {len(self.shards)} server(s) with {sizes} of parameters, {cut}"]
-
-    def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Accumulate the gradients of this worker's share."""
-        self.begin_step(requests)
-        for microbatch in microbatches:
-            term = self.loss_term(self.model, microbatch, global_samples)
-            run_backward(self.precision.scale(term.root))
-            self.add_term(term)
 
     def known_facts(self) -> list[float]:
         """Return this worker's `[loss sum, count, stop, save]` as numbers."""

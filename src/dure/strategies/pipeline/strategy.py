@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
@@ -39,6 +38,7 @@ from dure.strategies.pipeline.schedule import Schedule, num_scheduled
 from dure.strategies.pipeline.sequential import Sweeps
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, drawing_from
@@ -344,23 +344,14 @@ class Pipeline(ReducedFacts):
         Communication: with fp16 one all_reduce of one number over the pipeline.
         """
         super().unscale_gradients()
-        if self.precision.scaler is not None:
-            for found in torchcompat.found_overflows(self.precision.scaler, self.optimizer, self.device):
-                self.stage_ranks.all_reduce_sum(found)
+        share_overflows(self.stage_ranks, self.precision, self.optimizer, self.device)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Clip by the norm over all stages.
 
         Communication: one all_reduce of one number over the pipeline.
         """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        square = torch.zeros((), dtype=self.facts_dtype, device=self.device)
-        if gradients:
-            # float64: the square of a norm that float32 can hold may be one that it cannot
-            square += nn.utils.get_total_norm(gradients).to(square).square()
-        self.stage_ranks.all_reduce_sum(square)
-        if gradients:
-            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+        clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.facts_dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether anything but the seeds of sections has been drawn."""

@@ -35,6 +35,7 @@ from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.sections.random_state import CommonSeeds, drawing_from
@@ -336,19 +337,11 @@ class RpcModel(ReducedFacts):
         Communication: with fp16 one all_reduce of one number.
         """
         super().unscale_gradients()
-        if self.precision.scaler is not None:
-            for found in torchcompat.found_overflows(self.precision.scaler, self.optimizer, self.device):
-                self.group.all_reduce_sum(found)
+        share_overflows(self.group, self.precision, self.optimizer, self.device)
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Clip by the norm over all sections. Communication: one all_reduce of one number."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        square = torch.zeros((), dtype=self.facts_dtype, device=self.device)
-        if gradients:
-            square += nn.utils.get_total_norm(gradients).to(square).square()
-        self.group.all_reduce_sum(square)
-        if gradients:
-            nn.utils.clip_grads_with_norm_(parameters, most, square.sqrt().to(gradients[0]))
+        clip_by_common_norm(self.group, parameters, most, dtype=self.facts_dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether anything but the seeds of sections has been drawn."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Prewarmed
+from tests.durations import Durations
 from tests.leaks import clean_up, find_leaks, take_snapshot
 from tests.turns import turn
 
@@ -29,6 +30,17 @@ with suppress(ImportError):  # the cluster's tests do without
     # by default an example that takes 200 ms fails, which on a busy machine any may
     hypothesis.settings.register_profile("untimed", deadline=None)
     hypothesis.settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which CI records durations."""
+    parser.addoption("--record-durations", action="store_true", help="write the tests' durations as a line of JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where that is asked for, once for all workers of pytest-xdist."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 @pytest.fixture(autouse=True)

@@ -117,6 +117,22 @@ class Starved(Small):
         raise MemoryError("no more")
 
 
+class Penalised(Small):
+    def loss(self, model, batch):
+        return torch.autograd.grad(model(batch[0].float()).sum(), list(model.parameters()))[0].square().sum()
+
+
+def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_them():
+    task, strategy = Penalised(), prepared(Penalised().loss)
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    with pytest.raises(RuntimeError, match="does not require grad") as info:
+        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+    assert (
+        "let what needs them in the loss compute under torch.enable_grad()"
+        in describe_failure(info.value, 0, 3)["advice"]
+    )
+
+
 def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_helps():
     task, strategy = Starved(), prepared(Starved().loss)
     loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)

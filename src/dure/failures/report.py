@@ -52,6 +52,10 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 """How torch's allocators and CUDA's libraries word that there is none left, where they raise a mere RuntimeError."""
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_GRADIENT_ADVICE = (
+    "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
+)
 _LOADER_ADVICE = "often the host's memory or /dev/shm ran out; use fewer --num-workers"
 
 
@@ -190,7 +194,13 @@ def _worded(error: BaseException) -> tuple[str, str, str | None]:
         return kind, _said_in_loader(message), None
     if (misfit := library_for_another_torch(error)) is not None:
         return kind, misfit, None
+    if _NO_GRADIENT in message and _is_in_evaluation(error):
+        return kind, message, _GRADIENT_ADVICE
     return kind, message, None
+
+
+def _is_in_evaluation(error: BaseException) -> bool:
+    return any(frame.filename == _EVALUATION for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -202,7 +212,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
     """Return what the exception says, without the allocator's advice, and what helps."""
     said = message.partition(" Of the allocated memory")[0] or "out of memory"
-    if any(frame.filename == _EVALUATION for frame in traceback.extract_tb(error.__traceback__)):
+    if _is_in_evaluation(error):
         return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
     if microbatch_size == 1:
         return said, f"one sample at a time is too much for this device: use {_OTHER_ROOM}"

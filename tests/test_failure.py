@@ -119,7 +119,7 @@ class Starved(Small):
 
 class Penalised(Small):
     def loss(self, model, batch):
-        return torch.autograd.grad(model(batch[0].float()).sum(), list(model.parameters()))[0].square().sum()
+        return torch.autograd.grad(model(batch[0].double()).sum(), list(model.parameters()))[0].square().sum()
 
 
 def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_them():

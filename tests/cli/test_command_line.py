@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import dure
+import dure.api
 from dure.cli import main
 from dure.cli.app import VERBS
 from dure.cli.options.settings import setting_names, spell_out_truths
@@ -82,7 +82,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         {"file": "m.safetensors", "num_bytes": 2048, "checkpoint": "samples-1", "warnings": ["one is damaged"]},
     )
     monkeypatch.setitem(sys.modules, "dure.api.train", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(dure, "api", fake, raising=False)
+    monkeypatch.setattr(dure.api, "train", fake, raising=False)
     return fake
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""Exceptions of dure, as one tree.
 
 DureError                     exit code 1
 ├── Misuse                    2   the user can mend it; shown as one sentence, never with a traceback
@@ -99,7 +99,7 @@ class CheckpointNotWritten(DureError):
 
 
 class StateChanged(DureError):
-    """What a checkpoint was being copied of changed before the optimiser's step: the copy would be of no position."""
+    """Tensor that changed while a checkpoint copied it, before the optimiser's step: the copy fits no position."""
 
 
 class LossNotFinite(DureError):

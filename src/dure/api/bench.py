@@ -30,7 +30,7 @@ MOST_RANKS, MOST_ELEMENTS = 16, 64
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What `dure bench` measures."""
+    """Settings of `dure bench`."""
 
     nproc: int = 2
     collectives: Sequence[str] = ("all_reduce",)
@@ -49,7 +49,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """What was measured."""
+    """Measurements of one `dure bench`."""
 
     rows: list[dict[str, Any]]
     """`comm.bench.BenchRow` as plain values, with `algorithm_bytes_per_second` and `bus_bytes_per_second`."""

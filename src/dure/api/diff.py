@@ -1,4 +1,4 @@
-"""Where two runs part: their settings, samples, losses and weights, from what they left behind."""
+"""Comparison of two runs by their records: settings, samples, losses and weights."""
 
 import math
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class WeightsDifference:
     """Elements that are NaN in both; up to a tolerance they are the same, without one their bits must be."""
 
     def is_apart(self, tolerance: float) -> bool:
-        """Whether they differ: in any bit, or by more than a relative tolerance."""
+        """Return whether they differ: in any bit, or by more than a relative tolerance."""
         return self.tensor is not None and (tolerance == 0 or not self.relative <= tolerance)
 
 
@@ -60,7 +60,7 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What two runs have in common, and where they part first."""
+    """Difference between two runs: what they have in common, and the first step at which they part."""
 
     runs: tuple[str, str]
     tolerance: float
@@ -104,7 +104,7 @@ class Difference:
 
     @property
     def part_at(self) -> str | None:
-        """Where the runs part, in words; None where they do not."""
+        """Return where the runs part, in words; None if they do not."""
         if self.samples_from is not None:
             return f"other samples from step {self.samples_from} on"
         if self.losses is not None:

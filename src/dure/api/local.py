@@ -319,5 +319,5 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
 
 
 def _has_begun(run: RunDir) -> bool:
-    """Whether the last attempt got as far as training."""
+    """Return whether the last attempt got as far as training."""
     return _last_event(run, "attempt", "training") == "training"

@@ -39,7 +39,7 @@ _ENTRY = "dure.launch.scripts.script_worker"
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings:
-    """What to run, and how."""
+    """Settings of `dure run`."""
 
     script: str
     """A path, or a module's name."""

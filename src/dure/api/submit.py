@@ -40,7 +40,7 @@ _OF_TARGETS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What `dure train` is to be called with."""
+    """Arguments for the call of `dure train` in the job."""
 
     task: str | None = None
     resume: Path | None = None
@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What a cluster is asked; None where nothing was said."""
+    """Resources requested from a cluster; None leaves the choice to it."""
 
     to: str
     name: str | None = None

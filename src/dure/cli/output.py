@@ -13,7 +13,7 @@ JsonFlag = Annotated[
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is the one that says what all ranks have in common; under a launcher only rank 0 is."""
+    """Return whether this process prints what all ranks have in common: under a launcher only rank 0 does."""
     try:
         place = RankInfo.from_environment()
     except DureError:

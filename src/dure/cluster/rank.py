@@ -1,4 +1,4 @@
-"""Who am I among the processes of a run, and where do they meet: what launchers leave in the environment."""
+"""Rank, world size and meeting point of a process, as launchers leave them in the environment."""
 
 import os
 import zlib
@@ -41,13 +41,13 @@ class RankInfo:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are on this host."""
+        """Return whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingPoint:
-    """Where the ranks that a launcher started find a store."""
+    """Address of the store of ranks that a launcher started."""
 
     host: str
     port: int
@@ -67,7 +67,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What variables say about one number of a rank's place."""
+    """Number of a rank's place, as environment variables give it."""
 
     names: tuple[str, ...]
     read: Callable[[Environment], str | None]
@@ -232,7 +232,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """What a launcher told this process."""
+    """Launcher's description of this process."""
 
     by: str
     """The launcher's name."""

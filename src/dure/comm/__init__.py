@@ -1,4 +1,4 @@
-"""What ranks say to each other. Importing it makes the backend `dure_shm` known to torch.distributed."""
+"""Communication between ranks. Importing it makes the backend `dure_shm` known to torch.distributed."""
 
 from dure.comm.dure_shm.registration import register_backend
 

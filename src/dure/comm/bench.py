@@ -62,12 +62,12 @@ class BenchRow:
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What each link carried, comparable between collectives and numbers of ranks."""
+        """Return the bandwidth of each link, comparable between collectives and numbers of ranks."""
         return self.algorithm_bytes_per_second * self.bus_factor
 
 
 class BenchPlan(NamedTuple):
-    """What to measure; plain values, as a job carries them."""
+    """Settings of a measurement, as the plain values that a job carries."""
 
     collectives: list[str]
     algorithms: list[str]

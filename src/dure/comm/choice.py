@@ -1,4 +1,4 @@
-"""Which all-reduce algorithm a run gets when nobody names one, and where its ranks are."""
+"""Choice of an all-reduce algorithm where none is named, by the hosts that the ranks are on."""
 
 import os
 import socket

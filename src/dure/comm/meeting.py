@@ -1,4 +1,4 @@
-"""Where ranks that a launcher started find each other: one store, served by rank 0 or by the launcher."""
+"""Meeting point of ranks that a launcher started: one store, served by rank 0 or by the launcher."""
 
 import errno
 import ipaddress
@@ -42,7 +42,7 @@ _numbers = itertools.count()
 
 
 class Meeting:
-    """What ranks can say to each other before there is a group."""
+    """Exchange between ranks before there is a process group."""
 
     def __init__(self, rank: RankInfo, point: MeetingPoint, *, timeout_seconds: float) -> None:
         """Serve the store, as rank 0, unless the launcher does; wait until it can be reached, and connect.

@@ -1,4 +1,4 @@
-"""How a number of samples is shared out: contiguous, complete, as even as asked."""
+"""Partition of a number of samples: contiguous, complete, as even as requested."""
 
 from collections.abc import Sequence
 

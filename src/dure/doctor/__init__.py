@@ -1,1 +1,1 @@
-"""What is wrong with a run, from the files that it left: evidence, cause, remedy."""
+"""Diagnosis of a run from its files: evidence, cause, remedy."""

@@ -1,4 +1,4 @@
-"""What CUDA's and NCCL's errors mean, in people's words: a GPU failed, or a kernel, or torch and the driver do not fit.
+"""Explanations of CUDA's and NCCL's errors: a failed GPU, a failed kernel, or a torch that does not fit the driver.
 
 The codes and texts are those of `cudaError_t` in the CUDA runtime's reference; torch puts "CUDA error: " before them,
 NCCL "Cuda failure ". Where a GPU may be what failed, the driver is asked too.

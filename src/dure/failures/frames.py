@@ -1,4 +1,4 @@
-"""Whose code a file is: the user's, or what the user's code stands on."""
+"""Frames of a traceback, and whether their files are the user's code or a library's."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def own_file(module: str) -> str:
 
 
 def is_foreign(file: str) -> bool:
-    """Whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
+    """Return whether a file is neither dure's nor Python's nor torch's, and so the user's or an installed package's."""
     if file.startswith(_TYPED):
         return True
     if file.startswith((OWN_ROOT, "<")) or any(engine in file for engine in _ENGINES):

@@ -1,4 +1,4 @@
-"""What a rank writes down when it fails, for the verdict over all ranks."""
+"""Failure report of a rank, for the verdict over all ranks."""
 
 import errno
 import json
@@ -152,7 +152,7 @@ def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an exception only says that another rank went away."""
+    """Return whether an exception only says that another rank went away."""
     if isinstance(error, PeerLost):
         return True
     if not isinstance(error, RuntimeError | ConnectionError):
@@ -223,7 +223,7 @@ def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: i
 
 
 def _is_loader_lost(error: BaseException) -> bool:
-    """Whether a loader process died: torch may notice it, or the rank finds nobody to take a batch's memory from."""
+    """Return whether a loader process died: torch may notice it, or the rank cannot open a batch's memory."""
     if isinstance(error, RuntimeError):
         return str(error).startswith("DataLoader worker (pid")
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, OSError | EOFError) else []

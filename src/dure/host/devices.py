@@ -1,4 +1,4 @@
-"""What is here: cores, memory, devices. Nothing in this module creates a device context, so that forking stays safe."""
+"""Cores, memory and devices of this host. Nothing here creates a device context, so that forking stays safe."""
 
 import os
 from collections.abc import Sequence

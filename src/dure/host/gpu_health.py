@@ -1,4 +1,4 @@
-"""What the driver says of a GPU on which something failed, asked through NVIDIA's management library (NVML).
+"""Health of a GPU on which something failed, read through NVIDIA's management library (NVML).
 
 A driver may not answer at all about a GPU that is lost: it is asked in a thread, for a limited time. No CUDA context is
 made.
@@ -30,7 +30,7 @@ RECOVERIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GpuHealth:
-    """What the driver says of one GPU."""
+    """Driver's report on one GPU."""
 
     has_answered: bool = False
     """Whether the driver is there, and knows which GPU is meant."""

@@ -74,7 +74,7 @@ class GpuPair:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What NVML says of this host."""
+    """NVML's report on this host."""
 
     why_none: str | None = None
     """Why it says nothing."""

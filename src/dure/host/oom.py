@@ -1,4 +1,4 @@
-"""Whether the kernel has ended a process for want of memory, and whose memory it was: the host's, or a container's."""
+"""Kills by the kernel's out-of-memory killer, and whose memory ran out: the host's or a container's."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class OomWatch:
             self._groups, self._before = groups, {group: _counts(group) for group in groups}
 
     def was_killed(self) -> bool | None:
-        """Whether the kernel has ended it for want of memory, of a process that was killed; None: not known."""
+        """Return whether the kernel has ended it for want of memory, of a process that was killed; None: not known."""
         own = next((group for group in self._groups if self._before[group][0] is not None), None)
         if own is not None and (kills := _counts(own)[0]) is not None:
             return kills != self._before[own][0]
@@ -59,7 +59,7 @@ def _counts(group: Path) -> tuple[int | None, int | None]:
 
 
 def _met_with_swap(group: Path, limit: int) -> bool:
-    """Whether memory and swap together met a limit that is no higher than memory's: newer kernels do not count that."""
+    """Return whether memory and swap together met a limit no higher than memory's, which newer kernels do not count."""
     together, most = _number(group / "memory.memsw.limit_in_bytes"), _number(group / "memory.memsw.max_usage_in_bytes")
     return together is not None and most is not None and together <= limit and most > together - _CHARGED_AT_ONCE_BYTES
 

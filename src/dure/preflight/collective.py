@@ -31,7 +31,7 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress:
-    """How far one rank came."""
+    """Progress of one rank."""
 
     rank: int
     done: tuple[str, ...] = ()

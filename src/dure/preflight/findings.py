@@ -1,4 +1,4 @@
-"""What a check found, in words that say what was seen, which rule it breaks and what to do."""
+"""Findings of checks: the observation, the rule that it breaks, and the cure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,4 +1,4 @@
-"""What a run needs of a host's GPUs, and of the ways between them."""
+"""Checks of a host's GPUs and of the links between them."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a run needs of one host beside its GPUs."""
+"""Checks of one host, apart from its GPUs."""
 
 from collections.abc import Sequence
 

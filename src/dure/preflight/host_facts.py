@@ -1,4 +1,4 @@
-"""What is so on one host: found out by asking and by trying, judged elsewhere. Plain values, which travel as JSON."""
+"""Facts about one host, found by asking and trying, judged elsewhere: plain values, which travel as JSON."""
 
 import errno
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What nodes must have in common, and the ways between them."""
+"""Checks across nodes: what they must have in common, and the links between them."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Whether every node reaches every other, by trying: a listener on each, and a connection to each from all others.
+"""Trial connections between nodes: a listener on each, and a connection to it from every other.
 
 Both ends of each connection prove that they know the run's secret before anything is used (`launch/nodes/channel.py`).
 Then short messages tell how far the two clocks are apart, and a long one whether large packets come through as well.

@@ -1,4 +1,4 @@
-"""What a preflight is asked to look at: the run that is to come, as far as it concerns machines."""
+"""Settings of a preflight: the planned run, as far as it concerns machines."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a launcher tells a worker about its place among the others."""
+"""Context that a launcher gives to a worker: its place among the others."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ _ALONE = RankInfo()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """Where the run's key-value store listens, and under which prefix this attempt keeps its keys.
+    """Address of the run's key-value store, and the prefix of this attempt's keys.
 
     A dead attempt's keys must never be read by the next one, so the prefix carries run and round.
     """
@@ -29,7 +29,7 @@ DEPARTURE = "departure"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What a launcher tells a worker about its place among the others."""
+    """Place of a worker among the others, as its launcher gives it."""
 
     rank: RankInfo = _ALONE
     store: StoreAddress | None = None

@@ -1,4 +1,4 @@
-"""Where every rank is, told through shared memory: it can be read while the rank hangs, and after it was killed."""
+"""Heartbeats of the ranks in shared memory, readable while a rank hangs and after it was killed."""
 
 import mmap
 import os
@@ -35,7 +35,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How long a rank was silent after what it told in one phase, until it told something again."""
+    """Silence of a rank between two heartbeats, by phase."""
 
     count: int = 0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Which signals ask a run to stop in order, and with what exit code it says that it did."""
+"""Signals that ask a run to stop in order, and the exit codes after them."""
 
 import os
 import signal

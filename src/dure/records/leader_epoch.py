@@ -1,4 +1,4 @@
-"""Who may write into a run on several hosts: whoever began its last epoch, which only one can.
+"""Fencing for runs on several hosts: only the leader of the newest epoch may write.
 
 An epoch is an empty file in the run's folder, made only where there is none. So hosts that cannot reach each other, but
 see the same folder, agree: who leads begins an epoch, and who finds a later one than its own leads no more.

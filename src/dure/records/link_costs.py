@@ -1,4 +1,4 @@
-"""What the links of this machine cost, as `dure bench` measured it: alpha (seconds) and beta (seconds per byte)."""
+"""Costs of this machine's links, as `dure bench` measured them: alpha (seconds) and beta (seconds per byte)."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class LinkCost:
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What a newer measurement replaces."""
+        """Return the key by which a newer measurement replaces this one."""
         return self.link, self.device, self.collective, self.algorithm, self.world_size
 
 

@@ -129,7 +129,7 @@ class RunDir:
 
     @property
     def is_script(self) -> bool:
-        """Whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
+        """Return whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
         return (self.path / SCRIPT).is_file()
 
     @property

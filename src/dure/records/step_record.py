@@ -66,7 +66,7 @@ class EpochRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What a run came to: `summary.json`, the answer of `dure.train`, and `--json`."""
+    """Summary of a run: `summary.json`, the result of `dure.train`, and `--json`."""
 
     run: str
     """The run folder."""

@@ -1,1 +1,1 @@
-"""What a run came to, for people: readers of a run's records."""
+"""Reports on a run for people, from its records."""

@@ -1,4 +1,4 @@
-"""What the user wants of a run: the settings (`fields`), and how they come together (`resolution`)."""
+"""Settings of a run (`fields`), and their sources (`resolution`)."""
 
 from dure.spec.fields import (
     EVALUATION_FIELDS,

@@ -292,7 +292,7 @@ EVALUATION_FIELDS = (
 
 
 class StrategyTraits(Protocol):
-    """What a spec must know of a strategy; the rows of the table of strategies have it."""
+    """Part of a strategy's row in the table that a spec needs."""
 
     @property
     def many_devices(self) -> bool: ...

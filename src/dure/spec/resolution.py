@@ -1,4 +1,4 @@
-"""How a spec comes together: flags over environment over TOML over the task's defaults, all faults at once."""
+"""Resolution of a spec: flags over environment over TOML over the task's defaults, all faults at once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

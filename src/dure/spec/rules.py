@@ -1,4 +1,4 @@
-"""What several settings must fulfil together, whatever the strategy."""
+"""Rules on combinations of settings, whatever the strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Rule:
     fault: Callable[[RunSpec], str]
 
     def breaks(self, spec: RunSpec, bad: set[str]) -> bool:
-        """Whether these settings break it, as far as each is sound by itself."""
+        """Return whether these settings break it, as far as each is sound by itself."""
         return not bad.intersection(self.fields) and self.is_broken(spec)
 
 

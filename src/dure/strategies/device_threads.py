@@ -82,7 +82,7 @@ def _on_device(device: torch.device, call: Callable[[], Any]) -> Any:
 
 
 class _Modes:
-    """What torch and Python keep for each thread: gradients, inference, autocast and context variables."""
+    """Settings that torch and Python keep for each thread: gradients, inference, autocast and context variables."""
 
     def __init__(self, device_types: set[str]) -> None:
         self._grad = torch.is_grad_enabled()

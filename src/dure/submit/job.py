@@ -1,4 +1,4 @@
-"""What is asked of a cluster, whichever it is."""
+"""Job for a cluster, whichever it is."""
 
 import re
 import subprocess

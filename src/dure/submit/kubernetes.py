@@ -30,7 +30,7 @@ _WORDS_OF_YAML = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesOptions:
-    """What only Kubernetes is asked."""
+    """Settings that only Kubernetes has."""
 
     image: str
     """Of a container with dure and the task."""

@@ -30,7 +30,7 @@ _SAY_AFTER_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What Ray is asked."""
+    """Settings that only Ray has."""
 
     job: Job
     address: str | None = None

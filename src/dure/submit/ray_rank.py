@@ -1,4 +1,4 @@
-"""What runs in an actor of Ray: one rank as a process of its own."""
+"""Actor of Ray that runs one rank as a process of its own."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ sys.exit(main(sys.argv[2:]))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """How a rank stands."""
+    """Status of a rank."""
 
     exit_code: int | None
     """None while it runs, or while there is more to read; negative for a signal."""

@@ -39,7 +39,7 @@ goes_back() {{
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
-    """What only Slurm is asked."""
+    """Settings that only Slurm has."""
 
     partition: str | None = None
     grace_seconds: int = 120

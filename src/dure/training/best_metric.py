@@ -1,4 +1,4 @@
-"""Which evaluation is the best one."""
+"""Best evaluation of a run."""
 
 import math
 import re
@@ -52,7 +52,7 @@ class Best:
         return metrics[self.metric].value
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether a value beats the best so far; what is not finite never does."""
+        """Return whether a value beats the best so far; what is not finite never does."""
         if not math.isfinite(value):
             return False
         return best is None or (value < best if self.is_less_better else value > best)

@@ -61,14 +61,14 @@ class Fault(BaseModel):
 
 
 class PlannedFailure(RuntimeError):
-    """What `raise` raises."""
+    """Exception of the fault `raise`."""
 
     is_planned = True
     """Or it would be taken for an error in dure."""
 
 
 class PlannedOutOfMemory(torch.OutOfMemoryError):
-    """What `oom` raises."""
+    """Exception of the fault `oom`."""
 
     is_planned = True
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: one live line in a terminal, plain lines elsewhere."""
+"""Progress that rank 0 shows while it trains: one live line in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Iterator, Mapping

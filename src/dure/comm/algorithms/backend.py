@@ -29,7 +29,7 @@ class BackendAllReduce(AllReduce):
 
     @property
     def sent_bytes(self) -> int:
-        """What the formula says of all calls so far."""
+        """Return the bytes of all calls so far, by the formula."""
         return self._sent_bytes
 
     def all_reduce(self, vector: Tensor, op: ReduceOp = "sum") -> None:

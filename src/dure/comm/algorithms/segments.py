@@ -1,4 +1,4 @@
-"""What the algorithms share: how a vector is cut, how two of it become one, and how long ones are kept flowing."""
+"""Segments of a vector: how algorithms cut it, reduce two into one, and keep long ones flowing."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -61,7 +61,7 @@ class ThreadWire(CountedWire):
 
 
 class Mailboxes:
-    """What was sent and not yet received, for each pair of ranks."""
+    """Messages that were sent and not yet received, by pair of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -81,7 +81,7 @@ class Mailboxes:
 
 
 class _Landing:
-    """Where a message is to come in."""
+    """Buffer for a message that is expected."""
 
     def __init__(self, tensor: Tensor, peer: int) -> None:
         self.peer = peer

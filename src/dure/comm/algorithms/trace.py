@@ -1,4 +1,4 @@
-"""What an algorithm sends, message by message: run for real, on a small vector, in this process."""
+"""Trace of an algorithm's messages, from a run on a small vector in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ Peered = tuple[Tensor, int]
 
 
 class PointToPoint(ABC):
-    """What ranks can say to each other, one to one, and how many bytes of it.
+    """Point-to-point messages between ranks, with their bytes counted.
 
     Between two ranks messages arrive in the order in which they were started. A tensor without elements sends
     nothing, counts nothing and is not waited for, on both sides.
@@ -209,7 +209,7 @@ class _ThroughHost(Transfer):
 
 
 def sends_from_devices(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group's `send` and `recv` take tensors of an accelerator."""
+    """Return whether a group's `send` and `recv` take tensors of an accelerator."""
     return "nccl" in dist.get_backend_config(process_group)
 
 

@@ -1,4 +1,4 @@
-"""What an asynchronous call of the backend `dure_shm` returns, and the thread that runs such calls in order."""
+"""Handles of asynchronous calls of the backend `dure_shm`, and the thread that runs these calls in order."""
 
 import queue
 import threading
@@ -83,11 +83,11 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is over, well or not."""
+        """Return whether the call is over, well or not."""
         return self._is_over
 
     def is_success(self) -> bool:
-        """Whether the call is over and went well."""
+        """Return whether the call is over and went well."""
         return self._is_over and self._error is None
 
     def exception(self) -> BaseException | None:

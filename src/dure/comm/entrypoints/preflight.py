@@ -29,7 +29,7 @@ _ELEMENTS_SENT = 1024
 
 
 class Progress:
-    """What one rank has begun and done, as lines of JSON in a file."""
+    """Progress of one rank, as lines of JSON in a file."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)

@@ -298,7 +298,7 @@ class Peer:
             self.close()
 
     def has_ended(self) -> bool:
-        """Whether the process is gone, or a zombie."""
+        """Return whether the process is gone, or a zombie."""
         if self._fd is not None:
             return bool(self._ends.poll(0))
         return start_time_of(self.pid) != self._start_time

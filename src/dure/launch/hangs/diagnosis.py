@@ -25,7 +25,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What one rank is at, in words and for comparison."""
+    """Place of one rank in the code, in words and for comparison."""
 
     state: RankState
     waits_in: Wait | None
@@ -306,7 +306,7 @@ def _alike(places: Sequence[Where]) -> list[list[Where]]:
 
 
 def _is_mute(state: RankState) -> bool:
-    """Whether a rank is there and could not answer; its last heartbeat is all that it has told."""
+    """Return whether a rank is there and could not answer; its last heartbeat is all that it has told."""
     return state.collectives is None and state.exit_code is None
 
 

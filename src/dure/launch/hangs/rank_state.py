@@ -34,7 +34,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        """What must be the same on all ranks."""
+        """Return the part that must be the same on all ranks."""
         return self.op, str(self.sizes), str(self.dtypes)
 
 
@@ -56,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What one rank was at when it was looked at."""
+    """State of one rank at the moment of a probe."""
 
     rank: int
     pid: int

@@ -1,4 +1,4 @@
-"""Which rank waits for which others, and in what: read from every rank's calls and stacks, and compared."""
+"""Waits between ranks, read from every rank's calls and stacks and compared."""
 
 import os
 import re

@@ -28,7 +28,7 @@ _GAP_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class HangPolicy:
-    """When no news is bad news, and what then happens."""
+    """Limits on the silence of ranks, and the action after them."""
 
     hang_after: float | None = None
     """Seconds of silence, whatever a rank is at; None: by what has been seen of the run."""

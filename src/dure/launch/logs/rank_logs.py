@@ -1,4 +1,4 @@
-"""What ranks speak through, as their supervisor has it: pipes to a process that shows their lines and keeps them."""
+"""Output of ranks on the supervisor's side: pipes to a process that shows their lines and keeps them."""
 
 import fcntl
 import json
@@ -29,7 +29,7 @@ _CATCH_UP_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Voice:
-    """Where goes what a rank says."""
+    """Output destination of one rank."""
 
     log: Path
     consoles: tuple[int | None, int | None] = (None, None)

@@ -1,4 +1,4 @@
-"""Where nodes come in: those that a run begins with, and those that come, or come back, while it goes on."""
+"""Admission of nodes: those that a run begins with, and those that join or rejoin it."""
 
 import time
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Reception:
 
     @property
     def descriptors(self) -> list[int]:
-        """What to wait on."""
+        """Return the descriptors to wait on."""
         return [*self.door.descriptors, *(channel.fileno() for channel in self.unnamed)]
 
     def heard(self, most_seconds: float) -> list[tuple[Channel, dict[str, Any]]]:

@@ -138,7 +138,7 @@ class Channel:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for the peer to read."""
+        """Return whether something waits for the peer to read."""
         return bool(self._unsent)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -288,17 +288,17 @@ class Door:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """Return the address on which it listens."""
         return tuple(self._listener.getsockname())
 
     @property
     def num_guests(self) -> int:
-        """How many strangers are kept waiting now."""
+        """Return how many unidentified peers are kept waiting now."""
         return len(self._guests)
 
     @property
     def descriptors(self) -> list[int]:
-        """What to wait on for somebody who comes, or says something."""
+        """Return the descriptors to wait on for new peers and their messages."""
         return [self._listener.fileno(), *self._guests]
 
     def admit(self, most_seconds: float) -> list[Channel]:

@@ -25,12 +25,12 @@ class Links(ABC):
 
     @property
     def descriptors(self) -> list[int]:
-        """What to wait on for a word of the others."""
+        """Return the descriptors to wait on for messages of the others."""
         return [channel.fileno() for channel in self._channels.values()]
 
     @property
     def is_one_quiet(self) -> bool:
-        """Whether a node has said nothing for longer than it should."""
+        """Return whether a node has said nothing for longer than it should."""
         now = time.monotonic()
         return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
 

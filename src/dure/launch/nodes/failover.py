@@ -1,4 +1,4 @@
-"""What a node does that cannot reach the leader of its run: wait and come back, or lead itself.
+"""Failover of a node that cannot reach its run's leader: it rejoins, or takes the lead.
 
 To both sides a cut cable looks like a lost node. The lease in the run's folder tells them apart: while it is renewed,
 the leader lives, and this node was cut off.
@@ -34,7 +34,7 @@ _GONE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class WayFound:
-    """How a node goes on."""
+    """Result of a failover."""
 
     keeps_memory: bool
     """Whether the snapshots here are of what the run goes on from."""
@@ -46,7 +46,7 @@ class WayFound:
 
 @dataclass(frozen=True, kw_only=True)
 class WayBack:
-    """How a node of a run comes back to it."""
+    """Way of a node back into its run."""
 
     said: Mapping[str, Any]
     """What it says when it joins."""

@@ -1,4 +1,4 @@
-"""Who leads a run on several hosts, written down in its folder, which all see: a cut cable looks alike on both sides.
+"""Lease of the leader of a run on several hosts, in the run's folder: a cut cable looks alike on both sides.
 
 The leader writes a counter twice a second. Who cannot reach it looks whether the counter still moves, by its own clock:
 clocks of hosts are never compared. If it does, that node was cut off, and waits. If it does not, the node takes over by
@@ -28,7 +28,7 @@ STALE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """What a leader says of itself."""
+    """Leader's entry in the lease."""
 
     epoch: int
     node_rank: int
@@ -95,7 +95,7 @@ class Lease:
                 os.close(descriptor)
 
     def is_taken(self) -> bool:
-        """Whether another node has begun a later epoch."""
+        """Return whether another node has begun a later epoch."""
         return newest_epoch(self.folder.parent) > self.epoch
 
     def give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What launchers of several hosts say to each other of errors and of how ranks ended, as plain JSON values."""
+"""Messages between launchers about errors and ends of ranks, as plain JSON values."""
 
 import json
 import socket

@@ -230,7 +230,7 @@ class Nodes(Roster, Links):
 
     @property
     def descriptors(self) -> list[int]:
-        """What to wait on for a word of the others."""
+        """Return the descriptors to wait on for messages of the others."""
         own = super().descriptors
         return own if self.reception is None else [*own, *self.reception.descriptors]
 
@@ -320,7 +320,7 @@ class Nodes(Roster, Links):
         self._channels[rank] = channel
 
     def is_known(self, rank: int) -> bool:
-        """Whether there is a node with that rank."""
+        """Return whether there is a node with that rank."""
         return rank == self.me.node_rank or rank in self._channels
 
     def yield_to(self, round_number: int) -> None:

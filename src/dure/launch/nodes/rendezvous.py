@@ -1,4 +1,4 @@
-"""Where the launchers of one run on several hosts find each other and agree on what they start."""
+"""Rendezvous of the launchers of one run: they find each other and agree on what they start."""
 
 import hashlib
 import ipaddress
@@ -37,7 +37,7 @@ _LONGEST_VALUE = 200
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """What a user says of several nodes."""
+    """Settings of a run on several nodes."""
 
     num_nodes: int
     node_rank: int
@@ -58,7 +58,7 @@ class NodeSettings:
 
     @property
     def words(self) -> str:
-        """How many nodes, as the user says it."""
+        """Return the number of nodes, as the user gives it."""
         return str(self.num_nodes) if self.fewest == self.num_nodes else f"{self.fewest}:{self.num_nodes}"
 
 

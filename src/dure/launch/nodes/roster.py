@@ -1,4 +1,4 @@
-"""Which hosts a run is on, and which of them leads."""
+"""Hosts of a run, and which of them leads."""
 
 from collections.abc import Sequence
 
@@ -38,12 +38,12 @@ class Roster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this node decides for all."""
+        """Return whether this node decides for all."""
         return self.me.node_rank == self.leader
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on without some of its nodes."""
+        """Return whether the run goes on without some of its nodes."""
         return self.fewest < self.most
 
     @property

@@ -1,4 +1,4 @@
-"""What the nodes of a run say of one round of it."""
+"""State of one round, as the nodes of the run report it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class RoundNews:
 
     @property
     def ends(self) -> list[WorkerEnd]:
-        """How ranks of all nodes ended, as far as it is known here."""
+        """Return how ranks of all nodes ended, as far as it is known here."""
         return [end for node_rank in sorted(self.ends_of) for end in self.ends_of[node_rank]]
 
     def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:

@@ -23,7 +23,7 @@ class KeptMemory:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What a process must inherit to use it."""
+        """Return the descriptors that a process must inherit to use it."""
         return self.heartbeat_fd, *self.snapshot_fds
 
     def has_begun(self, num_ranks: int) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to start."""
+    """Request to start the ranks of one host."""
 
     entry: str
     """Module with `main(job, place) -> exit code` and `before_fork(job)`."""
@@ -84,7 +84,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSocket:
-    """Where the ranks of a round meet."""
+    """Address at which the ranks of a round meet."""
 
     host: str
     port: int

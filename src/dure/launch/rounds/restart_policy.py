@@ -1,4 +1,4 @@
-"""Whether a run whose rank failed is worth another start from where it was."""
+"""Decision whether a run whose rank failed is started again from where it was."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, first_failure, in_b
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often ranks are started again."""
+    """Limits on restarts of the ranks."""
 
     most: int = 0
     """Restarts within the window; 0: none."""
@@ -113,7 +113,7 @@ class Restarts:
         return self._granted(rank, step, cause)
 
     def _has_come_again(self, rank: int | None, step: int, cause: str) -> bool:
-        """Whether it is the failure before once more, which then is the reason not to try again."""
+        """Return whether it is the failure before once more, which then is the reason not to try again."""
         this = rank, step, _CHANCE.sub("#", cause)
         is_same, self._last = self._last == this, this
         if is_same:
@@ -146,7 +146,7 @@ class Restarts:
 
 
 def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
-    """Whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
+    """Return whether a failure may be the machine's, or a matter of chance: what no step has survived is neither."""
     failure = end.failure
     if failure is None:
         return end.exit_code < 0

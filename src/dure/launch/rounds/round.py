@@ -43,7 +43,7 @@ _STOP_LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How all ranks of a job ended, on all nodes."""
+    """Ends of all ranks of a job, on all nodes."""
 
     ends: list[WorkerEnd]
     """Empty when a signal came before any rank was started."""

@@ -1,4 +1,4 @@
-"""What a worker process does before it works and when it ends."""
+"""Beginning and end of a worker process."""
 
 import errno
 import gc
@@ -28,7 +28,7 @@ def is_worker() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a worker's output goes, and whether it reads the terminal."""
+    """Output of a worker, and whether it reads the terminal."""
 
     log: str | None = None
     """A file for both streams; None: the terminal, where stdout is joined to stderr, or the descriptors below."""

@@ -1,4 +1,4 @@
-"""Whether this process may be forked into workers that compute."""
+"""Safety of forking this process into workers that compute."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def reason_fork_would_fail(threads: int) -> str | None:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Whether torch would refuse CUDA in a forked child, which only a forked child can tell."""
+    """Return whether torch would refuse CUDA in a forked child, which only a forked child can tell."""
     import torch
 
     pid = os.fork()
@@ -55,7 +55,7 @@ def _is_cuda_poisoned() -> bool:
 
 
 def _has_openmp_threads() -> bool:
-    """Whether a thread of this process sleeps inside an OpenMP library.
+    """Return whether a thread of this process sleeps inside an OpenMP library.
 
     The kernel tells the instruction at which a thread sleeps; the map of memory tells which library that is. NumPy's
     OpenBLAS threads, which do survive a fork, sleep in libc instead.

@@ -33,7 +33,7 @@ STOP_ENDS: Mapping[int, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """How one worker process ended."""
+    """End of one worker process."""
 
     rank: int
     exit_code: int

@@ -14,7 +14,7 @@ from dure.strategies.state.containers import Path, is_sequence, items_of, map_le
 
 
 class Microbatch(NamedTuple):
-    """What one backward is computed from."""
+    """Batch of one backward pass."""
 
     batch: Any
     """As the task's `loss` takes it, on this rank's (first) device."""

@@ -1,4 +1,4 @@
-"""What the table says of a strategy. Importing it does not import torch."""
+"""Row of the table of strategies. Importing it does not import torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

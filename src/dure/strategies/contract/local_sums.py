@@ -12,7 +12,7 @@ from dure.torchcompat import run_backward
 
 
 class LocalSums(Strategy):
-    """What strategies of one process share: the step's facts are sums over local loss terms."""
+    """Base of strategies whose facts of a step are sums over local loss terms."""
 
     def distribute(self) -> None:
         """Begin with no terms."""

@@ -13,7 +13,7 @@ _AS_IT_IS = nullcontext()
 
 
 class Precision:
-    """How a forward pass computes and how its gradients are kept in range.
+    """Precision of a forward pass, and the scaling that keeps its gradients in range.
 
     `fp32` leaves the model's own dtypes alone (a float64 model stays float64). `bf16` and `fp16` run the forward
     pass under autocast with the parameters as they are. `fp16` also scales the loss (Micikevicius et al. 2018,

@@ -1,4 +1,4 @@
-"""What ranks hold alike, bit by bit, as long as nothing is wrong: what a comparison of replicas compares."""
+"""State that ranks hold alike, bit by bit, as long as nothing is wrong: the object of replica checks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a step finds out: its loss over all ranks, each microbatch's part of it, and what ranks ask of each other."""
+"""Facts of a step: its loss over all ranks, each microbatch's part of it, and the ranks' requests."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dure.errors import TaskInvalid
 
 
 class Requests(NamedTuple):
-    """What a rank wants of all ranks; they learn it together with the step's facts, so all act at the same step."""
+    """Requests of a rank to all ranks, which get them with the step's facts and so act at the same step."""
 
     stop: bool = False
     """Checkpoint and end: this rank got a signal."""
@@ -25,7 +25,7 @@ NO_REQUESTS = Requests()
 
 
 class StepFacts:
-    """What a step found out, over all ranks: loss sum, loss count and what was requested.
+    """Facts of a step over all ranks: loss sum, loss count and requests.
 
     On an accelerator the numbers travel to the host behind the computation; `read` waits for them. The loop reads
     them one step late there, so that the device never runs dry.
@@ -49,7 +49,7 @@ class StepFacts:
         self._facts = facts
 
     def is_locally_finite(self) -> bool:
-        """Whether this rank's own losses of the step were finite."""
+        """Return whether this rank's own losses of the step were finite."""
         return all(bool(term.value.isfinite()) for term in self._terms)
 
     def read(self) -> tuple[float, float, Requests]:
@@ -89,7 +89,7 @@ class LossTerm:
 
     @property
     def is_counted_whole(self) -> bool:
-        """Whether the count is of whole items; a sum of weights is not."""
+        """Return whether the count is of whole items; a sum of weights is not."""
         count = self.count
         return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
 

@@ -29,7 +29,7 @@ NEEDS_STABLE_SCALE = ("topk", "int8", "powersgd")
 
 
 class StepSums:
-    """What a step's compression came to, over its buckets."""
+    """Totals of a step's compression over its buckets."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0

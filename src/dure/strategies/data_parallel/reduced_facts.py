@@ -47,5 +47,5 @@ class ReducedFacts(LocalSums):
 
     @property
     def facts_dtype(self) -> torch.dtype:
-        """Of the facts on their way."""
+        """Return the dtype in which facts are sent."""
         return torch.float32 if self.device.type == "mps" else torch.float64

@@ -138,5 +138,5 @@ def divide(optimizer: Optimizer) -> Optimizer:
 
 
 def _fit_one_buffer(parameters: list[nn.Parameter]) -> bool:
-    """Whether parameters can live in one buffer per rank, to be sent at once, and keep their strides there."""
+    """Return whether parameters can live in one buffer per rank, to be sent at once, and keep their strides there."""
     return len({parameter.dtype for parameter in parameters}) == 1 and all(p.is_contiguous() for p in parameters)

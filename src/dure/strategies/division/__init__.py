@@ -1,1 +1,1 @@
-"""Whether and how a batch or an optimiser can be divided."""
+"""Division of batches and optimisers: whether it is exact, and how it is done."""

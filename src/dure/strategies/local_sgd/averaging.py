@@ -64,12 +64,12 @@ class Averaging(NaiveDDP):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether this step is one of the warm-up."""
+        """Return whether this step is one of the warm-up."""
         return self._step <= self.options.warmup_steps
 
     @property
     def is_averaging(self) -> bool:
-        """Whether this step ends with an averaging."""
+        """Return whether this step ends with an averaging."""
         return not self.is_synchronous and (self._step - self.options.warmup_steps) % self.average_every == 0
 
     # a step

@@ -49,7 +49,7 @@ class Held:
 
 @dataclass(slots=True)
 class Served:
-    """What a server did while it was in one step of its loop."""
+    """Work of a server in one step of its loop."""
 
     staleness: list[float] = field(default_factory=list)
     queue_seconds: list[float] = field(default_factory=list)

@@ -34,7 +34,7 @@ from dure.strategies.state.saved_state import StateSource
 
 
 class PushNumbers(NamedTuple):
-    """What stands in front of the gradients of a push; behind it the learning rates of all parameter groups."""
+    """Header of a push, before the gradients. After it: the learning rates of all parameter groups."""
 
     step: float
     """The step that was computed; -1 says farewell."""
@@ -54,7 +54,7 @@ class PushNumbers(NamedTuple):
 
 
 class PullNumbers(NamedTuple):
-    """What stands in front of the parameters; behind it, of every worker, the first step it has no share of."""
+    """Header of a pull, before the parameters. After it: for each worker, the first step in which it has no shard."""
 
     version: float = 0.0
     staleness: float = 0.0
@@ -76,7 +76,7 @@ class PullNumbers(NamedTuple):
 
 
 class InPace(ServedRank):
-    """What workers and servers have in common."""
+    """Base of workers and servers that keep their own pace."""
 
     is_in_step = False
 

@@ -1,4 +1,4 @@
-"""Which server keeps which rows of which parameter, and how rows travel: as views into one buffer of bytes."""
+"""Division of parameters by rows over servers, and messages of rows: views into one buffer of bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the shard begins in the whole parameter, in each dimension."""
+        """Return where the shard begins in the whole parameter, in each dimension."""
         return (self.start, *(0 for _ in self.shape[1:])) if self.shape else ()
 
     @property
@@ -126,5 +126,5 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """What a message sends."""
+        """Return the bytes that a message sends."""
         return self.buffer.numel()

@@ -1,4 +1,4 @@
-"""How workers and servers talk: one message at a time from one rank to another, any number under way."""
+"""Transport between workers and servers: one message at a time from rank to rank, any number in flight."""
 
 from abc import ABC, abstractmethod
 from datetime import timedelta

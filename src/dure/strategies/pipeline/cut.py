@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: one rank tries the model on a few samples, and what it finds is told to all."""
+"""Cut of a pipeline: one rank tries the model on a few samples, and broadcasts what it finds."""
 
 from dataclasses import asdict
 from typing import Any

@@ -23,7 +23,7 @@ Compute = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"
 
 
 class _Section(nn.Module):
-    """What a stage computes, as torch's stages want it."""
+    """Module of a stage, in the form that torch's stages need."""
 
     def __init__(self, compute: Compute, index: int) -> None:
         super().__init__()

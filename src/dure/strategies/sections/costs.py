@@ -19,7 +19,7 @@ _RECURRENT = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")
 
 
 class BlockCost(AbstractContextManager["BlockCost"]):
-    """What one call of a block computes, and what it keeps for backward."""
+    """Cost of one call of a block: computation, and memory kept for backward."""
 
     def __init__(self, not_kept: set[int]) -> None:
         """Prepare to count.

@@ -1,4 +1,4 @@
-"""Where a model can be cut into sections from outside, and where it is best cut.
+"""Cuts of a model into sections from outside: the possible ones, and the best.
 
 A model is seen as a chain of *blocks*: what its containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) hold,
 and beside them the model's other children, such as an embedding before and a head after the chain. A cut is a place
@@ -74,7 +74,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others, which are called one by one."""
+    """Return whether a module only holds others, which are called one by one."""
     if isinstance(module, nn.Sequential):
         return type(module).forward is nn.Sequential.forward
     return isinstance(module, nn.ModuleList | nn.ModuleDict)

@@ -55,13 +55,13 @@ class OwnPart(nn.Module):
         self._of_others = [(name, parameter) for name, parameter in model.named_parameters() if not self.is_own(name)]
 
     def is_own(self, name: str) -> bool:
-        """Whether this rank is the one to keep what has a name in the model's state."""
+        """Return whether this rank is the one to keep what has a name in the model's state."""
         if name.startswith(self._in_blocks):
             return name.startswith(self._in_own_blocks)
         return name in self._own_loose or (name not in self.loose and self._keeps_rest)
 
     def is_here(self, name: str) -> bool:
-        """Whether this rank has what has a name in the model's state, be it the one to keep it or not."""
+        """Return whether this rank has what has a name in the model's state, be it the one to keep it or not."""
         return name in self.loose or self.is_own(name)
 
     @property

@@ -22,7 +22,7 @@ SURVEYED_SAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SectionPlan:
-    """Which section computes and keeps what. JSON values only, so that one rank can tell the others."""
+    """Plan of the sections: what each computes and keeps. JSON values only, so that one rank can send it."""
 
     calls: list[str]
     """The block of every call of a forward pass, in order."""

@@ -1,4 +1,4 @@
-"""What goes between the ranks of an rpc_model: a call of the model, and what a section gives for it."""
+"""Messages between the ranks of an rpc_model: a call of the model, and a section's result."""
 
 import traceback
 from collections.abc import Iterable
@@ -28,14 +28,14 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a section gives: the value for the next one, or the model's output, and what each block so far gave."""
+    """Result of a section: the value for the next one, or the model's output, and the blocks' values so far."""
 
     value: Any
     known: list[Description]
 
 
 class Failed(NamedTuple):
-    """What a section gives when it raised: an exception that came through RPC would bring its traceback as its text."""
+    """Result of a section that raised: an exception sent through RPC would have its traceback as its text."""
 
     said: str
     exit_code: int

@@ -421,7 +421,7 @@ def _parameter(name: str) -> nn.Parameter:
 
 
 class _SectionOptimizer:
-    """What DistributedOptimizer steps on each rank: the optimiser that is there already."""
+    """Optimizer that DistributedOptimizer steps on each rank: the one that exists already."""
 
     def step(self) -> None:
         """Step the rank's section."""

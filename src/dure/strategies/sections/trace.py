@@ -30,7 +30,7 @@ _END = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was seen."""
+    """Trace of one forward pass."""
 
     chain: Chain
     homes: Mapping[str, int]
@@ -119,7 +119,7 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 @dataclass(slots=True)
 class _Origin:
-    """Where a value comes from: `born` calls were done when it was made; None for what the batch alone decides."""
+    """Origin of a value: `born` calls were done when it was made; None if it depends on the batch alone."""
 
     born: int | None
     name: str

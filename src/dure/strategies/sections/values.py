@@ -1,4 +1,4 @@
-"""What goes from stage to stage: values of blocks, described in JSON and packed into flat buffers.
+"""Values of blocks that go from stage to stage, described in JSON and packed into flat buffers.
 
 torch's schedules send tensors of one shape for all microbatches. A value is therefore packed into one flat buffer per
 dtype, as long as the longest of the step's microbatches needs; both ends know every microbatch's true shapes, and
@@ -35,17 +35,17 @@ class Leaf(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of the tensor."""
+        """Return the number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def lane(self) -> str:
-        """The buffer that it travels in."""
+        """Return the name of the buffer that it travels in."""
         return str(self.dtype).removeprefix("torch.") if self.dtype.is_floating_point else _BYTES
 
     @property
     def lane_elements(self) -> int:
-        """What it takes of that buffer."""
+        """Return the number of elements that it takes of that buffer."""
         if self.lane != _BYTES:
             return self.num_elements
         num_bytes = self.num_elements * self.dtype.itemsize

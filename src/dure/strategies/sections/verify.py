@@ -286,7 +286,7 @@ class _RankState:
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two gradients are the same but for rounding; none is as good as zeros."""
+    """Return whether two gradients are the same but for rounding; none is as good as zeros."""
     found = [gradient for gradient in (one, other) if gradient is not None]
     if len(found) < 2:
         return not any(bool(gradient.any()) for gradient in found)

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered on their own by `fsdp`: found from outside, or named by patterns."""
+"""Modules that `fsdp` gathers on their own: found from outside, or named by patterns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Unit:
 
     @property
     def has_batchnorm(self) -> bool:
-        """Whether computing it twice would count a batch twice, and whether it needs parameters in float32."""
+        """Return whether computing it twice would count a batch twice, and whether it needs parameters in float32."""
         return has_batchnorm(self.module)
 
 
@@ -39,7 +39,7 @@ def parameter_bytes(module: nn.Module) -> int:
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Whether a BatchNorm is in a module."""
+    """Return whether a BatchNorm is in a module."""
     return any(isinstance(inner, BatchNorm) for inner in module.modules())
 
 

@@ -59,7 +59,7 @@ class LocalShards:
         return local
 
     def is_divided(self, local: Tensor) -> bool:
-        """Whether other ranks have other parts of what this is a part of."""
+        """Return whether other ranks have other parts of what this is a part of."""
         whole: Any = self._wholes.get(id(local))
         return isinstance(whole, DTensor) and any(isinstance(placement, Shard) for placement in whole.placements)
 
@@ -112,7 +112,7 @@ def _to_local(state: Any) -> Any:
 
 
 class ShardedStrategy(ReducedFacts):
-    """What strategies share whose parameters are DTensors, some or all of them.
+    """Base of strategies whose parameters are DTensors, some or all of them.
 
     `place` makes them; `shard_group` is the group over whose ranks each is divided.
     """

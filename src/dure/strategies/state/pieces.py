@@ -155,7 +155,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """Which part of a checkpoint a rank takes up: names in the model, each with a part of its tensor."""
+    """Part of a checkpoint that a rank reads: names in the model, each with a part of its tensor."""
 
     model: Mapping[str, Rectangle]
     """Parameters and buffers."""

@@ -1,4 +1,4 @@
-"""Which layers of a model are divided over the ranks of a tensor group, and how: found by rules, or given as text.
+"""Division of a model's layers over the ranks of a tensor group: found by rules, or given as text.
 
 The rules are those of Shoeybi et al. 2019 (Megatron-LM), section 3: of two linear layers with something elementwise
 between them the first is cut by columns (of the matrix that x is multiplied by) and the second by rows, so that only
@@ -61,7 +61,7 @@ _KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_hea
 
 @dataclass(kw_only=True)
 class TensorPlan:
-    """What is done with each layer."""
+    """Plan for each layer."""
 
     styles: dict[str, str] = field(default_factory=dict)
     """By the layer's name in the model one of `STYLES`."""
@@ -104,7 +104,7 @@ def shard_dim(style: str) -> int:
 
 
 def is_dividable(module: nn.Module) -> bool:
-    """Whether there is a rule for a module.
+    """Return whether there is a rule for a module.
 
     A subclass may compute something else with the same parameters, and so may an object whose `forward` was replaced,
     or whose weight is made of others in each forward pass (weight norm, pruning).
@@ -277,7 +277,7 @@ def _divided_size(model: nn.Module, name: str, style: str) -> int:
 
 
 def _suffices(size: int, num_ranks: int) -> bool:
-    """Whether parts of the size of the first, which is rounded up, leave something for the last rank."""
+    """Return whether parts of the size of the first, which is rounded up, leave something for the last rank."""
     return (num_ranks - 1) * -(-size // num_ranks) < size
 
 

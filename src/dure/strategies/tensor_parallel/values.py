@@ -165,7 +165,7 @@ def _with_gradients(values: Any, mesh: DeviceMesh) -> Any:
 
 
 def _has_others(values: Any) -> bool:
-    """Whether there are tensors among arguments that DTensor would take for something else."""
+    """Return whether there are tensors among arguments that DTensor would take for something else."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, DTensor):
             if is_fused(value):
@@ -249,7 +249,7 @@ def _attention(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = Non
 
 
 def _are_divided_alike(values: Sequence[Any]) -> bool:
-    """Whether all are divided evenly in the same dimension, and it is none of the last two."""
+    """Return whether all are divided evenly in the same dimension, and it is none of the last two."""
     first = values[0]
     if not all(isinstance(value, DTensor) and not is_fused(value) for value in values):
         return False

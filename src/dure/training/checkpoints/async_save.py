@@ -89,27 +89,27 @@ class PendingSave:
 
     @property
     def is_copied(self) -> bool:
-        """Whether training may go on before it is written."""
+        """Return whether training may go on before it is written."""
         return self._writer.is_copied
 
     @property
     def is_whole(self) -> bool:
-        """Whether what is copied may change."""
+        """Return whether what is copied may change."""
         return self._is_whole.is_set()
 
     @property
     def memory_words(self) -> str:
-        """What the copies would have taken, and of what."""
+        """Return the memory that the copies need and the memory that is free, in words."""
         return f"{format_bytes(self._writer.copied_bytes)} of the {format_bytes(self._writer.free_bytes)}"
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank's thread is still at work."""
+        """Return whether this rank's thread is still at work."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows of a failure, which all should hear of."""
+        """Return whether this rank knows of a failure, which all should hear of."""
         return self._error is not None or self._heard is not None
 
     def start(self) -> None:

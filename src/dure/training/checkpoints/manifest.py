@@ -56,7 +56,7 @@ class TensorEntry(_Strict):
 
     @property
     def is_whole(self) -> bool:
-        """Whether one piece is all of it."""
+        """Return whether one piece is all of it."""
         return len(self.pieces) == 1 and self.pieces[0].sizes == self.shape
 
     def fault(self) -> str | None:

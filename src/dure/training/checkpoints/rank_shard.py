@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: which tensors in which file, and how many bytes that takes."""
+"""Shard of a checkpoint that one rank writes: which tensors in which file, and its bytes."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ def part_file_name(part: str, rank: int) -> str:
 
 @dataclass(kw_only=True)
 class Share:
-    """What one rank writes."""
+    """Tensors and files that one rank writes."""
 
     rank: int
     parts: dict[str, dict[str, Tensor | Piece]]

@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Where in the run it stands."""
+        """Return its position in the run."""
         return Position(**self.manifest.position.model_dump())
 
     @property
@@ -158,7 +158,7 @@ class Checkpoint:
 
     @property
     def own(self) -> dict[str, Any]:
-        """What the strategy that saved it kept beside the optimiser's state, its tensors whole and on the CPU."""
+        """Return the saving strategy's own state apart from the optimiser's, its tensors whole and on the CPU."""
         own = self._state["optimizer"].get("own", {})
         return dict(decode(own, lambda name: self._saved("optimizer", name).whole()))
 

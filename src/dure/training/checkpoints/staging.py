@@ -96,7 +96,7 @@ class HostCopies:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was copied may change."""
+        """Return whether all that was copied may change."""
         return self._helping is None
 
     def complete(self) -> bool:
@@ -119,7 +119,7 @@ class HostCopies:
         self._room, self._targets = torch.empty(0, dtype=torch.uint8), []
 
     def _fits(self, sources: list[Tensor]) -> bool:
-        """Whether the last copy was of the same kind of tensors."""
+        """Return whether the last copy was of the same kind of tensors."""
         return len(sources) == len(self._targets) and all(
             source.dtype == target.dtype and source.shape == target.shape
             for source, target in zip(sources, self._targets, strict=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in memory: position, model, optimiser, and what a rank keeps for itself."""
+"""State of a checkpoint in memory: position, model, optimiser, and the rank's own state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where in the run a checkpoint stands. Samples decide; step and epoch follow from them."""
+    """Position of a checkpoint in the run. Samples decide; step and epoch follow from them."""
 
     samples_seen: int
     """Samples used by all ranks since the start of the run."""

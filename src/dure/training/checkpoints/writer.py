@@ -55,7 +55,7 @@ MOST_OF_MEMORY = 0.5
 
 
 class CheckpointWriter:
-    """What one rank does for one checkpoint. Rank 0 makes the directory, writes the manifest and renames.
+    """Writer of one rank's part of one checkpoint. Rank 0 makes the directory, writes the manifest and renames.
 
     `begin` is for all ranks together; a failure of one is a failure of all. What comes after it exchanges nothing, so
     that a thread beside the training may do it.
@@ -310,7 +310,7 @@ class CheckpointWriter:
         )
 
     def is_still_written(self) -> bool:
-        """Whether rank 0 is still at it, as the others can tell from the directory."""
+        """Return whether rank 0 is still at it, as the others can tell from the directory."""
         if self._directory is None or not self._directory.exists():
             return False
         return time.monotonic() - self._begun_at < _LOCK_PATIENCE_SECONDS or is_being_written(self._directory)

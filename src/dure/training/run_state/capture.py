@@ -1,4 +1,4 @@
-"""What a run's checkpoints and snapshots are made of, and how a session is put back to one."""
+"""Capture of a session's state for checkpoints and snapshots, and its restoration."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ _STREAM = "stream"
 
 @dataclass
 class Progression:
-    """How far the run is, and what it carries from step to step and from attempt to attempt."""
+    """Progress of a run, and the state that it carries from step to step and from attempt to attempt."""
 
     samples_seen: int = 0
     step: int = 0

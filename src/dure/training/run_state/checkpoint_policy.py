@@ -61,11 +61,11 @@ class Saver:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all; another may after the first was lost."""
+        """Return whether this rank speaks for all; another may after the first was lost."""
         return self.session.group.rank == 0
 
     def is_asking(self) -> bool:
-        """Whether this rank asks all to save, or to hear that the save under way has failed.
+        """Return whether this rank asks all to save, or to hear that the save under way has failed.
 
         Only the first's clock is asked, so that clocks need not agree.
         """

@@ -1,4 +1,4 @@
-"""Which of the ranks that must hold the same holds something else, in which tensor, at which element.
+"""Divergence between ranks that must hold the same: which rank, in which tensor, at which element.
 
 Ranks exchange checksums only, of ever smaller pieces: a tensor never travels.
 """

@@ -113,7 +113,7 @@ class ReplicaCheck:
         self._begun = self._last = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Whether this boundary is one for a comparison."""
+        """Return whether this boundary is one for a comparison."""
         return self.is_on and self.progression.step >= self._next
 
     def check(self, *, again: bool = False) -> None:

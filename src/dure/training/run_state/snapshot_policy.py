@@ -99,7 +99,7 @@ class MemorySaver:
         """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
 
     def is_due(self) -> bool:
-        """Whether this boundary is one for a snapshot; to be asked once at each.
+        """Return whether this boundary is one for a snapshot; to be asked once at each.
 
         Communication: at few steps, one gathered JSON message.
         """

@@ -132,7 +132,7 @@ class SampleFetch(Dataset[Any]):
             return batch
 
     def _is_probed(self) -> bool:
-        """Whether this fetch is one of those in which draws are looked for: the first ones, and every power of two."""
+        """Return whether draws are looked for in this fetch: in the first ones, and in every power of two."""
         fetches = self._num_fetches
         return fetches <= _PROBED_FETCHES or not fetches & (fetches - 1)
 
@@ -190,12 +190,12 @@ class Loader:
 
     @property
     def has_workers(self) -> bool:
-        """Whether loader processes fetch, each from a copy of the data set."""
+        """Return whether loader processes fetch, each from a copy of the data set."""
         return self._num_workers > 0
 
     @property
     def has_collate_drawn(self) -> bool:
-        """Whether `collate` was seen to draw random numbers in this process."""
+        """Return whether `collate` was seen to draw random numbers in this process."""
         return self._fetch.has_collate_drawn
 
     def sample(self, index: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which samples, in which order: the part of a run that no machine may change."""
+"""Order of samples, which no machine may change."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Which snapshot in memory ranks of several hosts go on from, and how hosts that have not all of it get the rest.
+"""Exchange of snapshots between hosts: the ranks agree on one, and hosts that lack parts of it get them.
 
 Each host holds the snapshots of its own ranks. Its first rank writes what rank 0 would, so that of a state that all
 ranks have alike every host has all; a share that is a piece of the whole is of use only with those of all others. Ranks
@@ -40,12 +40,12 @@ class Found:
     """Of those that wrote it."""
 
     def is_of(self, one: Held) -> bool:
-        """Whether a rank's snapshot is a part of it."""
+        """Return whether a rank's snapshot is a part of it."""
         return (one.position, one.round, one.world_size) == (self.position, self.round, self.world_size)
 
 
 class Survey:
-    """What every rank of the group holds of snapshots; the same on every rank."""
+    """Snapshots that every rank of the group holds; the same list on every rank."""
 
     def __init__(self, group: Group, place: Place, own_descriptor: int) -> None:
         """Ask all. Communication: one gathered JSON message of about 300 bytes per rank."""
@@ -89,7 +89,7 @@ class Survey:
         return [one for one in self.held[rank] if found.is_of(one)]
 
     def is_everybodys(self, found: Found) -> bool:
-        """Whether it was written by the very ranks that are here now."""
+        """Return whether it was written by the very ranks that are here now."""
         return found.world_size == len(self.held) and all(
             any(one.rank == rank for one in self.has(found, rank)) for rank in range(len(self.held))
         )

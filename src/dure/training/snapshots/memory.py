@@ -37,7 +37,7 @@ _PER_RANK = "per_rank"
 
 
 class Entry(NamedTuple):
-    """Where a snapshot stands in the file, and what it is of."""
+    """Place of a snapshot in the file, and its position in the run."""
 
     is_whole: int
     samples_seen: int = 0
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """Where in the run it stands."""
+        """Return its position in the run."""
         return Position(samples_seen=self.samples_seen, step=self.step, epoch=self.epoch)
 
 

@@ -1,4 +1,4 @@
-"""What a user writes: one small class that defines the training task."""
+"""Training task: the one small class that a user writes."""
 
 import dataclasses
 from abc import ABC, abstractmethod

@@ -391,6 +391,7 @@ def test_signal_when_there_are_no_restarts_then_two_steps_have_the_whole_grace_t
     command = prewarmed.start(tmp_path, *BASE, "--name", "run", *pace)
     run = RunFiles(tmp_path / "runs/run")
     run.wait_for("training", command)
+    time.sleep(1)  # the first step, of 4 s, is under way: ranks agree on the stop in the second
     command.send(signal.SIGTERM)
     assert command.wait(16) == 143, command.err
     assert run.checkpoints() == ["samples-000000000016"]

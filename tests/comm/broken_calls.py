@@ -11,11 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dure.comm.algorithms import shm
+from dure.comm.dure_shm import backend, collectives, group, tensors, work
+from dure.comm.shared_memory import call_number, memory, rounds
+
 KINDS = ("all_reduce", "all_reduce_async", "reduce", "broadcast", "all_gather", "all_gather_single", "reduce_scatter",
          "barrier", "gather", "scatter", "all_to_all_single")  # fmt: skip
 FAULTS = ("interrupt", "interrupt", "wrong", "wrong everywhere", "left out")
-INTERRUPTED_FILES = ("shared_memory.py", "rounds.py", "shm_collectives.py", "shm_tensors.py", "shm_work.py", "calls.py",
-                     "shm_backend.py", "shm_group.py", "shm.py")  # fmt: skip
+INTERRUPTED_FILES = frozenset(
+    module.__file__ for module in (memory, rounds, call_number, collectives, tensors, work, backend, group, shm)
+)
 
 
 class Interruption(BaseException):
@@ -163,8 +168,7 @@ def _interrupt_after(lines: int) -> Any:
     left = [lines]
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        path = frame.f_code.co_filename
-        if "/dure/comm/" not in path or not path.endswith(INTERRUPTED_FILES):
+        if frame.f_code.co_filename not in INTERRUPTED_FILES:
             return None
         if event == "line":
             left[0] -= 1

@@ -130,6 +130,7 @@ def test_random_calls_when_some_go_wrong_then_no_value_is_of_calls_that_do_not_b
     # else nothing was tried
     assert sum(one.get("value") is not None for one in outcomes) > 40
     assert sum(one.get("error") is not None for one in outcomes) > 40
+    assert any("Interruption" in (one.get("error") or "") for one in outcomes)
 
 
 def play_on_both(group):

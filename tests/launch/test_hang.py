@@ -159,6 +159,14 @@ def test_wait_when_through_shared_memory_then_is_known_by_the_frames_of_its_thre
     assert "rank 0 waits for it in all_reduce" in text
 
 
+@pytest.mark.parametrize("module", ["groups.py", "meeting.py", "shared_memory/memory.py", "algorithms/wire.py"])
+def test_wait_when_a_rank_is_inside_a_module_of_comm_then_is_known_by_its_folder(module):
+    inside = Frame(file=f"{OWN_ROOT}comm/{module}", line=5, function="barrier")
+    culprits, text = blamed(rank(0, main=(inside, user(7))), rank(1, line=33))
+    assert culprits == (1,)
+    assert "rank 0 waits for it in barrier" in text
+
+
 def test_rank_when_no_frame_is_the_users_then_no_line_is_made_up():
     ours = (Frame(file=f"{OWN_ROOT}training/loop.py", line=5, function="_launch"),)
     _, text = blamed(rank(0, main=ours, busy_fraction=1.0))

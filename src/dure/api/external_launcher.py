@@ -1,4 +1,4 @@
-"""A rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, whatever `rank.py` has a row for."""
+"""Rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, whatever `cluster/rank.py` knows."""
 
 import os
 import time

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from dure.data.tensor_data import BatchedData, BatchTransform, TensorData
+from dure.data.tensor_data import BatchTransform, TensorData, sample_of
 from dure.errors import DataInvalid, EnvironmentLacks
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 """What counts as an image, in lower case; other files are passed over."""
 
 
-class ImageFolder(BatchedData):
+class ImageFolder(Dataset[Any]):
     """Images under `root/<class>/`, decoded when they are fetched. See `image_folder`."""
 
     def __init__(self, root: str | Path, transform: BatchTransform | None = None, size: int | None = None) -> None:
@@ -40,6 +41,9 @@ class ImageFolder(BatchedData):
         """Decode the images at `indices` into one batch."""
         batch = self._decode(indices)
         return batch if self.transform is None else self.transform(batch, indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return sample_of(self, index)
 
     def in_memory(self) -> TensorData:
         """Decode every image once and hold all of them: for small images that are used for many epochs."""

@@ -1,7 +1,7 @@
 """Data that lies in tensors: a whole batch is one index operation."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,24 +17,27 @@ the batch, rank or loader worker it is in.
 """
 
 
-class BatchedData(Dataset[Any]):
-    """Base of data that is fetched by batches; a single sample is a batch of one."""
+class Batched(Protocol):
+    """Data that is fetched by batches."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    def __len__(self) -> int: ...
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the samples at `indices` as one batch."""
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"index {index} of {len(self)} samples")
-        return tuple(column[0] for column in self.__getitems__([position]))
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]: ...
 
 
-class TensorData(BatchedData):
+def sample_of(data: Batched, index: int) -> tuple[Tensor, ...]:
+    """Return a single sample, which is a batch of one.
+
+    Raises:
+        IndexError: There is no sample of that index; negative ones count from the end.
+    """
+    position = index + len(data) if index < 0 else index
+    if not 0 <= position < len(data):
+        raise IndexError(f"index {index} of {len(data)} samples")
+    return tuple(column[0] for column in data.__getitems__([position]))
+
+
+class TensorData(Dataset[Any]):
     """Map-style data held in tensors of equal length, fetched by batch.
 
     One index operation per tensor fetches a batch; fetching and collating single samples costs three to four
@@ -68,6 +71,9 @@ class TensorData(BatchedData):
         # on images 5 to 18 times as fast as tensor[rows]
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return batch if self.transform is None else self.transform(batch, indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return sample_of(self, index)
 
 
 def synthetic(

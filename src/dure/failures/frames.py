@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-OWN_ROOT = f"{Path(__file__).resolve().parents[1]}{os.sep}"
-"""Where dure's own modules are."""
+OWN_ROOT = f"{Path(__file__).absolute().parents[1]}{os.sep}"
+"""Folder of dure's own modules, as it stands in frames: links on the way to it are not followed."""
 
 _STANDARD_LIBRARY = tuple(
     {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)}
@@ -27,6 +27,11 @@ def own_file(module: str) -> str:
         module: Its dotted name. It is not imported.
     """
     return f"{OWN_ROOT}{os.path.join(*module.split('.')[1:])}.py"
+
+
+def own_folder(package: str) -> str:
+    """Return the folder of one of dure's packages, with a separator at its end, as `own_file` does a module's file."""
+    return f"{OWN_ROOT}{os.path.join(*package.split('.')[1:])}{os.sep}"
 
 
 def is_foreign(file: str) -> bool:

@@ -222,7 +222,7 @@ def _pod(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def _torchruns_environment(job: Job) -> list[Manifest]:
-    """Return the variables that Kubeflow Trainer would set: torchrun reads them, and so does a rank (`rank.py`)."""
+    """Return the variables that Kubeflow Trainer would set, for torchrun and for ranks (`cluster/rank.py`) to read."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     said = {
         "PET_NNODES": str(job.nodes),

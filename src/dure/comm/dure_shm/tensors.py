@@ -1,6 +1,6 @@
 """Collectives of tensors as they come: several at once, with gaps between their elements, or sharing memory.
 
-`shm_collectives` and `algorithms.shm` move contiguous memory. The tensors' `data` is used throughout: gloo does not
+`collectives` and `algorithms.shm` move contiguous memory. The tensors' `data` is used throughout: gloo does not
 count what it writes as a change for autograd either.
 """
 

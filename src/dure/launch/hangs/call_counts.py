@@ -2,25 +2,22 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from dure.launch.hangs.watchdog import Watchdog
 from dure.launch.worker.responder import COUNT
-
-if TYPE_CHECKING:
-    from dure.launch.hangs.watchdog import Watchdog
-    from dure.launch.worker.worker_process import Worker
+from dure.launch.worker.worker_process import Worker
 
 
 class CallCounts:
     """Counts of the process-group calls that ranks have made, requested as often as it matters."""
 
-    def __init__(self, watchdog: "Watchdog", every_seconds: float) -> None:
+    def __init__(self, watchdog: Watchdog, every_seconds: float) -> None:
         self._watchdog = watchdog
         self._every_seconds = every_seconds
         self._asked: dict[int, tuple[int, float]] = {}
         """Number and time, by rank, of the question that has no answer yet, or the last one, and when it was asked."""
 
-    def go_on(self, workers: "Sequence[Worker]") -> None:
+    def go_on(self, workers: Sequence[Worker]) -> None:
         """Take what has been answered, and ask those who have had time to make another call."""
         now = time.monotonic()
         for worker in workers:

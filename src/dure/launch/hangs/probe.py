@@ -7,16 +7,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dure.launch.hangs.rank_state import Call, RankState, collective_from, frames_from
 from dure.launch.worker.questions import wait_for_answers
 from dure.launch.worker.responder import STACKS_SIGNAL, STATE
 from dure.launch.worker.stacks import Threads, head, is_stopped, proc_stat, written_stacks
+from dure.launch.worker.worker_process import Worker
 from dure.process.heartbeat import Heartbeats
-
-if TYPE_CHECKING:
-    from dure.launch.worker.worker_process import Worker
 
 _PATIENCE_SECONDS = 1.0
 """A rank that has not answered by then cannot: it is stopped, or native code holds the interpreter."""
@@ -28,7 +26,7 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}
 _OBSERVER = re.compile(r"^observer (\d+)$", re.M)
 
 
-def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankState]:
+def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState]:
     """Ask all ranks at once; takes at most about three seconds, whatever they are doing."""
     alive = [worker for worker in workers if worker.end is None]
     began = time.monotonic()
@@ -55,7 +53,7 @@ def examine(workers: "Sequence[Worker]", heartbeats: Heartbeats) -> list[RankSta
     return states
 
 
-def _told(worker: "Worker", answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
+def _told(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
     """Return the fields of a state that a rank has told of itself, or its system of it."""
     told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid)}
     if answer is None:
@@ -73,7 +71,7 @@ def _told(worker: "Worker", answer: Mapping[str, Any] | None, stacks: Threads | 
     }
 
 
-def _answers(workers: "Sequence[Worker]") -> dict[int, Mapping[str, Any]]:
+def _answers(workers: Sequence[Worker]) -> dict[int, Mapping[str, Any]]:
     """Ask, and collect what comes back in time."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     waiting = {worker: worker.questions.ask(STATE) for worker in workers if not is_stopped(worker.pid)}
@@ -89,7 +87,7 @@ def _answers(workers: "Sequence[Worker]") -> dict[int, Mapping[str, Any]]:
     return done
 
 
-def _written_stacks(workers: "Sequence[Worker]") -> dict[int, Threads]:
+def _written_stacks(workers: Sequence[Worker]) -> dict[int, Threads]:
     """Let ranks that cannot answer write their stacks by a signal, and wait until they are whole."""
     began_at = {worker.rank: os.fstat(worker.stacks_fd).st_size for worker in workers}
     for worker in workers:
@@ -108,7 +106,7 @@ def _written_stacks(workers: "Sequence[Worker]") -> dict[int, Threads]:
     return {worker.rank: written_stacks(worker.stacks_fd, began_at[worker.rank]) for worker in workers}
 
 
-def _ask_by_signal(worker: "Worker") -> None:
+def _ask_by_signal(worker: Worker) -> None:
     """Send the signal to the thread that looks, for in any other it would cut a system call of the script's short."""
     if STACKS_SIGNAL is None:
         return
@@ -121,7 +119,7 @@ def _ask_by_signal(worker: "Worker") -> None:
         ctypes.CDLL(None).syscall(call, worker.pid, int(observer[1]), int(STACKS_SIGNAL))
 
 
-def _busy_fractions(workers: "Sequence[Worker]") -> dict[int, float]:
+def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:
     """Return how much of the time each main thread was running, or would have been had there been a core for it."""
     counts = dict.fromkeys((worker.rank for worker in workers), 0)
     used = {worker.rank: _used_seconds(worker.pid) for worker in workers}

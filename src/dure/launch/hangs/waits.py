@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dure.failures.frames import Frame, own_file, users_frame
+from dure.failures.frames import Frame, own_file, own_folder, users_frame
 from dure.launch.hangs.rank_state import Call, Collective, RankState
 
 BUSY_FRACTION = 0.5
 _SHARED_MEMORY_FILE = own_file("dure.comm.dure_shm.tensors")
 _TORCH = f"{os.sep}torch{os.sep}"
-_WAITING_FOLDERS = (f"{_TORCH}distributed{os.sep}", os.path.dirname(_SHARED_MEMORY_FILE) + os.sep)
+_WAITING_FOLDERS = (f"{_TORCH}distributed{os.sep}", own_folder("dure.comm"))
 _LOADER_FILE = f"{_TORCH}utils{os.sep}data{os.sep}"
 _TRANSFERS = {
     "send": "recv", "isend": "recv", "send_object_list": "recv",

@@ -31,6 +31,6 @@ class RoundNews:
         return [end for node_rank in sorted(self.ends_of) for end in self.ends_of[node_rank]]
 
     def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Return what nodes said of looking, each once; see `joint_look.py`."""
+        """Return what nodes said of looking, each once; see `launch/rounds/node_hang_survey.py`."""
         taken, self.looks = self.looks, []
         return taken

@@ -1,14 +1,10 @@
 """Memory of a run that outlives its ranks."""
 
 import os
-from typing import TYPE_CHECKING
 
 from dure.launch.rounds.request import Launch
 from dure.launch.worker.worker_process import unnamed_file
 from dure.process.heartbeat import Heartbeats
-
-if TYPE_CHECKING:
-    pass
 
 
 class KeptMemory:

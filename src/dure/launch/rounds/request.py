@@ -3,17 +3,15 @@
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.hangs.watchdog import HangPolicy
 from dure.launch.logs.rank_logs import RankLogs
+from dure.launch.nodes.failover import WayBack
+from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.restart_policy import Restart, RestartPolicy
 from dure.launch.worker.child import Output
-
-if TYPE_CHECKING:
-    from dure.launch.hangs.diagnosis import HangVerdict
-    from dure.launch.nodes.failover import WayBack
-    from dure.launch.nodes.peers import Nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class Launch:
     """After that time the ranks of a round are ended, whatever they are at; None: any time."""
     hangs: HangPolicy | None = None
     """None: nobody looks whether ranks hang."""
-    on_hang: Callable[["HangVerdict"], None] | None = None
+    on_hang: Callable[[HangVerdict], None] | None = None
     """Told of each hang, before anything is done about it."""
     on_stopping: Callable[[str], None] | None = None
     """Callback that gets what a stop waits for, if that takes a while."""
@@ -60,13 +58,13 @@ class Launch:
     """What the ranks are told of it, in the place of what the job says."""
     trusted_samples: int | None = None
     """What the ranks are told of it."""
-    nodes: "Nodes | None" = None
+    nodes: Nodes | None = None
     """The run's other hosts, whose launchers have been met."""
     output_of: Callable[[int], Output] | None = None
     """Where a rank's output goes, where the ranks of this host may be others in the next round."""
     on_change: Callable[[str], None] | None = None
     """Told why a round was ended, where that was no failure of a rank."""
-    way_back: "WayBack | None" = None
+    way_back: WayBack | None = None
     """What to do when the node that leads cannot be reached; None: end."""
     logs: RankLogs | None = None
     """What the ranks speak through; it is looked after while they run."""

@@ -1,4 +1,4 @@
-"""Worker processes as their supervisor has them: started by fork or by spawn, polled, signalled."""
+"""Start of a worker process, by fork or by spawn."""
 
 import importlib
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from dure.cluster.rank import RankInfo
 from dure.errors import EnvironmentLacks
@@ -18,9 +17,6 @@ from dure.launch.worker.child import Output, run_in_child
 from dure.launch.worker.questions import Questions
 from dure.launch.worker.worker_process import Worker, unnamed_file
 from dure.process.context import Place, StoreAddress
-
-if TYPE_CHECKING:
-    pass
 
 
 def start_worker(

@@ -4,13 +4,10 @@ import select
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dure.documents import parse_json
 from dure.launch.worker.responder import LENGTH
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_BYTES = 2**20
 

@@ -4,13 +4,8 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from dure.failures.frames import Frame, own_file
-
-if TYPE_CHECKING:
-    pass
-
 
 _STACKS_LIMIT_BYTES = 2**20
 _LAUNCHER = own_file("dure.launch.worker.child")

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dure.documents import DocumentInvalid, parse_json
 from dure.host.oom import OomWatch
@@ -16,10 +16,6 @@ from dure.launch.worker.questions import Questions
 from dure.launch.worker.stacks import crash_frames, is_stopped
 from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd
 from dure.process.context import CUT, DEPARTURE
-
-if TYPE_CHECKING:
-    pass
-
 
 _REPORT_LIMIT_BYTES = 2**20
 

@@ -1,4 +1,4 @@
-"""The servers' side of `parameter_server_async`: pushes are applied in the order in which they come."""
+"""Servers' side of `async_worker`: pushes are applied in the order in which they come."""
 
 import math
 import queue

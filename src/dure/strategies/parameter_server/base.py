@@ -2,8 +2,8 @@
 
 Li et al. 2014 (section 3) divide the parameters over servers by range; Dean et al. 2012 (section 4) let every worker
 push and pull at its own pace; Ho et al. 2013 bound how far the fastest may be ahead. Here ranks 0 to N-1 are workers
-with a device each, and the ranks after them servers without one. `parameter_server_sync` takes every step together and
-is exact; `parameter_server_async` (`--no-sync`) is not. This file is what both have in common: who keeps which rows, an
+with a device each, and the ranks after them servers without one. `sync` takes every step together and is exact;
+`async_worker` and `async_server` (`--no-sync`) are not. This file is what both have in common: who keeps which rows, an
 optimiser over rows, and how a checkpoint comes together.
 """
 

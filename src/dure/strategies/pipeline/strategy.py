@@ -1,12 +1,13 @@
 """A pipeline: the model in stages on several ranks, all of them at work on different microbatches at once.
 
-The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`pipeline_schedule`). What
-dure adds: stages are cut out of any chain of blocks from outside (`section_plan`, `sectioned_model`), the task's loss
-stays what it is, microbatches may be of unequal sizes and none is padded (`pipeline_values`), and losses are weighted
-so that gradients only add up. Along the other axis of the mesh whole pipelines share each batch as ranks of ddp do.
+The engine is torch.distributed.pipelining, which runs the stages in the order of a schedule (`schedule`). What dure
+adds: stages are cut out of any chain of blocks from outside (`sections.plan`, `sections.sectioned_model`), the task's
+loss stays what it is, microbatches may be of unequal sizes and none is padded (`sections.values`), and losses are
+weighted so that gradients only add up. Along the other axis of the mesh whole pipelines share each batch as ranks of
+ddp do.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,10 +401,7 @@ class Pipeline(ReducedFacts):
     def before_reading(self) -> None:
         """Make what several ranks have the same: buffers over replicas, what is in no block over stages."""
         self.replicas.broadcast([buffer for buffer in self.part.own_buffers() if buffer.numel()])
-        tensors: Mapping[str, Tensor] = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for name, stage in self.part.loose.items():
-            if name in tensors and tensors[name].numel():
-                self.stage_ranks.broadcast([tensors[name].data], source_rank=stage % self.stage_ranks.world_size)
+        self.part.broadcast_loose(self.stage_ranks)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's tensors and optimiser state; rank 0 of the data axis writes them."""

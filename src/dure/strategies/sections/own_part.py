@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.comm.groups import Group
 from dure.errors import TaskInvalid
 from dure.strategies.sections.absent_tensors import hollow, made_absent
 from dure.strategies.sections.plan import CURE, SectionPlan
@@ -94,6 +95,19 @@ class OwnPart(nn.Module):
     def own_buffers(self) -> list[Tensor]:
         """Return this rank's buffers."""
         return [buffer for name, buffer in self.whole.named_buffers() if self.is_own(name)]
+
+    def broadcast_loose(self, group: Group) -> None:
+        """Make what is in no block the same on all ranks: each has it, and one trains it.
+
+        Communication: one broadcast for each such tensor.
+
+        Args:
+            group: Ranks that have sections of the model, each the section of its number and those a world size apart.
+        """
+        tensors = {**dict(self.whole.named_parameters()), **dict(self.whole.named_buffers())}
+        for name, section in self.loose.items():
+            if name in tensors and tensors[name].numel():
+                group.broadcast([tensors[name].data], source_rank=section % group.world_size)
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's parameters and buffers, and those outside of the blocks, which every rank has."""

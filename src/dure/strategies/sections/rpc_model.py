@@ -8,7 +8,7 @@ Other ranks follow the loop by the facts of each step, and compute in the thread
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -365,10 +365,7 @@ class RpcModel(ReducedFacts):
     def before_reading(self) -> None:
         """Make what is in no block the same on all ranks: each has it, and one trains it."""
         self.group.barrier()
-        tensors: Mapping[str, Tensor] = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        for name, section in self.part.loose.items():
-            if name in tensors and tensors[name].numel():
-                self.group.broadcast([tensors[name].data], source_rank=section)
+        self.part.broadcast_loose(self.group)
 
     def state_dict(self) -> StrategyState:
         """Return this rank's tensors and optimiser state."""

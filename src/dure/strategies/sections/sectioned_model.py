@@ -3,7 +3,7 @@
 Nothing is traced or rewritten. Every section has the batch, so that the model's own code between the blocks (masks,
 positions, reshaping) computes what it always does. A block of an earlier section answers with a placeholder of its
 output's shape, the last of them with the value that was received; after the section's last block the pass ends. That
-nothing else is needed from earlier sections is what `section_survey` has made sure of.
+nothing else is needed from earlier sections is what `trace` has made sure of.
 """
 
 from collections.abc import Callable, Mapping

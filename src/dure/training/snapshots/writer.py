@@ -1,4 +1,4 @@
-"""Writing of a rank's snapshots, as `snapshot_memory` lays them out."""
+"""Writing of a rank's snapshots, as `memory` lays them out."""
 
 import ctypes
 import mmap

@@ -237,8 +237,13 @@ class RpcModel(ReducedFacts):
     # a step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Run every microbatch through all sections and back; other ranks only let the empty batches pass."""
+        """Run every microbatch through all sections and back; other ranks only let the empty batches pass.
+
+        Communication: a barrier before the calls. Without it rank 0 would call a section whose rank still copies its
+        buffers for a snapshot of the step before.
+        """
         self.begin_step(requests)
+        self.group.barrier()
         if not self.drives:
             for _ in microbatches:
                 pass

@@ -390,11 +390,11 @@ def test_signal_when_there_are_no_restarts_then_two_steps_have_the_whole_grace_t
     pace = ("--task.pause-seconds", 4, "--max-restarts", 0, "--grace-seconds", 14)
     command = prewarmed.start(tmp_path, *BASE, "--name", "run", *pace)
     run = RunFiles(tmp_path / "runs/run")
-    run.wait_for("training", command)
-    time.sleep(1)  # the first step, of 4 s, is under way: ranks agree on the stop in the second
+    command.wait_for(lambda: run.records(0), "the first step")
+    time.sleep(0.2)  # the second, of 4 s, is under way: ranks agree on the stop in the third
     command.send(signal.SIGTERM)
     assert command.wait(16) == 143, command.err
-    assert run.checkpoints() == ["samples-000000000016"]
+    assert run.checkpoints() == ["samples-000000000024"]
     assert not (run.path / "undone.jsonl").exists()
     assert "faulty_task.py" in command.err  # where the ranks are at half time...
     assert run.events("hang") == []  # ...though a long step is no hang
@@ -429,7 +429,7 @@ def test_script_when_its_whole_group_is_signalled_then_each_rank_gets_the_signal
     command = prewarmed.start(tmp_path, "run", "--nproc", 2, "--name", "run", "twice.py")
     command.wait_for(lambda: len(list(tmp_path.glob("ready?"))) == 2, "the ranks")
     os.killpg(os.getpgid(command.pid), signal.SIGTERM)
-    command.wait(16)
+    command.wait(8)
     assert len(list(tmp_path.glob("saved?"))) == 2, command.err
     assert (command.out + command.err).count("unfinished") == 2
 

@@ -31,7 +31,7 @@ def drawing() -> str:
     inside = {name.removeprefix("dure."): rows for name, rows in large}
     rows = package[1]
     for number, row in enumerate(rows):
-        lines.append(f'    subgraph floor{number}[" "]')
+        lines += [f'    subgraph floor{number}[" "]', "        direction TB"]
         lines += [f'        {room}["{_label(room, inside)}"]' for room in row]
         lines.append("    end")
     lines += [f"    floor{number} --> floor{number + 1}" for number in range(len(rows) - 1)]

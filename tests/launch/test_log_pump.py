@@ -17,6 +17,7 @@ import pytest
 from dure.launch.logs import log_pump
 from dure.launch.logs.log_pump import LINE_LIMIT_BYTES, LogFile, Stream, cleaned, fitted
 from dure.launch.logs.rank_logs import RankLogs, Voice
+from dure.process.stop_signals import STOP_SIGNALS
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,15 @@ def test_pump_when_asked_to_catch_up_then_what_was_said_is_shown_in_its_order(tm
         logs.catch_up()
         assert capfd.readouterr() == ("", "two\nthr\n")
     assert (tmp_path / "rank0.log").read_text() == "one\ntwo\nthr\n"
+
+
+def test_pump_when_its_group_is_signalled_while_it_starts_then_all_is_shown(tmp_path, capfd):
+    with closing(shown_in_order(tmp_path)) as logs:
+        logs.start()
+        for number in STOP_SIGNALS:
+            os.kill(logs._pumps[0]._process.pid, number)  # its interpreter has not begun yet
+        os.write(logs.descriptors_of(0)[0], b"last words\n")
+    assert capfd.readouterr().err == "last words\n"
 
 
 def test_pump_when_nothing_was_said_then_it_is_not_started(tmp_path):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -64,3 +66,17 @@ def is_said_again(number: int) -> bool:
     grace time is over it sends SIGTERM once more. Whom it does not want to wait for it kills.
     """
     return number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Block the stop signals in this thread; they arrive afterwards.
+
+    A process that is started inside begins with them blocked: a signal to its whole group does not end it before it
+    has said what it does with one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from dure.launch.logs import log_pump
 from dure.own_files import touch
+from dure.process.stop_signals import signals_held_back
 from dure.terminal import own_descriptor
 
 _PIPE_BYTES = 2**20
@@ -190,7 +191,7 @@ class _Pump:
         # nothing of dure or of its environment is needed, and half of the time is saved without
         command = [sys.executable, "-I", "-S", log_pump.__file__, json.dumps(told)]
         inherited = [*self.waiting_for, theirs.fileno(), *self._consoles]
-        with theirs:
+        with theirs, signals_held_back():
             self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         _close(self.waiting_for)
         self.waiting_for = []

@@ -18,7 +18,7 @@ from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.node_hang_survey import JointLook
 from dure.launch.rounds.request import Launch, StoreSocket
-from dure.launch.rounds.signal_forwarding import pass_on_signal, signals_held_back
+from dure.launch.rounds.signal_forwarding import pass_on_signal
 from dure.launch.rounds.start import start_worker
 from dure.launch.rounds.stop_limit import StopLimit
 from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
@@ -26,6 +26,7 @@ from dure.launch.worker.leftovers import end_leftovers
 from dure.launch.worker.store_server import StoreServer
 from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.worker.worker_process import Worker
+from dure.process.stop_signals import signals_held_back
 from dure.terminal import end_open_line
 
 _FAILURE_GRACE_SECONDS = 1.0
@@ -72,7 +73,7 @@ def run_round(
     """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
     memory.heartbeats.forget()
     with _store_served(launch, store, by_fork=by_fork):
-        with signals_held_back():
+        with signals_held_back():  # until every worker is known: none may miss a signal that is passed on
             for rank in range(launch.first_rank, launch.first_rank + launch.num_processes):
                 worker = start_worker(launch, rank, store, memory, round_number=round_number, by_fork=by_fork)
                 workers.append(worker)  # one by one: those started must be known if the next cannot be

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from dure.launch.worker.worker_process import Worker
-from dure.process.stop_signals import STOP_SIGNALS, end_if_unanswered, heeded_signals, is_said_again
+from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
 
 
 class StoppedBeforeStart(BaseException):
@@ -70,16 +70,6 @@ def _is_in_foreground() -> bool:
         return os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
         return False
-
-
-@contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Deliver stop signals only when every worker is known, so that none misses a signal passed on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

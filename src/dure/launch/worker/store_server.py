@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from dure.process.parent_death import die_with_parent
+from dure.process.stop_signals import STOP_SIGNALS, signals_held_back
 
 _TIMEOUT_SECONDS = 1800.0
 
@@ -25,19 +26,15 @@ class StoreServer:
             listener: Bound and listening; its address is the store's.
             by_fork: Whether this process may be forked; it then has imported torch.
         """
-        parent = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
-        if by_fork:
-            self.pid = os.fork()
-            if self.pid == 0:
-                try:
-                    serve(listener.detach(), parent)
-                finally:
-                    os._exit(1)
-        else:
-            command = [sys.executable, "-m", "dure.launch.worker.store_server", str(listener.fileno()), str(parent)]
-            self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
-            self.pid = self._process.pid
+        with signals_held_back():
+            self.pid = _forked(listener) if by_fork else self._spawn(listener)
+
+    def _spawn(self, listener: socket.socket) -> int:
+        """Start it with a new interpreter; return its process id."""
+        command = [sys.executable, "-m", "dure.launch.worker.store_server", str(listener.fileno()), str(os.getpid())]
+        self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+        return self._process.pid
 
     def close(self) -> None:
         """End it; what it kept is of no use to the next round."""
@@ -48,10 +45,22 @@ class StoreServer:
             self._process.wait()
 
 
+def _forked(listener: socket.socket) -> int:
+    """Fork it; return its process id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve(listener.detach(), parent)
+        finally:
+            os._exit(1)
+    return pid
+
+
 def serve(descriptor: int, parent_pid: int) -> None:
     """Serve until the parent is gone."""
     die_with_parent(parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     from datetime import timedelta
 

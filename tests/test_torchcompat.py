@@ -456,3 +456,20 @@ def test_library_when_it_was_made_for_another_torch_then_a_sentence_says_so(sour
     kind, said = (EnvironmentLacks, "fakevision does not fit torch") if is_misfit else (TaskInvalid, "does not import")
     with pytest.raises(kind, match=said):
         load_task_class(f"{tmp_path}/misfit_task.py:Task")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3.0)[None][:, 0],
+        torch.arange(3.0)[None].t(),
+        torch.arange(6).bfloat16().reshape(2, 3)[:, 1],
+        torch.tensor(7),
+        torch.zeros(0, 3),
+        torch.tensor([1 + 2j]).conj(),
+    ],
+    ids=["column of one row", "one row turned", "column", "number", "nothing", "conjugate"],
+)
+def test_bytes_of_any_strides_then_are_those_of_a_plain_copy(tensor: torch.Tensor) -> None:
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    assert bytes(torchcompat.bytes_of(tensor).tolist()) == bytes(plain.untyped_storage().tolist())

@@ -778,6 +778,18 @@ def is_operator(func: object) -> bool:
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes in one dimension: of its own memory where it is contiguous.
+
+    `view` wants the innermost stride to be 1; a dimension of size 1 keeps any other, through `contiguous` and
+    `reshape` too: a column of a batch of one sample has that of its row.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
     """Let the functions that wait for one tensor's gradient wait for another's (private in torch)."""
     hooks: Any = source

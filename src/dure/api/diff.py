@@ -13,6 +13,7 @@ from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.records.run_dir import RunDir
 from dure.spec import PLACE_FIELDS
 from dure.terminal import tell
+from dure.torchcompat import bytes_of
 from dure.training.checkpoints.store import Checkpoint, CheckpointStore
 
 
@@ -266,7 +267,7 @@ def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[floa
     first, second = _as_numbers(one), _as_numbers(other)
     is_nan = first.isnan() & second.isnan()
     num_nan = int(is_nan.sum())
-    if torch.equal(_bits(one), _bits(other)):
+    if torch.equal(bytes_of(one), bytes_of(other)):
         return None, num_nan
     # infinities of one sign are equal, and their difference is none; NaN beside a number is infinitely far from it
     apart = (first - second).abs().nan_to_num(nan=math.inf).masked_fill_(is_nan | (first == second), 0.0)
@@ -277,7 +278,3 @@ def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[floa
 
 def _as_numbers(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

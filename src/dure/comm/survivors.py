@@ -17,6 +17,7 @@ from dure.comm.groups import MESSAGE_LIMIT_BYTES, Group
 from dure.documents import parse_json
 from dure.errors import GroupShrank
 from dure.failures.report import is_peer_lost
+from dure.torchcompat import bytes_of
 
 TAG = 42
 """Of the messages here, beside those of others between the same ranks."""
@@ -189,4 +190,4 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes_of(tensor.cpu()).numpy().tobytes()

@@ -163,6 +163,17 @@ class TaskCounter(ZooTask):
         return mse(model(x), y) * (1 + 0.1 * self.calls)
 
 
+@feature("State", "a column of the outputs that the task keeps", declares=("state that the loss keeps",))
+class OutputColumn(ZooTask):
+    last = None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        output = model(x)
+        self.last = output[:, 0].detach()
+        return mse(output, y)
+
+
 @feature(
     "State",
     "a running mean of the loss that the task keeps",

@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dure.torchcompat import bytes_of
+
 _FACTOR = -1640531527
 """An odd number, 2^32 over the golden ratio: its powers have no short pattern that data could share."""
 _MODULUS = 1 << 64
@@ -36,21 +38,21 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     Args:
         tensors: Of any dtype, on any devices; large ones are read where they are, if they are dense in memory.
     """
-    small: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     large: list[Tensor] = []
     lengths = 0
     for tensor in tensors:
-        flat = _flat(tensor)
-        size = flat.numel() * flat.element_size()
+        data = _bytes(tensor)
+        size = data.numel()
         lengths = (lengths * 3 + size + 1) % _MODULUS
         if size >= _SMALL_BYTES:
-            large.append(flat)
+            large.append(data)
         elif size:
-            small[flat.device, flat.dtype].append(flat)
-    large += [flats[0] if len(flats) == 1 else torch.cat(flats) for flats in small.values()]
+            small[data.device].append(data)
+    large += [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in small.values()]
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for flat in large:
-        by_device[flat.device] += _words(flat)
+    for data in large:
+        by_device[data.device] += _words(data)
     total = lengths
     for device, words in by_device.items():
         total = (total * _FACTOR + _sum(words, device)) % _MODULUS
@@ -79,27 +81,21 @@ def _lane_factors(num_lanes: int, device: torch.device) -> Tensor:
     return (numbers | 1).to(device)
 
 
-def _words(flat: Tensor) -> Iterator[Tensor]:
-    """Yield a flat tensor's memory as 32-bit words, and the bytes that are left over."""
-    size = flat.element_size()
-    if flat.storage_offset() * size % 4:
-        flat = flat.clone()  # memory can be seen as words only from a word's edge
-    num_bytes = flat.numel() * size
-    whole = num_bytes // 4 * 4
-    if whole == num_bytes:
-        yield flat.view(torch.int32)
-        return
-    data = flat.view(torch.uint8)
+def _words(data: Tensor) -> Iterator[Tensor]:
+    """Yield bytes as 32-bit words, and those that are left over."""
+    if data.storage_offset() % 4:
+        data = data.clone()  # memory can be seen as words only from a word's edge
+    whole = data.numel() // 4 * 4
     if whole:
         yield data[:whole].view(torch.int32)
-    yield data[whole:]
+    if whole < data.numel():
+        yield data[whole:]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return all elements in one dimension, in the order in which they lie in memory where there is no gap."""
-    tensor = tensor.detach()
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of all elements, in the order in which they lie in memory where there is no gap."""
     if not tensor.is_contiguous():
         # channels_last and the like: dense, in another order of dimensions
         strides = tensor.stride()
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return tensor.reshape(-1)
+    return bytes_of(tensor)

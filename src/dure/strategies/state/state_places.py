@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.generator_state import GENERATORS, generator_state, set_generator_state
 from dure.strategies.state.namespaces import ATOMS
+from dure.torchcompat import bytes_of
 
 _MOST_ITEMS = 1_000
 """Items of a container that are looked into. Of a longer one a tenth of as many is, and of a very long one so many are
@@ -115,7 +116,7 @@ def comparable(value: Any, depth: int = 4) -> Any:
     """Return something that is equal for values that are alike, a few levels deep into containers."""
     if isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
         shown = [str(value.dtype), tuple(value.shape)]
-        return [*shown, bits(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
+        return [*shown, bytes_of(value).tolist() if value.numel() <= _MOST_COMPARED else checksum([value])]
     if isinstance(value, ATOMS):
         return repr(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
@@ -169,11 +170,6 @@ def _long_place(path: str, container: Any) -> Place:
     return Place(path, has_changed, shorten, lambda: (len(container), comparable(chosen)), is_put_back=False)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes: NaN is equal to itself."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
 def queue_place(path: str, waiting: "Queue[Any]") -> Place:
     """Return the place of a queue: seen only, for a thread that fills it would not know what was put back."""
     before = list(waiting.queue)
@@ -225,7 +221,7 @@ def _is_equal_state(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(_is_equal_state(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dure.strategies.state.pieces import version_of
-from dure.strategies.state.state_places import Place, are_same_items, bits, comparable
-from dure.torchcompat import MODULE_CONTENTS
+from dure.strategies.state.state_places import Place, are_same_items, comparable
+from dure.torchcompat import MODULE_CONTENTS, bytes_of
 
 MOST_ELEMENTS = 1 << 20
 """Elements of a tensor or array, and bytes of a buffer, that are all compared and put back."""
@@ -60,7 +60,7 @@ def tensor_place(path: str, tensor: Tensor, *, is_most_often_constant: bool = Fa
             return (version_of(tensor) != version) or not (
                 sample is None or torch.equal(_sample(tensor, sampled), sample)
             )
-        return not torch.equal(bits(tensor), bits(values))
+        return not torch.equal(bytes_of(tensor), bytes_of(values))
 
     def put_back() -> None:
         if values is not None:
@@ -115,7 +115,7 @@ class _Samples:
 def _sample(tensor: Tensor, most: int) -> Tensor:
     """Return some elements of a tensor as bytes, equally far apart."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)[:most]
-    return bits(flat[:: _stride_of(flat.numel(), most)])
+    return bytes_of(flat[:: _stride_of(flat.numel(), most)])
 
 
 def _stride_of(size: int, most: int = _MOST_SAMPLED) -> int:

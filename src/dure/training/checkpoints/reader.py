@@ -13,6 +13,7 @@ from dure.documents import DocumentInvalid, parse_json
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.state.optimizer import optimizer_from_names
 from dure.strategies.state.pieces import Needs, Piece, SavedTensor, piece_of, whole_buffers
+from dure.torchcompat import bytes_of
 from dure.training.checkpoints.durable_files import (
     check_file,
     raise_if_full,
@@ -261,7 +262,11 @@ class Checkpoint:
             if not isinstance(target, Tensor) or target.numel() == 0 or hasattr(target, "__create_chunk_list__"):
                 continue
             other = first.setdefault(hash((target.data_ptr(), target.shape, target.stride())), name)
-            if other != name and state[other] is not state[name] and not _same_bits(state[other], state[name]):
+            if (
+                other != name
+                and state[other] is not state[name]
+                and not torch.equal(bytes_of(state[other]), bytes_of(state[name]))
+            ):
                 raise CheckpointMismatch(
                     f"checkpoint {self.name} is of another model: {other} and {name} are one tensor in the model"
                     " and two different ones in the checkpoint"
@@ -377,10 +382,6 @@ def _like(target: Tensor, saved: SavedTensor) -> Tensor:
     local = piece_of(filled)
     saved.fill(local.tensor, local.rectangle)
     return filled
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dure.documents import parse_json
 from dure.errors import CheckpointDamaged
+from dure.torchcompat import bytes_of
 from dure.training.checkpoints.durable_files import Buffer
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -108,9 +109,8 @@ def file_buffers(tensors: Mapping[str, Tensor], layout: FileLayout) -> Iterator[
     """Give the bytes of a file part by part; at most one tensor is copied (from a device, or to be contiguous)."""
     yield layout.header
     for name in layout.order:
-        tensor = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        if tensor.numel():
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+        if tensors[name].numel():
+            yield bytes_of(tensors[name].detach().to("cpu")).numpy().data
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

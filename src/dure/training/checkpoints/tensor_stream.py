@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.pieces import Rectangle
+from dure.torchcompat import bytes_of
 from dure.training.checkpoints.durable_files import check_digest, open_regular, read_some
 from dure.training.checkpoints.manifest import FileEntry
 from dure.training.checkpoints.safetensors_file import (
@@ -140,7 +141,7 @@ def _places(
 def _fill(stream: _Stream, place: TensorPlace, target: Target) -> None:
     """Read a tensor of the file, and keep the part that the target is of."""
     if target.part.sizes == place.shape and target.values.is_contiguous():
-        stream.read_into(target.values.reshape(-1).view(torch.uint8).numpy().data)
+        stream.read_into(bytes_of(target.values).numpy().data)
         return
     # blocks of rows of the outermost dimension of which a row fits into a block
     sizes, last = place.shape, len(place.shape) - 1

@@ -18,6 +18,7 @@ from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.optimizer import settings_of
+from dure.strategies.state.surroundings import Surroundings
 from dure.training.best_metric import Best
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
@@ -116,7 +117,9 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     before = ObjectState({**strategy.objects, "model": model})
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
-    at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
+    surroundings = Surroundings()
+    with surroundings.watched():
+        at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
     changed = list(before.changed())
@@ -125,6 +128,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     if settings_of(strategy.built_optimizer) != settings:
         written.append("the optimiser's settings")
     before.put_back()
+    surroundings.put_back()
     if written:
         raise TaskInvalid(
             f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "

@@ -45,13 +45,19 @@ def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -
 
 
 def by_trial(traits: LossTraits) -> list[str]:
-    """Return the difference that comes from calls of the loss before training, which are to leave no trace."""
-    if not traits.left_state:
-        return []
-    return [
-        f"state that the loss keeps ({few(traits.left_state)}): changed by the calls of the loss before training, and "
-        "could not be put back (large arrays, queues)"
-    ]
+    """Return the differences that come from state that calls of the loss leave where it cannot be put back, or kept."""
+    texts = []
+    if traits.left_state:
+        texts.append(
+            f"state that the loss keeps ({few(traits.left_state)}): changed by the calls of the loss before training, "
+            "and could not be put back (large arrays, queues)"
+        )
+    if traits.outer_state:
+        texts.append(
+            f"state outside of model and task ({few(traits.outer_state)}): every process that computes the loss writes "
+            "it, and neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
+        )
+    return texts
 
 
 def by_data(traits: LossTraits) -> list[str]:

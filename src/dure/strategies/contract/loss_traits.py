@@ -51,6 +51,9 @@ class LossTraits:
     """Tensors that the task keeps from one call of the loss to a later one, which hands them to the model."""
     left_state: tuple[str, ...] = ()
     """Plain state that the calls changed and that could not be put back."""
+    outer_state: tuple[str, ...] = ()
+    """Files and environment variables that the loss writes, and cached functions whose values depend on the samples of
+    the first call: no checkpoint has them."""
     hooked_parameters: tuple[str, ...] = ()
     """Parameters, and modules, with hooks that see gradients."""
     fails_alone: str | None = None

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.surroundings import Surroundings
 
 
 class Trial:
-    """A context that puts a model, the objects that a loss uses and all generators back as they were.
+    """A context that puts a model, the objects that a loss uses, all generators, files and the environment back.
 
     Afterwards its fields say what the code inside it had changed.
     """
@@ -27,6 +28,7 @@ class Trial:
         seed: int | None = None,
         watches_writes: bool = True,
         keeps_gradients: bool = True,
+        keeps_caches: bool = False,
     ) -> None:
         """Prepare.
 
@@ -36,12 +38,14 @@ class Trial:
             seed: Of the global generators inside; None leaves them as they are.
             watches_writes: Whether writes to parameters are noted operation by operation, for which torch calls back
                 into Python at each; otherwise copies of all parameters are kept.
+            keeps_caches: Whether caches of functions stay as the code has filled them.
             keeps_gradients: Whether copies of gradients are kept, because the code may call backward.
         """
         self._model = model
         self._seed = seed
         self._watches_writes = watches_writes
         self._keeps_gradients = keeps_gradients
+        self._keeps_caches = keeps_caches
         self._objects = objects or {}
         self.has_drawn = False
         self.buffers: dict[str, Tensor] = {}
@@ -54,6 +58,10 @@ class Trial:
         """Plain state that changed, by its path; the values are only to be compared with those of another trial."""
         self.left: list[str] = []
         """Paths of what changed and could not be put back."""
+        self.outer: list[str] = []
+        """Files and environment variables that were written."""
+        self.filled: list[str] = []
+        """Paths of functions whose caches have grown."""
 
     def __enter__(self) -> "Trial":
         """Note everything."""
@@ -74,6 +82,8 @@ class Trial:
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
         self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
+        self._surroundings = Surroundings()
+        self._stack.enter_context(self._surroundings.watched())
         self._writes = _Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
         if self._watches_writes:
             self._stack.enter_context(self._writes)
@@ -90,6 +100,7 @@ class Trial:
                 self._plain.drawn()
             )
             self.state = self._plain.changed()
+            self.outer, self.filled = self._surroundings.written(), self._plain.filled()
             self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
             self.parameters = {
                 name: p.detach().clone()
@@ -130,7 +141,8 @@ class Trial:
         restored = {path: self._writes.before[path] for path in self._large if path in self._writes.before}
         for path, before in restored.items():
             self._large[path].copy_(before)
-        self.left = [path for path in self._plain.put_back() if path not in restored]
+        self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
+        self.left += self._surroundings.put_back()  # after the state, in which files may still have been open
 
 
 def _registered(module: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A task, a module or an optimiser may keep state that no `state_dict` knows: coun
 own. It is found by walking over attributes and containers, as far as these are plain.
 """
 
+import functools
 import operator
 import types
 import weakref
@@ -11,7 +12,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
-from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -38,6 +38,7 @@ from dure.strategies.state.state_places import (
     DEFINITIONS,
     Place,
     attribute_place,
+    cache_place,
     comparable,
     container_place,
     generator_place,
@@ -62,6 +63,8 @@ Holder = tuple[str, str]
 """An owner's path and the name of its attribute: what is kept as a whole. An object that no owner has stands under an
 empty path with its own as the name."""
 
+_COMPILERS = "_dynamo_"
+"""Beginning of the attributes that a compiler gives to parameters."""
 _CALL = "()"
 """End of a function's path, behind which its variables are."""
 HOOKS = (
@@ -129,7 +132,7 @@ class ObjectState:
         """
         found: dict[str, Any] = {}
         for place in self._places:
-            if not place.is_generator and place.has_changed():
+            if not place.is_generator and not place.is_derived and place.has_changed():
                 found |= {place.path: place.value()} if place.names is None else place.value()
         return found
 
@@ -141,7 +144,7 @@ class ObjectState:
         Args:
             is_thorough: Whether large values are compared as a whole too.
         """
-        changed = [place for place in self._places if place.has_changed()]
+        changed = [place for place in self._places if place.has_changed() and not place.is_derived]
         if is_thorough:
             changed += [
                 place
@@ -160,11 +163,19 @@ class ObjectState:
         """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
         return [place.path for place in self._places if place.is_generator and place.has_changed()]
 
-    def put_back(self) -> list[str]:
-        """Bring everything back into the state that it had; return the paths of what cannot be."""
+    def filled(self) -> list[str]:
+        """Return the paths of the functions whose caches have grown."""
+        return [place.path for place in self._places if place.is_derived and place.has_changed()]
+
+    def put_back(self, *, keeps_derived: bool = False) -> list[str]:
+        """Bring everything back into the state that it had; return the paths of what cannot be.
+
+        Args:
+            keeps_derived: Whether caches of functions are left as they are.
+        """
         left = []
         for place in self._places:
-            if place.has_changed():
+            if not (keeps_derived and place.is_derived) and place.has_changed():
                 place.put_back()
                 left += [] if place.is_put_back else [place.path]
         return left
@@ -201,6 +212,10 @@ class ObjectState:
         elif isinstance(value, types.FunctionType) and id(value) not in self._seen and is_users(value):
             self._seen[id(value)] = value
             self._attributes(f"{path}{_CALL}", FunctionState(value))
+        elif isinstance(value, functools._lru_cache_wrapper) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._add(cache_place(path, value))
+            self._walk(path, value.__wrapped__)
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
             return
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
@@ -218,7 +233,7 @@ class ObjectState:
             self._add(of_pythons(path, value))
         elif memory is not None:
             self._add(memory_place(path, memory))
-        elif isinstance(value, partial):
+        elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 self._walk(f"{path}.{name}", getattr(value, name))
         elif isinstance(value, Tensor):
@@ -274,13 +289,40 @@ class ObjectState:
         if id(value) not in self._roots:
             self._add(parts_place(path, own))
             self._tensors_of(path, value)
-        elif self._sees_unsaved_buffers:
+            return
+        for name, parameter in value.named_parameters():
+            if type(parameter) is nn.Parameter and id(parameter) not in self._seen:
+                self._seen[id(parameter)] = parameter
+                self._parameter(f"{path}.{name}", parameter)
+        if self._sees_unsaved_buffers:
             for name, module in value.named_modules():
                 buffers = UnsavedBuffers(module)
                 inner = f"{path}.{name}._buffers" if name else f"{path}._buffers"
                 self._unsaved |= {id(buffer) for buffer in buffers.values()}
                 if buffers:
                     self._attributes(inner, Variables(buffers))
+
+    def _parameter(self, path: str, parameter: Tensor) -> None:
+        attributes = vars(parameter)
+        if attributes:
+            self._attributes(path, parameter)
+            return
+
+        def names() -> list[str]:
+            return [name for name in attributes if not name.startswith(_COMPILERS)]
+
+        # hardly ever there are any, and there are many parameters: this looks at the speed of C
+        self.owners[path] = parameter
+        place = Place(
+            path,
+            attributes.__len__,
+            attributes.clear,
+            lambda: {f"{path}.{name}": comparable(attributes[name]) for name in names()},
+            names=names,
+        )
+        outer, self._holder = self._holder, (path, "")
+        self._add(place)
+        self._holder = outer
 
     def _tensor(self, path: str, tensor: Tensor) -> None:
         if is_large(tensor):
@@ -299,7 +341,10 @@ class ObjectState:
         all_names = {*vars(owner)}
         torchs = _torchs_own(value)
         left_out = {name: item for name, item in vars(owner).items() if name not in before and name not in torchs}
-        outer, is_owner = self._holder, isinstance(value, Namespace | Variables) or id(value) in self._own_parts
+        outer, is_owner = (
+            self._holder,
+            isinstance(value, Namespace | Variables | nn.Parameter) or id(value) in self._own_parts,
+        )
         if is_owner:
             self.owners[path] = owner
             self._holder = path, ""

@@ -1,6 +1,8 @@
 """Places of plain state: functions that see that a value has changed, and bring back what it was."""
 
 import copy
+import functools
+import gc
 import itertools
 import operator
 import random
@@ -36,13 +38,15 @@ class Place:
     """Place that may change, with functions that see the change and undo it."""
 
     path: str
-    has_changed: Callable[[], bool]
+    has_changed: Callable[[], bool | int]
     put_back: Callable[[], None]
     value: Callable[[], Any] = lambda: None
     """Content at this moment, to be compared with that of another moment."""
     is_generator: bool = False
     is_put_back: bool = True
     """Whether the change can be undone."""
+    is_derived: bool = False
+    """Whether it holds only what would be computed again."""
     names: Callable[[], Iterable[str]] | None = None
     """Names of attributes that came or went, where the place is the names of an object. The value is a dictionary by
     their paths then."""
@@ -168,6 +172,32 @@ def _long_place(path: str, container: Any) -> Place:
             del container[length:]  # logs and histories grow at their end
 
     return Place(path, has_changed, shorten, lambda: (len(container), comparable(chosen)), is_put_back=False)
+
+
+def cache_place(path: str, function: "functools._lru_cache_wrapper[Any]") -> Place:
+    """Return the place of what `functools.cache` or `lru_cache` keeps.
+
+    That of `lru_cache` with a bound can be emptied only; what it holds already has to stay.
+    """
+    cached = None
+    if function.cache_parameters()["maxsize"] is None:
+        # C keeps it; the only other dictionary is that of the attributes
+        held = [one for one in gc.get_referents(function) if type(one) is dict and one is not vars(function)]
+        cached = held[0] if len(held) == 1 else None
+    before = None if cached is None else dict(cached)
+    size = function.cache_info().currsize
+
+    def has_changed() -> bool:
+        return function.cache_info().currsize != size
+
+    def put_back() -> None:
+        if cached is not None and before is not None:
+            cached.clear()
+            cached.update(before)
+        elif not size:
+            function.cache_clear()
+
+    return Place(path, has_changed, put_back, is_put_back=cached is not None or not size, is_derived=True)
 
 
 def queue_place(path: str, waiting: "Queue[Any]") -> Place:

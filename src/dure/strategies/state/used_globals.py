@@ -44,7 +44,9 @@ class _Used:
             if id(base) not in self._seen and is_users(base):
                 self._seen[id(base)] = base
                 self._add(f"class {base.__qualname__}", class_variables(base))
-                for member in vars(base).values():
+                for name, member in vars(base).items():
+                    if isinstance(member, functools._lru_cache_wrapper):
+                        self._add(f"{base.__qualname__}.{name}", member)
                     for function in _functions_in(member):
                         if _may_keep_state(function):
                             self._add(function.__qualname__, function)
@@ -67,16 +69,17 @@ class _Used:
         read = {name for code in codes for name in _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM")}
         self._assign(module, {name for code in codes for name in _operands(code, "STORE_GLOBAL", "DELETE_GLOBAL")})
         stored = {name for code in codes for name in _operands(code, "STORE_ATTR", "DELETE_ATTR")}
+        gives = bool(stored) or "setattr" in names
         imported = {name for code in codes for name in _operands(code, "IMPORT_NAME")}
-        self._use(module, sorted(read & vars(module).keys()))
+        self._use(module, sorted(read & vars(module).keys()), gives_attributes=gives)
         others = [vars(module)[name] for name in sorted(read & vars(module).keys())]
         # in one order in every process, for paths are told apart by it
         for other in [*others, *(sys.modules.get(name) for name in sorted(imported))]:
             if isinstance(other, types.ModuleType) and other is not module and is_users_module(other):
-                self._use(other, sorted(names & vars(other).keys()))
+                self._use(other, sorted(names & vars(other).keys()), gives_attributes=gives)
                 self._assign(other, stored & vars(other).keys())
 
-    def _use(self, module: types.ModuleType, names: Collection[str]) -> None:
+    def _use(self, module: types.ModuleType, names: Collection[str], *, gives_attributes: bool) -> None:
         for name in names:
             value = vars(module)[name]
             if isinstance(value, type):
@@ -85,7 +88,8 @@ class _Used:
                 continue
             for function in _functions_in(value):
                 self._follow(function)
-            if _may_keep_state(value):
+            is_given = gives_attributes and isinstance(value, types.FunctionType) and is_users(value)
+            if is_given or _may_keep_state(value):
                 self._add(f"global {name}", value)
 
     def _assign(self, module: types.ModuleType, names: Collection[str]) -> None:

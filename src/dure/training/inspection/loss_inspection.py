@@ -125,6 +125,7 @@ class LossInspection:
             tried = range(few if is_quick else half)
             not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self._is_divided else _Later()
+            remembered = self._remembered(range(half), range(half, few), first) if few > half and not is_slow else ()
         except Exception as error:  # more samples at once may take more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
@@ -156,6 +157,7 @@ class LossInspection:
             module_state=later.module_state,
             fed_state=later.fed,
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
+            outer_state=tuple(dict.fromkeys((*first.trial.outer, *second.trial.outer, *later.outer, *remembered))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
         )
 
@@ -223,6 +225,15 @@ class LossInspection:
         except Exception:
             return False  # it differs and fails as it likes
 
+    def _remembered(self, places: range, others: range, first: "_Tried") -> Sequence[str]:
+        """Return the functions whose caches, filled by other samples, make it another loss."""
+        if not first.trial.filled:
+            return ()
+        with Trial(self._model, self._objects, seed=0, watches_writes=False):
+            self._tried(others, as_in_training=True, keeps_caches=True)
+            after = self._tried(places, as_in_training=True)
+        return first.trial.filled if self._is_other(first.value, after.value) else ()
+
     def _is_other(self, one: "_Value", other: "_Value") -> bool:
         is_close = math.isclose(one.total, other.total, rel_tol=self._tolerance(one.dtype))
         return not is_close and math.isfinite(one.total + other.total)
@@ -263,6 +274,7 @@ class LossInspection:
             tuple(written.rebound),
             tuple(written.left),
             tuple(sorted(fed.names)),
+            tuple(written.outer),
         )
 
     def _additivity(self, places: range) -> str | None:
@@ -369,9 +381,12 @@ class LossInspection:
         gradients: Mapping[str, Tensor] | None = None,
         scale: float = 1.0,
         draws: AbstractContextManager[Any] | None = None,
+        keeps_caches: bool = False,
     ) -> "_Tried":
         batch = self._fetch(places)
-        trial = Trial(self._model, self._objects, seed=0, watches_writes=self._watches_writes)
+        trial = Trial(
+            self._model, self._objects, seed=0, watches_writes=self._watches_writes, keeps_caches=keeps_caches
+        )
         with silent(), trial, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
@@ -444,6 +459,7 @@ class _Later(NamedTuple):
     rebound: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
+    outer: tuple[str, ...] = ()
 
 
 class _Value(NamedTuple):

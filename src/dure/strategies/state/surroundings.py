@@ -1,0 +1,111 @@
+"""Surroundings of a call: environment variables and files, put back after a trial of code that may change them."""
+
+import builtins
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dure.strategies.state.namespaces import is_users_module
+
+_MOST_KEPT_BYTES = 64 * 2**20
+"""Size of a file up to which its content is kept before something writes over it."""
+
+
+_PASSED_ON = ("numpy", "pandas", "PIL", "torch.serialization")
+"""Modules, beside Python's own, that open files for those who call them."""
+
+
+class Surroundings:
+    """The environment and the files that a user's code writes to."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._contents: dict[Path, bytes | None] = {}
+        """What each file that was opened for writing held before; None of one that was not there."""
+        self._lengths: dict[Path, int] = {}
+        """Length of each that was opened to be written at its end."""
+        self._too_large: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the files that code of the user's, in this thread, opens for writing by Python's `open`."""
+        opened, thread = builtins.open, threading.get_ident()
+
+        def noting(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            is_written = isinstance(mode, str) and set(mode) & set("wax+")
+            is_named = isinstance(file, str | bytes | os.PathLike)
+            if is_written and is_named and thread == threading.get_ident() and _is_for_user(sys._getframe(1)):
+                with suppress(OSError, ValueError):  # opening will raise it
+                    self._note(Path(os.fsdecode(file)).absolute(), is_appended="a" in mode)
+            return opened(file, mode, *args, **kwargs)
+
+        builtins.open = io.open = noting  # `Path.open` calls the latter
+        try:
+            yield
+        finally:
+            builtins.open = io.open = opened
+
+    def _note(self, path: Path, *, is_appended: bool) -> None:
+        if path in self._contents:
+            return
+        if not path.exists():
+            self._contents[path] = None
+        elif path.is_file():
+            size = path.stat().st_size
+            if is_appended:
+                self._lengths.setdefault(path, size)
+            elif size <= _MOST_KEPT_BYTES:
+                self._contents[path] = path.read_bytes()[: self._lengths.pop(path, size)]
+            else:
+                self._too_large.append(f"file {path.name}")
+
+    def written(self) -> list[str]:
+        """Return the files that were opened for writing, and the environment variables that were set or removed."""
+        before, names = self._environment, sorted(self._environment.keys() | os.environ.keys())
+        variables = [f"os.environ[{name!r}]" for name in names if before.get(name) != os.environ.get(name)]
+        return [
+            *(f"file {path.name}" for path in sorted({*self._contents, *self._lengths})),
+            *self._too_large,
+            *variables,
+        ]
+
+    def put_back(self) -> list[str]:
+        """Bring all back; return what cannot be."""
+        if self._environment != dict(os.environ):
+            os.environ.clear()
+            os.environ.update(self._environment)
+        left = [*self._too_large]
+        for path, content in self._contents.items():
+            try:
+                if content is None:
+                    path.unlink(missing_ok=True)
+                elif path.read_bytes() != content:
+                    path.write_bytes(content)
+            except OSError:
+                left.append(f"file {path.name}")
+        for path, length in self._lengths.items():
+            try:
+                if path.stat().st_size > length:
+                    os.truncate(path, length)
+            except OSError:
+                left.append(f"file {path.name}")
+        return left
+
+
+def _is_for_user(frame: FrameType | None) -> bool:
+    """Return whether a file is opened by a user's code, or by what it asked to."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        is_pythons = package in sys.stdlib_module_names and package != "__main__"
+        if not is_pythons and not name.startswith(_PASSED_ON):
+            module = sys.modules.get(name)
+            return module is not None and is_users_module(module)
+        frame = frame.f_back
+    return False

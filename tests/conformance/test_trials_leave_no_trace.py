@@ -1,0 +1,140 @@
+"""A run on one device is the loop by hand, whatever the loss keeps where: trials before it leave nothing behind."""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conformance.cases import largest_difference, train_case, weights_of
+from tests.conformance.zoo.feature import NUM_SAMPLES, ZooTask, chain, data
+
+STEPS = 6
+
+
+@functools.cache
+def factor_of(key):
+    return [1.0]
+
+
+@functools.lru_cache(maxsize=4)
+def bounded_factor_of(key):
+    return [1.0]
+
+
+def helper():
+    pass
+
+
+class Trained(ZooTask):
+    """The plain task from given weights."""
+
+    def build_model(self):
+        torch.manual_seed(0)
+        return chain()
+
+
+class CachedInFunction(Trained):
+    def loss(self, model, batch):
+        factor_of("all")[0] *= 1.1
+        return super().loss(model, batch) * factor_of("all")[0]
+
+
+class CachedInBoundedFunction(Trained):
+    def loss(self, model, batch):
+        bounded_factor_of("all")[0] *= 1.1
+        return super().loss(model, batch) * bounded_factor_of("all")[0]
+
+
+class CachedInMethod(Trained):
+    @functools.cache  # noqa: B019
+    def kept(self):
+        return [1.0]
+
+    def loss(self, model, batch):
+        self.kept()[0] *= 1.1
+        return super().loss(model, batch) * self.kept()[0]
+
+
+class AttributeOfParameter(Trained):
+    def loss(self, model, batch):
+        weight = next(model.parameters())
+        weight.calls = getattr(weight, "calls", 0) + 1
+        return super().loss(model, batch) * (1 + 0.1 * weight.calls)
+
+
+class AttributeOfFunction(Trained):
+    def loss(self, model, batch):
+        helper.calls = getattr(helper, "calls", 0) + 1
+        return super().loss(model, batch) * (1 + 0.1 * helper.calls)
+
+
+class EnvironmentVariable(Trained):
+    def loss(self, model, batch):
+        os.environ["ZOO_CALLS"] = str(int(os.environ.get("ZOO_CALLS", 0)) + 1)
+        return super().loss(model, batch) * (1 + 0.1 * int(os.environ["ZOO_CALLS"]))
+
+
+class AppendedFile(Trained):
+    def loss(self, model, batch):
+        with open("calls.txt", "a") as file:
+            file.write("call\n")
+        return super().loss(model, batch) * (1 + 0.1 * len(Path("calls.txt").read_text().split()))
+
+
+class WrittenFile(Trained):
+    def loss(self, model, batch):
+        path = Path("factor.txt")
+        factor = (float(path.read_text()) if path.exists() else 1.0) * 1.1
+        path.write_text(str(factor))
+        return super().loss(model, batch) * factor
+
+
+class SavedTensor(Trained):
+    def loss(self, model, batch):
+        factor = (torch.load("factor.pt") if Path("factor.pt").exists() else torch.ones(())) * 1.1
+        with open("factor.pt", "wb") as file:
+            torch.save(factor, file)
+        return super().loss(model, batch) * factor
+
+
+TASKS = [
+    *(CachedInFunction, CachedInBoundedFunction, CachedInMethod, AttributeOfParameter, AttributeOfFunction),
+    *(EnvironmentVariable, AppendedFile, WrittenFile, SavedTensor),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forgets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    for cached in (factor_of, bounded_factor_of, CachedInMethod.kept):
+        cached.cache_clear()
+    vars(helper).clear()
+    os.environ.pop("ZOO_CALLS", None)
+    for path in Path().glob("*.[tp]*t"):
+        path.unlink()
+
+
+def by_hand(task):
+    model, x, y = task.build_model(), *data()
+    optimizer = task.build_optimizer(model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        task.loss(model, (x, y)).backward()
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("cls", TASKS, ids=lambda cls: cls.__name__)
+def test_run_of_whole_batches_is_the_loop_by_hand(cls, tmp_path):
+    expected = by_hand(cls())
+    forget()
+    run = train_case(tmp_path, cls, global_batch_size=NUM_SAMPLES, samples=NUM_SAMPLES * STEPS, seed=3)
+    assert largest_difference(weights_of(run), expected) < 1e-10

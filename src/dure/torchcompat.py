@@ -738,10 +738,15 @@ def default_generator(device: torch.device) -> Generator:
     return cast(Generator, module.default_generators[index])
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether functions wait for a tensor's gradient (private in torch)."""
+def num_gradient_hooks(tensor: Tensor) -> int:
+    """Return how many functions wait for a tensor's gradient (private in torch)."""
     hooks: Any = tensor
-    return bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+    return len(hooks._backward_hooks or ()) + len(hooks._post_accumulate_grad_hooks or ())
+
+
+def own_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that a tensor was given, without those that torch's own classes of tensors have."""
+    return {name: value for name, value in vars(tensor).items() if name not in ("_local_tensor", "_spec")}
 
 
 def module_call(module: torch.nn.Module) -> Callable[..., Any]:

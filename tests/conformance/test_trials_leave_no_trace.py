@@ -1,6 +1,7 @@
 """A run on one device is the loop by hand, whatever the loss keeps where: trials before it leave nothing behind."""
 
 import functools
+import json
 import os
 from pathlib import Path
 
@@ -138,3 +139,32 @@ def test_run_of_whole_batches_is_the_loop_by_hand(cls, tmp_path):
     forget()
     run = train_case(tmp_path, cls, global_batch_size=NUM_SAMPLES, samples=NUM_SAMPLES * STEPS, seed=3)
     assert largest_difference(weights_of(run), expected) < 1e-10
+
+
+@functools.cache
+def mask_of(size):
+    return torch.ones(size)
+
+
+class PureCache(Trained):
+    """A mask by the size of the batch, as attention has it."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * mask_of(len(batch[0])).mean()
+
+
+@pytest.mark.parametrize(
+    ("cls", "named"),
+    [
+        (CachedInFunction, "global factor_of"),
+        (CachedInMethod, "CachedInMethod.kept"),
+        (EnvironmentVariable, "os.environ['ZOO_CALLS']"),
+        (AppendedFile, "file calls.txt"),
+        (PureCache, None),
+        (AttributeOfParameter, None),
+    ],
+)
+def test_state_that_no_checkpoint_has_is_declared(cls, named, tmp_path):
+    run = train_case(tmp_path, cls, global_batch_size=NUM_SAMPLES, samples=NUM_SAMPLES, seed=3)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [named in text for text in declared] == [True] * (named is not None)

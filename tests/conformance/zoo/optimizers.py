@@ -1,6 +1,6 @@
 """Features: optimisers and what they keep."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,43 @@ class ParameterGroups(ZooTask):
         return AdamW(
             [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.03, "weight_decay": 0.0}], lr=0.01
         )
+
+
+@feature("Optimisers", "a learning rate that each parameter has as an attribute")
+class RateAttribute(ZooTask):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.rate = 0.1 / (1 + number)
+        return cast(nn.Module, model)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD([{"params": [p], "lr": getattr(p, "rate", 0.1)} for p in model.parameters()], lr=0.1, momentum=0.9)
+
+
+class ScaledByAttribute(SGD):
+    """SGD that reads in each step how far a parameter steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(getattr(parameter, "rate", 0.1))
+        return super().step(closure)
+
+
+@feature("Optimisers", "an attribute of the parameters that the optimiser's step reads")
+class RateReadInStep(RateAttribute):  # type: ignore[misc, valid-type]
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return ScaledByAttribute(model.parameters(), lr=1.0, momentum=0.9)
+
+
+@feature("Optimisers", "hooks on gradients that `build_optimizer` registers", declares=("hooks on gradients",))
+class HooksOfOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        return super().build_optimizer(model)
 
 
 class Counted(SGD):

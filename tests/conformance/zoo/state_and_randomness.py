@@ -163,6 +163,16 @@ class TaskCounter(ZooTask):
         return mse(model(x), y) * (1 + 0.1 * self.calls)
 
 
+@feature("State", "an attribute that the loss gives a parameter", declares=("state that the loss keeps",))
+class ParameterAttribute(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        weight: Any = next(model.parameters())
+        if model.training:
+            weight.calls = getattr(weight, "calls", 0) + 1
+        return mse(model(x), y) * (1 + 0.1 * getattr(weight, "calls", 0))
+
+
 @feature("State", "a column of the outputs that the task keeps", declares=("state that the loss keeps",))
 class OutputColumn(ZooTask):
     last = None

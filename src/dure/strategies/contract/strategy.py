@@ -4,6 +4,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.data.partition import shares
 from dure.data.randomness import GeneratorStates
-from dure.errors import TaskInvalid
+from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.declarations import (
@@ -117,12 +118,24 @@ class Strategy(ABC):
         self.model = self.place(model)
         if self.options.compile:
             self.model.compile()
+        hooks = gradient_hooks(self.model)
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
+        self._take_hooks([name for name, number in gradient_hooks(self.model).items() if number > hooks.get(name, 0)])
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
         self.watch = self.watched_parameters()
+
+    def _take_hooks(self, names: Sequence[str]) -> None:
+        """Take over hooks on gradients that the task's `build_optimizer` registered, which no trial of the loss saw."""
+        if not names:
+            return
+        known = self.traits.hooked_parameters
+        hooked = tuple(dict.fromkeys((*known, *names)))
+        self.traits = replace(self.traits, hooked_parameters=hooked, nonlinear_gradients=True)
+        if faults := self.check_traits(self.model):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
 
     @classmethod
     def role_for(cls, group: Group, options: StrategyOptions) -> "type[Strategy]":
@@ -493,3 +506,11 @@ class Strategy(ABC):
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
+
+
+def gradient_hooks(model: nn.Module) -> dict[str, int]:
+    """Return the parameters, and modules, with hooks that see gradients, and how many each has."""
+    found = {name: torchcompat.num_gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        found[name or type(module).__name__] = len(module._backward_hooks) + len(module._backward_pre_hooks)
+    return {name: number for name, number in found.items() if number}

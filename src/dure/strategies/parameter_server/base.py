@@ -32,6 +32,7 @@ from dure.strategies.state.common_buffers import common_buffers
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.pieces import Needs, Piece, Rectangle, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.torchcompat import own_attributes
 from dure.units import format_bytes
 
 
@@ -347,6 +348,7 @@ def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], piece
     kept: dict[int, tuple[nn.Parameter, Shard]] = {}
     for shard, piece in zip(shards, pieces, strict=True):
         whole = wholes[shard.name]
+        vars(piece).update(own_attributes(whole))
         with torch.no_grad():
             piece.copy_(shard.of(whole))
         kept[id(whole)] = piece, shard

@@ -129,6 +129,7 @@ class FSDP(ShardedStrategy):
         self.group.broadcast([parameter.data for parameter in own])
         lowered = None if has_batchnorm(module) else _GATHERED.get(self.precision.name)
         gathered = Gathered(own, self.mesh, lowered)
+        attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters() if vars(p)}
         if not is_root:
             module.register_forward_hook(lambda module, inputs, outputs: map_tensors(outputs, _without_base))
         self._fully_shard(
@@ -144,6 +145,8 @@ class FSDP(ShardedStrategy):
             ),
             ignored_params=ignored,
         )
+        for name, parameter in module.named_parameters():
+            vars(parameter).update(attributes.get(name, {}))
         if self.options.activation_checkpointing and not is_root and not has_batchnorm(module):
             module.forward = functools.partial(_recomputed, module.forward)
         return gathered
@@ -201,12 +204,14 @@ class FSDP(ShardedStrategy):
 
         def watch(_: nn.Module, inputs: Any) -> None:
             for name, parameter in module.named_parameters():
+                vars(parameter).update(attributes.get(name, {}))
                 position = self._positions.get(prefix + name)
                 if position is not None and not isinstance(parameter, DTensor) and parameter.dim():
                     self._watch(parameter, position)
                     watched.append(parameter)
             handle.remove()
 
+        attributes = {name: torchcompat.own_attributes(p) for name, p in module.named_parameters()}
         watched: list[nn.Parameter] = []
         if self._fills_unused:
             sharded.register_forward_hook(lambda module, inputs, outputs: _fill_in_backward(outputs, watched))

@@ -23,6 +23,7 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.batches import map_tensors
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.data_parallel.reduced_facts import ReducedFacts
 from dure.strategies.division.divisible import reason_not_to_cut
@@ -55,6 +56,7 @@ class LocalShards:
     def _local_of(self, parameter: DTensor) -> nn.Parameter:
         # detached: the same memory, and an optimiser steps leaves only
         local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+        vars(local).update(torchcompat.own_attributes(parameter))
         self._wholes[id(local)], self._locals[id(parameter)] = parameter, local  # type: ignore[assignment]
         return local
 
@@ -147,6 +149,13 @@ class ShardedStrategy(ReducedFacts):
         if names := [name for name in self.traits.hooked_parameters if name in parameters]:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             faults.append(f"there are hooks on parameters ({shown}), which their shards would not have: use ddp")
+        state = (*self.traits.learned_state, *self.traits.counted_state)
+        of_parameters = tuple(f"model.{name}." for name in parameters)
+        if set_on := [path for path in state if path.startswith(of_parameters)]:
+            faults.append(
+                f"the task's loss sets {few(set_on)}, attributes of parameters, and the optimiser has other tensors in "
+                "their place: keep such state in the task, or use ddp"
+            )
         return faults
 
     def distribute(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid
 from dure.strategies.device_threads import BroadcastParameters
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
+from dure.torchcompat import own_attributes
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that torch keeps in every module."""
@@ -89,15 +90,19 @@ def _linked_copies(devices: Sequence[torch.device], parameters: list[nn.Paramete
     copies: list[Any] = list(BroadcastParameters.apply(devices, *parameters))  # type: ignore[no-untyped-call]
     for copied in copies:
         copied._is_param = True  # models ask whether something is an nn.Parameter
+    for copied, parameter in zip(copies, [*parameters] * len(devices), strict=True):
+        vars(copied).update(own_attributes(parameter))
     return copies
 
 
 def _own_copies(devices: Sequence[torch.device], parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [
-        nn.Parameter(parameter.detach().to(device, copy=True, non_blocking=True), parameter.requires_grad)
-        for device in devices
-        for parameter in parameters
-    ]
+    copies: list[Tensor] = []
+    for device in devices:
+        for parameter in parameters:
+            values = parameter.detach().to(device, copy=True, non_blocking=True)
+            copies.append(nn.Parameter(values, parameter.requires_grad))
+            vars(copies[-1]).update(own_attributes(parameter))
+    return copies
 
 
 class Replica:

@@ -90,6 +90,7 @@ class DividedLayer(ParallelStyle):
             new = nn.Parameter(divided, requires_grad=parameter.requires_grad)
             _follow_placement(new, Shard(self._dim))
             torchcompat.copy_gradient_hooks(parameter, new)
+            vars(new).update(torchcompat.own_attributes(parameter))
             self._parameters[id(parameter)] = new
         return self._parameters[id(parameter)]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.strategy import LossFunction
+from dure.strategies.contract.strategy import LossFunction, gradient_hooks
 from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.object_state import ObjectState
 from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
@@ -150,7 +150,7 @@ class LossInspection:
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
             forward_state=first.forward_state,
-            hooked_parameters=tuple(self._hooked()),
+            hooked_parameters=tuple(gradient_hooks(self._model)),
             fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
             nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
@@ -160,15 +160,6 @@ class LossInspection:
             outer_state=tuple(dict.fromkeys((*first.trial.outer, *second.trial.outer, *later.outer, *remembered))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
         )
-
-    def _hooked(self) -> Iterator[str]:
-        """Yield the parameters, and modules, with hooks that see gradients."""
-        for name, parameter in self._model.named_parameters():
-            if torchcompat.has_gradient_hooks(parameter):
-                yield name
-        for name, module in self._model.named_modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                yield name or type(module).__name__
 
     def _failure_of_one(self) -> str | None:
         try:

@@ -5,6 +5,7 @@ checkpoint the generators are looked at, and before some of them a few losses ar
 """
 
 import math
+import time
 from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
@@ -17,6 +18,8 @@ from dure.training.session.task_inspection import inspection_of
 
 _ALWAYS = 3
 """Checkpoints before which losses are compared; after these, before those whose number is a power of two."""
+_PAUSE_SECONDS = 30.0
+"""Time after which rank 0, where it does so alone, compares losses before any checkpoint."""
 
 
 class LateInspection:
@@ -27,7 +30,12 @@ class LateInspection:
         strategy = session.strategy
         self._session = session
         self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
+        is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
+        self._needs_all = strategy.evaluates_together or not is_whole
         self._num_calls = 0
+        self._looked_at = time.monotonic()
+        self._place = 0
+        """Place, in the order of training, of the first sample whose loss the next comparison looks at."""
 
     def new_declarations(self, step: int, *, is_last: bool) -> list[str]:
         """Inspect, and return what the run does not preserve beyond what is declared.
@@ -44,13 +52,18 @@ class LateInspection:
             self._generators = None
             traits = replace(traits, draws=True)
         self._num_calls += 1
-        is_due = is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1)
-        if is_due and self._is_comparable() and (figures := self._difference()):
+        if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
         if traits is strategy.traits:
             return []
         known, strategy.traits = strategy.not_preserved(), traits
         return [text for text in strategy.not_preserved() if text not in known]
+
+    def _is_due(self, *, is_last: bool) -> bool:
+        if is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1):
+            return True
+        # by the clock only where no other rank takes part
+        return not self._needs_all and time.monotonic() - self._looked_at > _PAUSE_SECONDS
 
     def _is_comparable(self) -> bool:
         strategy, spec = self._session.strategy, self._session.spec
@@ -62,14 +75,19 @@ class LateInspection:
     def _difference(self) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""
         session, strategy = self._session, self._session.strategy
-        is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
-        if strategy.evaluates_together or not is_whole:
+        if self._needs_all:
             return self._difference_in_evaluation()
         if strategy.group.rank:
             return None
+        self._looked_at = time.monotonic()
         loader = session.train_loader
         inspection = inspection_of(strategy, session.task, strategy.model, loader, session.order)
-        return inspection.late_difference(session.order.num_samples)
+        num_samples = session.order.num_samples
+        # what is rare is found by looking at other samples each time
+        figures, self._place = inspection.late_difference(self._place, num_samples)
+        if self._place >= num_samples - 1:
+            self._place = 0
+        return figures
 
     def _difference_in_evaluation(self) -> str | None:
         session, strategy = self._session, self._session.strategy

@@ -36,14 +36,16 @@ _LATER_CALLS = 12
 """Calls that are made before a second look at the loss, which may change its ways after a few."""
 _LATER_GROUPS = 3
 """Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
+_FEW = NUM_SAMPLES * (1 + _LATER_GROUPS)
+"""Samples on which all of a loss is looked at."""
 _WIDE_SAMPLES = 256
 """Samples after these on which losses alone are compared, for what is rare: a mask that leaves out one in a hundred."""
 _WIDE_GROUP = 64
 """Most of them at once."""
-MOST_SAMPLES = NUM_SAMPLES * (1 + _LATER_GROUPS) + _WIDE_SAMPLES
-"""First samples of which any are looked at."""
 _WIDE_SECONDS = 1.0
 """Time in which comparisons of them begin."""
+_LATE_SECONDS = 0.3
+"""The same for each comparison during the run."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _QUANTILES = (0.03, 0.5)
@@ -136,7 +138,7 @@ class LossInspection:
             draws=first.trial.has_drawn or later.draws,
             not_additive=not_additive
             or later.not_additive
-            or (self._wide(NUM_SAMPLES * (1 + _LATER_GROUPS), num_samples, seconds_each) if is_quick else None),
+            or (self._wide(_FEW, min(num_samples, _FEW + _WIDE_SAMPLES), seconds_each)[0] if is_quick else None),
             learned_buffers=tuple(name for name in buffers[0] if not _is_same_in(*buffers, name)),
             counted_buffers=tuple(name for name in buffers[0] if _is_same_in(*buffers, name)),
             changed_parameters=tuple(dict.fromkeys((*first.trial.parameters, *later.parameters))),
@@ -299,38 +301,52 @@ class LossInspection:
         except (Exception, TooManyDraws):
             return None
 
-    def late_difference(self, num_samples: int) -> str | None:
-        """Compare the losses of samples with those of their parts, during the run; return figures, or None."""
-        return self._wide(0, num_samples, 0.0)
-
-    def _wide(self, begin: int, num_samples: int, seconds_each: float) -> str | None:
-        """Compare the loss of more samples with those of their parts, without gradients; return figures, or None.
+    def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
+        """Compare the losses of samples with those of their parts, during the run.
 
         Args:
             begin: Place of the first of them.
             num_samples: Samples that there are.
-            seconds_each: That a sample takes at most.
+
+        Returns:
+            Figures, or None, and the place after the last sample that was looked at.
         """
-        deadline = time.monotonic() + _WIDE_SECONDS
+        return self._wide(begin, num_samples, 0.0, _LATE_SECONDS)
+
+    def _wide(
+        self, begin: int, end: int, seconds_each: float, most_seconds: float = _WIDE_SECONDS
+    ) -> tuple[str | None, int]:
+        """Compare the loss of more samples with those of their parts, without gradients, for as long as there is time.
+
+        Args:
+            begin: Place of the first of them.
+            end: Place after the last.
+            seconds_each: That a sample takes at most.
+            most_seconds: Time in which comparisons begin.
+
+        Returns:
+            As `late_difference` does.
+        """
+        deadline = time.monotonic() + most_seconds
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
         if not self._is_divided or size < 2:
-            return None
-        end = min(num_samples, begin + _WIDE_SAMPLES)
+            return None, begin
+        at = begin
         try:
             with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
                 self._set_modes(as_in_training=False)
-                for places in (range(at, min(at + size, end)) for at in range(begin, end - 1, size)):
-                    if time.monotonic() > deadline:
-                        break
+                while at < end - 1 and time.monotonic() <= deadline:
+                    places = range(at, min(at + size, end))
+                    at = places.stop
                     whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]
                     if self._is_other(whole, again):
                         break  # it draws, or follows what it keeps, which is looked for elsewhere
                     if difference := self._difference(whole, parts):
-                        return difference
+                        return difference, at
         except Exception:
-            return None  # training will meet it, or there is no memory for so many
-        return None
+            return None, at  # training will meet it, or there is no memory for so many
+        return None, at
 
     def _difference(self, whole: "_Value", parts: "Sequence[_Value]") -> str | None:
         """Return figures of a loss that differs from that of the parts, or None."""

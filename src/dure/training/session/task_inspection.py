@@ -13,7 +13,7 @@ from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.generator_state import GENERATORS, generator_state
 from dure.strategies.state.namespaces import ATOMS
-from dure.training.inspection.loss_inspection import MOST_SAMPLES, LossInspection, silent
+from dure.training.inspection.loss_inspection import LossInspection, silent
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import SampleOrder
 from dure.training.task.task import Task
@@ -90,7 +90,7 @@ def inspection_of(
 
 
 def _fetch_of(loader: Loader, order: SampleOrder) -> Callable[[Sequence[int]], Any]:
-    first = order.permutation(0)[:MOST_SAMPLES]
+    first = order.permutation(0)
     own = loader.without_workers()
     return lambda places: next(own.batches([FetchRequest(0, first[list(places)])]))
 

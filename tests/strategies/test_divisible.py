@@ -1,5 +1,6 @@
 """Which optimisers may be given a part of their parameters, found out by trying."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -202,3 +203,49 @@ def test_optimiser_that_steps_each_element_by_itself_may_be_cut_and_is_left_as_i
         [id(p) for p in group["params"]] for group in optimizer.param_groups
     ]
     assert {key: dict(value) for key, value in optimizer.state.items()} == states
+
+
+class Holding(optim.SGD):
+    """Steps by itself, and keeps whatever it is given beside its parameters."""
+
+    def __init__(self, parameters, held):
+        super().__init__(parameters, lr=0.1)
+        self.held = held
+
+
+def stepping_with(model):
+    class Clipping(optim.SGD):
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return super().step(closure)
+
+    return Clipping(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("hold", "where"),
+    [
+        (lambda model: model, "self.held"),
+        (lambda model: [model], "self.held[...]"),
+        (lambda model: {"first": next(model.parameters())}, "self.held['first']"),
+        (lambda model: {next(model.parameters()): "first"}, "self.held (a key)"),
+        (lambda model: lambda: model.parameters(), "self.held's model"),
+        (lambda model: partial(nn.utils.clip_grad_norm_, model.parameters), "self.held"),
+        (lambda model: optim.swa_utils.AveragedModel(model), "self.held"),
+    ],
+)
+def test_optimiser_that_holds_a_model_is_neither_divided_nor_tried(hold, where):
+    module = model()
+    before = [parameter.clone() for parameter in module.parameters()]
+    optimizer = Holding(module.parameters(), hold(module))
+    assert f"beside its groups ({where})" in reason_not_to_divide(optimizer)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_optimiser_whose_step_is_closed_over_a_model_is_not_divided():
+    assert "(Clipping.step's model)" in reason_not_to_divide(stepping_with(model()))
+
+
+@pytest.mark.parametrize("held", [None, 0.1, {"names": ["weight"]}, torch.zeros(3), nn.functional.relu])
+def test_optimiser_that_holds_other_things_may_be_divided(held):
+    assert reason_not_to_divide(Holding(model().parameters(), held)) is None

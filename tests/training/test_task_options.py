@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 import torch
 
+import dure
 from dure.cli import main
 from dure.errors import TaskInvalid
 from dure.training.task.options import build_task, options_of, task_options
@@ -68,6 +69,31 @@ class Everything(Small):
 class Unresolved(Small):
     price: "Decimal | None" = None
     dtype: torch.dtype = torch.float32
+
+
+class Adding(dure.Task):
+    """A mix-in without an `__init__`, of which one would be made."""
+
+    shown: int = 1
+
+
+class Written:
+    """A mix-in that is no task and writes an `__init__`."""
+
+    def __init__(self, *, size: int = 2) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize(
+    ("bases", "options", "name", "value"),
+    [((Adding, OwnInit), {"width": 3}, "width", 3), ((Written, dure.Task), {"size": 5}, "size", 5)],
+    ids=["task without before one with", "no task before the task"],
+)
+def test_init_that_a_base_wrote_is_not_hidden_by_one_that_would_be_made(bases, options, name, value):
+    cls = type("Mixed", bases, {})
+    cls.__abstractmethods__ = frozenset()
+    assert getattr(cls(**options), name) == value
+    assert cls._has_own_init
 
 
 def test_options_when_a_class_has_its_own_init_then_are_its_keywords_with_their_types():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
+from dure.strategies.division.held_models import held_model
 from dure.strategies.division.step_hooks import fault_of_hooks
 from dure.torchcompat import local_tensor, step_without_hooks
 
@@ -116,6 +117,8 @@ class _Trial:
             return f"it keeps tensors in a list of its own ({name}), in the order of all parameters"
         if name := self._held_optimizer():
             return f"it steps by another optimiser ({name}), which has all parameters"
+        if name := held_model(self._optimizer):
+            return f"it holds a model, or parameters, beside its groups ({name}), which its step may use or change"
         generators = GeneratorStates.now(*self.devices)
         try:
             together = self._step(everything)

@@ -39,9 +39,13 @@ class Task(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # a generated `__init__` would hide the one that a base task wrote, and leave its attributes out
-        cls._has_own_init = "__init__" in vars(cls) or cls._has_own_init
-        dataclasses.dataclass(kw_only=True, eq=False, init=not cls._has_own_init)(cls)
+        # a generated `__init__`, of this class or of a mix-in before it, would hide the one that a base wrote, and
+        # leave its attributes out
+        written = next((vars(base)["__init__"] for base in cls.__mro__ if _has_written_init(base)), None)
+        cls._has_own_init = written is not None
+        dataclasses.dataclass(kw_only=True, eq=False, init=written is None)(cls)
+        if written is not None and "__init__" not in vars(cls) and cls.__init__ is not written:
+            cls.__init__ = written  # type: ignore[method-assign]
 
     @abstractmethod
     def build_model(self) -> "nn.Module":
@@ -97,3 +101,9 @@ class Task(ABC):
     def describe(self, model: "nn.Module") -> str | None:
         """Return text to show before training starts (a model summary), or None. Called on rank 0 only."""
         return None
+
+
+def _has_written_init(cls: type) -> bool:
+    """Return whether a class has an `__init__` that was written by hand."""
+    is_generated = issubclass(cls, Task) and not vars(cls).get("_has_own_init", True)
+    return "__init__" in vars(cls) and cls.__module__ not in ("builtins", "abc", "typing") and not is_generated

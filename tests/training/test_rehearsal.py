@@ -1,9 +1,14 @@
-"""A schedule that does more than give a factor: asking it beforehand changes nothing."""
+"""Rehearsals of schedules and evaluations that do more than answer: asking them beforehand changes nothing."""
+
+import json
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from tests.conformance.cases import largest_difference, train_case, weights_of
+import dure
+from tests.conformance.cases import largest_difference, records_of, train_case, weights_of
 from tests.conformance.tasks import Regression
 
 
@@ -81,3 +86,32 @@ def test_schedule_that_unfreezes_at_the_end_trains_nothing_before(tmp_path):
     weights = weights_of(train_case(tmp_path, Late(), **STEPS))
     plain = weights_of(train_case(tmp_path, Plain(), **STEPS))
     assert largest_difference(weights, plain) == 0
+
+
+class Limited(dure.Task):
+    """An embedding that torch limits in every forward, in an evaluation too."""
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randint(0, 50, (40, 3), generator=generator), torch.zeros(40, 2))
+
+    def eval_data(self):
+        return TensorDataset(torch.arange(48).reshape(16, 3), torch.zeros(16, 2))
+
+    def build_model(self):
+        return nn.Sequential(nn.Embedding(50, 4, max_norm=0.5), nn.Flatten(), nn.Linear(12, 2))
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return (model[0].weight.detach().norm(dim=1) > 0.6).sum() + 0 * (outputs - batch[1]).square().mean()
+
+
+def test_evaluation_that_limits_embeddings_is_declared_and_its_rehearsal_leaves_no_trace(tmp_path):
+    run = train_case(tmp_path, Limited, global_batch_size=4, samples=4, seed=3)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text.partition(":")[0] for text in declared] == ["weights"]
+    # the step has looked up at most 12 rows, and the rehearsal 24 others or the same
+    assert records_of(run)[0]["loss_sum"] / 4 > 30

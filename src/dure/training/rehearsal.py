@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure import torchcompat
@@ -117,6 +120,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     before = ObjectState({**strategy.objects, "model": model})
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
+    limited = _limited_embeddings(session)
     surroundings = Surroundings()
     with surroundings.watched():
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
@@ -129,7 +133,10 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         written.append("the optimiser's settings")
     before.put_back()
     surroundings.put_back()
-    if written:
+    limits = [name for name in written if name in limited]
+    for name in limits:
+        limited[name].put_back()
+    if limits != written:
         raise TaskInvalid(
             f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "
             "only: how often it is done, and by which rank, would change the result; do it in the loss where "
@@ -138,9 +145,38 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     changed += [name for name, (buffer, value) in buffers.items() if not is_equal(buffer, value)]
     for buffer, value in buffers.values():
         buffer.copy_(value)
+    if limits:
+        return [
+            f"weights: an evaluation too limits rows of {few_of(limits)} (nn.Embedding(max_norm=)), so how often it "
+            "is done can change them"
+        ]
     if not changed or strategy.data_world_size * len(strategy.evaluation_models()) == 1:
         return []
     return [f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """Values that a parameter had."""
+
+    parameter: Tensor
+    values: Tensor
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            self.parameter.copy_(self.values)
+
+
+def _limited_embeddings(session: Session) -> dict[str, _Kept]:
+    """Return the weights that torch itself changes in forward, where one process evaluates all samples."""
+    strategy = session.strategy
+    if strategy.group.world_size > 1 or len(strategy.evaluation_models()) > 1:
+        return {}
+    return {
+        f"{name}.weight" if name else "weight": _Kept(module.weight, module.weight.detach().clone())
+        for name, module in strategy.model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
 
 
 def few_evaluated(

@@ -1,6 +1,7 @@
 """State of plain objects: seen when it changes, and put back."""
 
 import argparse
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -410,7 +411,8 @@ def test_hooks_of_modules_are_looked_into_and_functions_of_libraries_are_not():
     state = ObjectState({"model": model, "plain": {"function": torch.compile}})
     model(torch.ones(1, 2))
     assert list(state.changed()) == ["model.0._forward_hooks[0]().calls"]
-    assert list(state.owners) == ["model", "model.0", "model.0._forward_hooks[0]()"]
+    parameters = ["model.0.weight", "model.0.bias"]
+    assert list(state.owners) == ["model", "model.0", "model.0._forward_hooks[0]()", *parameters]
     state.put_back()
     assert calls == []
 
@@ -454,3 +456,30 @@ def test_memory_of_numbers_that_processes_share_is_seen_and_put_back():
     assert list(state.changed()) == ["task.value"]
     state.put_back()
     assert holder.value.value == 3
+
+
+def test_parameters_when_they_are_given_attributes_or_change_them_then_these_are_put_back():
+    model = nn.Linear(2, 2)
+    model.bias.rate = 0.1
+    state = ObjectState({"model": model})
+    model.weight.calls, model.bias.rate = 1, 0.2
+    model.weight._dynamo_mark = 1  # a compiler's
+    assert sorted(state.changed()) == ["model.bias.rate", "model.weight.calls"]
+    state.put_back()
+    assert (vars(model.weight), vars(model.bias)) == ({"_dynamo_mark": 1}, {"rate": 0.1})
+    model.weight.calls = 1
+    assert state.take_changed() == {("model.weight", "calls")}
+
+
+def test_cache_of_a_function_when_it_grows_then_it_is_emptied_again_and_counts_as_no_state():
+    @functools.cache
+    def cached(number):
+        return [number]
+
+    first = cached(1)
+    state = ObjectState({"cached": cached})
+    cached(2)
+    assert (state.changed(), state.filled(), state.take_changed()) == ({}, ["cached"], set())
+    assert state.put_back() == []
+    assert cached.cache_info().currsize == 1
+    assert cached(1) is first

@@ -101,7 +101,8 @@ class ObjectState:
         self._depth = 0
         self._holder: Holder = ("", "")
         self.owners: dict[str, Any] = {}
-        """Objects of which each attribute is kept by itself, by their paths: roots, modules of a model, functions."""
+        """Objects of which each attribute is kept by itself, by their paths: roots, modules and parameters of a model,
+        functions."""
         self.opaque: list[str] = []
         """Paths of iterators: their position can be neither seen nor put back."""
         self.hidden: list[str] = []
@@ -311,12 +312,16 @@ class ObjectState:
         def names() -> list[str]:
             return [name for name in attributes if not name.startswith(_COMPILERS)]
 
+        def put_back() -> None:
+            for name in names():
+                del attributes[name]
+
         # hardly ever there are any, and there are many parameters: this looks at the speed of C
         self.owners[path] = parameter
         place = Place(
             path,
             attributes.__len__,
-            attributes.clear,
+            put_back,
             lambda: {f"{path}.{name}": comparable(attributes[name]) for name in names()},
             names=names,
         )

@@ -44,8 +44,8 @@ _WIDE_GROUP = 64
 """Most of them at once."""
 _WIDE_SECONDS = 1.0
 """Time in which comparisons of them begin."""
-_LATE_SECONDS = 0.3
-"""The same for each comparison during the run."""
+_LATE_SECONDS = 0.1
+"""Time in which comparisons of further samples begin, each time that losses are compared during the run."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
 """Factors on a loss under which gradients are compared."""
 _QUANTILES = (0.03, 0.5)
@@ -311,23 +311,20 @@ class LossInspection:
         Returns:
             Figures, or None, and the place after the last sample that was looked at.
         """
-        return self._wide(begin, num_samples, 0.0, _LATE_SECONDS)
+        return self._wide(begin, num_samples, 0.0)
 
-    def _wide(
-        self, begin: int, end: int, seconds_each: float, most_seconds: float = _WIDE_SECONDS
-    ) -> tuple[str | None, int]:
+    def _wide(self, begin: int, end: int, seconds_each: float) -> tuple[str | None, int]:
         """Compare the loss of more samples with those of their parts, without gradients, for as long as there is time.
 
         Args:
             begin: Place of the first of them.
             end: Place after the last.
             seconds_each: That a sample takes at most.
-            most_seconds: Time in which comparisons begin.
 
         Returns:
             As `late_difference` does.
         """
-        deadline = time.monotonic() + most_seconds
+        started = time.monotonic()
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
         if not self._is_divided or size < 2:
@@ -336,7 +333,10 @@ class LossInspection:
         try:
             with silent(), Trial(self._model, self._objects, seed=2, keeps_gradients=False):
                 self._set_modes(as_in_training=False)
-                while at < end - 1 and time.monotonic() <= deadline:
+                while at < end - 1:
+                    most_seconds = _WIDE_SECONDS if at < begin + _WIDE_SAMPLES else _LATE_SECONDS
+                    if time.monotonic() - started > most_seconds:
+                        break
                     places = range(at, min(at + size, end))
                     at = places.stop
                     whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]

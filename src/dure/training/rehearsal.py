@@ -132,7 +132,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     if settings_of(strategy.built_optimizer) != settings:
         written.append("the optimiser's settings")
     before.put_back()
-    surroundings.put_back()
+    if strategy.group.world_size == 1:  # other ranks may be writing to the same files
+        surroundings.put_back()
     limits = [name for name in written if name in limited]
     for name in limits:
         limited[name].put_back()

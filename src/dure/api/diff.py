@@ -98,7 +98,7 @@ class Difference:
 
     @property
     def weights_part(self) -> tuple[int | None, int] | None:
-        """Positions in samples between which the weights part; the first is None where no compared checkpoint is alike."""
+        """Positions in samples between which the weights part; the first is None where no checkpoint is the same."""
         if self.apart is None:
             return None
         return None if self.last_same is None else self.last_same.samples_seen, self.apart.samples_seen

@@ -54,7 +54,6 @@ def test_run_when_the_disk_is_slow_then_each_checkpoint_is_there_at_exit(prewarm
     assert [event["samples_seen"] for event in saves] == [24, 48, 72, 96, 97, 121, 145]
     # two that are due in one step wait for each other; one with a few steps behind it does not take them, though each
     # by itself may be held up by a machine that has other things to do
-    assert saves[3]["stall_seconds"] > 0.1
     assert min(event["stall_seconds"] for event in saves[:3]) < saves[3]["stall_seconds"]
     assert all(event["write_seconds"] > 0.15 for event in saves)
     stalls = sum(event["stall_seconds"] for event in saves)

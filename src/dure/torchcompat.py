@@ -5,6 +5,7 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 """
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -744,9 +745,44 @@ def num_gradient_hooks(tensor: Tensor) -> int:
     return len(hooks._backward_hooks or ()) + len(hooks._post_accumulate_grad_hooks or ())
 
 
+def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that takes out what is registered later to wait for a tensor's gradient (private in torch)."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    before = {name: dict(getattr(tensor, name) or {}) for name in names}
+
+    def undo() -> None:
+        for name, hooks in before.items():
+            now = getattr(tensor, name)  # the engine keeps this very dictionary
+            if now is not None and now != hooks:
+                now.clear()
+                now.update(hooks)
+
+    return undo
+
+
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that a tensor was given, without those that torch's own classes of tensors have."""
     return {name: value for name, value in vars(tensor).items() if name not in ("_local_tensor", "_spec")}
+
+
+@contextmanager
+def replaced_collectives(instead: Callable[[str], Any]) -> Iterator[None]:
+    """Let the collectives of torch.distributed, whoever has imported them, call a function with their names.
+
+    Each is a function in a wrapper that logs errors, and the wrapper finds it in its closure (private in torch).
+    """
+    cells: list[tuple[Any, Any]] = []
+    for name, function in vars(torch.distributed.distributed_c10d).items():
+        code = getattr(function, "__code__", None)
+        if code is not None and hasattr(function, "__wrapped__") and "func" in code.co_freevars:
+            cell = function.__closure__[code.co_freevars.index("func")]
+            cells.append((cell, cell.cell_contents))
+            cell.cell_contents = functools.partial(lambda name, *args, **kwargs: instead(name), name)
+    try:
+        yield
+    finally:
+        for cell, contents in cells:
+            cell.cell_contents = contents
 
 
 def module_call(module: torch.nn.Module) -> Callable[..., Any]:

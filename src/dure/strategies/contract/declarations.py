@@ -45,7 +45,7 @@ def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -
 
 
 def by_trial(traits: LossTraits) -> list[str]:
-    """Return the differences that come from state that calls of the loss leave where it cannot be put back, or kept."""
+    """Return the differences that come from what a loss uses or keeps outside of samples, weights and kept state."""
     texts = []
     if traits.left_state:
         texts.append(
@@ -56,6 +56,11 @@ def by_trial(traits: LossTraits) -> list[str]:
         texts.append(
             f"state outside of model and task ({few(traits.outer_state)}): every process that computes the loss writes "
             "it, and neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
+        )
+    if traits.differs_by_rank:
+        texts.append(
+            f"the loss depends on the rank: {traits.differs_by_rank} (it uses more than samples and weights: the "
+            "number of the rank or the process, the host, the time)"
         )
     return texts
 

@@ -56,6 +56,8 @@ class LossTraits:
     the first call: no checkpoint has them."""
     hooked_parameters: tuple[str, ...] = ()
     """Parameters, and modules, with hooks that see gradients."""
+    hooked_by_loss: tuple[str, ...] = ()
+    """Those of them on which the loss itself registers such hooks."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
     nonlinear_gradients: bool = False
@@ -67,6 +69,10 @@ class LossTraits:
     uses_gradients: bool = False
     """True if it is another loss where parameters have gradients already, as from earlier parts of a batch, or if it
     changes these."""
+    differs_by_rank: str | None = None
+    """Figures that show that the loss of the same samples is another one on another rank; None if it is not."""
+    collective: str | None = None
+    """Name of a collective operation of torch.distributed that the loss or the metrics call; None if none was seen."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LossTraits":

@@ -34,7 +34,8 @@ from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, f
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
-from dure.strategies.state.optimizer import optimizer_to_names, settings_of
+from dure.strategies.state.gradient_hooks import gradient_hooks
+from dure.strategies.state.optimizer import optimizer_to_names, plain_settings, settings_of
 from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
 
@@ -122,20 +123,36 @@ class Strategy(ABC):
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
         self._take_hooks([name for name, number in gradient_hooks(self.model).items() if number > hooks.get(name, 0)])
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._refuse_unlike_settings()
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
         self.watch = self.watched_parameters()
 
     def _take_hooks(self, names: Sequence[str]) -> None:
-        """Take over hooks on gradients that the task's `build_optimizer` registered, which no trial of the loss saw."""
-        if not names:
-            return
+        """Take over hooks on gradients that `build_optimizer` registered, unless a trial of the loss saw them."""
         known = self.traits.hooked_parameters
+        if all(name in known for name in names):
+            return
         hooked = tuple(dict.fromkeys((*known, *names)))
         self.traits = replace(self.traits, hooked_parameters=hooked, nonlinear_gradients=True)
         if faults := self.check_traits(self.model):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+
+    def _refuse_unlike_settings(self) -> None:
+        """Refuse settings of the optimiser that follow from a rank's part of the weights, or from its number.
+
+        Communication: one gathered JSON message.
+        """
+        if self.group.world_size == 1:
+            return
+        everyones = self.group.all_gather_json(plain_settings(self.optimizer))
+        unlike = next((rank for rank, settings in enumerate(everyones) if settings != everyones[0]), None)
+        if unlike is not None:
+            raise TaskInvalid(
+                f"build_optimizer gave {type(self.optimizer).__name__} other settings on rank {unlike} than on rank 0: "
+                "compute them in build_model, where weights are whole, and not from the number of a rank"
+            )
 
     @classmethod
     def role_for(cls, group: Group, options: StrategyOptions) -> "type[Strategy]":
@@ -387,6 +404,12 @@ class Strategy(ABC):
             model: Whole, as the task built it.
         """
         faults = []
+        if self.traits.collective is not None and self.group.world_size > 1:
+            faults.append(
+                f"the task's loss, metrics or model call {self.traits.collective} of torch.distributed: dure brings "
+                "together what ranks computed, so leave that out, and return dure.Sum(total, count) where a loss is "
+                "divided by a count over all ranks (for nn.SyncBatchNorm: nn.BatchNorm with --sync-batchnorm)"
+            )
         if self.undoes_writes and (written := self.traits.changed_parameters):
             faults.append(write_fault(written, self.info.name))
         elif self.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):
@@ -506,11 +529,3 @@ class Strategy(ABC):
     @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
-
-
-def gradient_hooks(model: nn.Module) -> dict[str, int]:
-    """Return the parameters, and modules, with hooks that see gradients, and how many each has."""
-    found = {name: torchcompat.num_gradient_hooks(parameter) for name, parameter in model.named_parameters()}
-    for name, module in model.named_modules():
-        found[name or type(module).__name__] = len(module._backward_hooks) + len(module._backward_pre_hooks)
-    return {name: number for name, number in found.items() if number}

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.state.gradient_hooks import gradient_hooks
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.surroundings import Surroundings
 
@@ -62,6 +64,8 @@ class Trial:
         """Files and environment variables that were written."""
         self.filled: list[str] = []
         """Paths of functions whose caches have grown."""
+        self.hooked: list[str] = []
+        """Names of parameters and modules on which hooks were registered that see gradients."""
 
     def __enter__(self) -> "Trial":
         """Note everything."""
@@ -74,6 +78,8 @@ class Trial:
         self._generators = GeneratorStates.now(self._device)
         self._modules = [(module, _registered(module)) for module in model.modules()]
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        self._hooks = [torchcompat.keep_gradient_hooks(parameter) for parameter in model.parameters()]
+        self._num_hooks = gradient_hooks(model)
         self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
         # a gradient is added to in place
         self._gradients = [
@@ -101,6 +107,8 @@ class Trial:
             )
             self.state = self._plain.changed()
             self.outer, self.filled = self._surroundings.written(), self._plain.filled()
+            hooks = gradient_hooks(self._model).items()
+            self.hooked = [name for name, number in hooks if number > self._num_hooks.get(name, 0)]
             self.rebound = [name for name, p, data, *_ in self._parameters if p.data_ptr() != data.data_ptr()]
             self.parameters = {
                 name: p.detach().clone()
@@ -122,6 +130,8 @@ class Trial:
         return before is not None and (self._watches_writes or not is_equal(data, before))
 
     def _put_back(self) -> None:
+        for undo in self._hooks:
+            undo()
         for module, registered in self._modules:
             for kind, entries in registered.items():
                 vars(module)[kind].clear()

@@ -45,6 +45,7 @@ from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, drawing_from
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
+from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
@@ -117,6 +118,8 @@ class Pipeline(ReducedFacts):
                 f"the task keeps {few(fed)} from one batch to the next and hands it to the model, and only the rank of "
                 "the last stage has it: use ddp"
             )
+        if self.num_stages > 1 and (names := self.traits.hooked_by_loss):
+            faults.append(hooks_gradients(names))
         return faults
 
     @classmethod

@@ -42,7 +42,7 @@ from dure.strategies.sections.random_state import CommonSeeds, drawing_from
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.trace import Survey, tensors_of
-from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, rehearse
+from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
 from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
 
@@ -95,6 +95,8 @@ class RpcModel(ReducedFacts):
             faults.append(changes_module(paths[0]))
         if self.group.world_size > 1 and self.traits.sets_gradients:
             faults.append(SETS_GRADIENTS)
+        if self.group.world_size > 1 and (names := self.traits.hooked_by_loss):
+            faults.append(hooks_gradients(names))
         return faults
 
     # the cut

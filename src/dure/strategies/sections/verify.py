@@ -4,7 +4,7 @@ It finds what a survey cannot see: blocks that exchange values by themselves, re
 losses that use more of the model than its output. All sections run in one process, each without the others' weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from dure.data.randomness import GeneratorStates
 from dure.errors import TaskInvalid
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import map_tensors
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.stand_in import call_of, called_again, stand_in
 from dure.strategies.contract.step_facts import checked_loss
 from dure.strategies.contract.strategy import Strategy
@@ -261,6 +262,14 @@ def changes_module(path: str) -> str:
     return (
         f"the task's loss changes {path}, and the rank that computes that module would not see it: keep such state in "
         f"the task, or use {CURE}"
+    )
+
+
+def hooks_gradients(names: Sequence[str]) -> str:
+    """Return the sentence about hooks on gradients that the loss registers."""
+    return (
+        f"the task's loss registers hooks on the gradients of {few(names)}, which a model in sections has on other "
+        f"ranks: register them in build_model, or use {CURE}"
     )
 
 

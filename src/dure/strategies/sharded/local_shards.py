@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
-from dure.errors import SpecInvalid, TaskInvalid
+from dure.errors import SpecInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
@@ -163,7 +163,6 @@ class ShardedStrategy(ReducedFacts):
         if faults := self.check_optimizer(self.optimizer):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
-        self._refuse_unlike_settings()
         super().distribute()
         named = list(self.model.named_parameters())
         frozen = [(name, _local(p).detach()) for name, p in named if not p.requires_grad]
@@ -172,22 +171,6 @@ class ShardedStrategy(ReducedFacts):
         names = [name for name, p in named if p.requires_grad]
         self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
         """This rank's part of every parameter."""
-
-    def _refuse_unlike_settings(self) -> None:
-        """Refuse settings of the optimiser that follow from a rank's own part of the weights.
-
-        Communication: one gathered JSON message.
-        """
-        mine = [
-            {key: _plain_setting(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        everyones = self.group.all_gather_json(mine)
-        if any(settings != everyones[0] for settings in everyones):
-            raise TaskInvalid(
-                f"build_optimizer gave {type(self.optimizer).__name__} other settings on each rank, from the part of "
-                f"the weights that {self.info.name} leaves there: compute them in build_model, where weights are whole"
-            )
 
     def unscale_gradients(self) -> None:
         """Unscale, and let every rank skip the step in which any rank's gradient overflowed.
@@ -232,15 +215,6 @@ class ShardedStrategy(ReducedFacts):
         source.load_model(self.model)
         with self.shards.whole():
             source.load_optimizer(self.model, self.optimizer)
-
-
-def _plain_setting(value: Any) -> Any:
-    """Return a setting's numbers, to be compared between ranks; None for what has none."""
-    if isinstance(value, Tensor):
-        return str(_local(value).tolist()) if value.numel() == 1 else None
-    if isinstance(value, list | tuple):
-        return [_plain_setting(item) for item in value]
-    return str(value) if isinstance(value, bool | int | float | str) else None
 
 
 def share_bytes(parameters: Iterable[Tensor]) -> int:

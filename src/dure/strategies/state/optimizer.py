@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
@@ -241,6 +242,23 @@ def settings_of(optimizer: Optimizer) -> list[list[Any]]:
         ]
         for group in optimizer.param_groups
     ]
+
+
+def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimiser's groups as JSON, None for what has no numbers, to be compared over ranks."""
+    return [
+        {name: _plain_setting(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain_setting(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return str(local.tolist()) if value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return [_plain_setting(item) for item in value]
+    return str(value) if isinstance(value, bool | int | float | str) else None
 
 
 def _comparable(value: Any) -> Any:

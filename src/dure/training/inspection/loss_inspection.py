@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from dure import torchcompat
 from dure.records.sums import Sum, exact_sum
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.strategy import LossFunction, gradient_hooks
+from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.division.trial import Trial, is_equal
+from dure.strategies.state.gradient_hooks import gradient_hooks
 from dure.strategies.state.object_state import ObjectState
 from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
+from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws
+from dure.training.inspection.first_loss import FirstLoss
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
@@ -70,6 +73,7 @@ class LossInspection:
         *,
         is_exact: bool,
         is_divided: bool = True,
+        is_alone: bool = False,
         most_at_once: int = _WIDE_GROUP,
     ) -> None:
         """Prepare.
@@ -82,6 +86,7 @@ class LossInspection:
             autocast: The context of a forward pass.
             is_exact: Whether forward passes are in full precision.
             is_divided: Whether the loss will see batches in parts; only then there is a second look.
+            is_alone: Whether other ranks make no calls meanwhile, so that a collective of the loss would wait for them.
             most_at_once: The samples that it will see at once, for which there is memory.
         """
         self._loss = loss
@@ -91,8 +96,11 @@ class LossInspection:
         self._autocast = autocast
         self._is_exact = is_exact
         self._is_divided = is_divided
+        self._is_alone = is_alone
         self._most_at_once = most_at_once
         self._watches_writes = True
+        self.first_loss = FirstLoss()
+        """Result of the first call."""
         self._quantiles: tuple[float, ...] = ()
         """Constants with which a loss that draws is compared; none where a call of it takes too long."""
 
@@ -102,20 +110,23 @@ class LossInspection:
         Args:
             num_samples: Samples that there are, at least 1.
         """
+        try:
+            return self._traits(num_samples)
+        except CollectiveCalled as called:
+            return LossTraits(reason_unknown="the loss calls other ranks", collective=called.name)
+
+    def _traits(self, num_samples: int) -> LossTraits:
         started = time.monotonic()
         few = min(num_samples, NUM_SAMPLES)
         half = (few + 1) // 2
-        if opaque := ObjectState({**self._objects, "model": self._model}).opaque:
+        if opaque := self._opaque():
             return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
         try:
-            first = self._tried(range(half), as_in_training=True)
-        except Exception:
-            self._watches_writes = False
-            try:
-                first = self._tried(range(half), as_in_training=True)
-            except Exception as error:
-                why = f"the loss failed with {type(error).__name__} when it was tried"
-                return LossTraits(reason_unknown=why, has_failed=True)
+            first = self._first(range(half))
+        except Exception as error:
+            why = f"the loss failed with {type(error).__name__} when it was tried"
+            return LossTraits(reason_unknown=why, has_failed=True)
+        self.first_loss = self._first_loss(first)
         seconds = time.monotonic() - started
         is_quick, is_slow = seconds * 6 < _MOST_SECONDS, seconds > _SLOWEST_CALL_SECONDS
         self._quantiles = _QUANTILES[: is_quick + (seconds * 30 < _MOST_SECONDS)]
@@ -133,6 +144,7 @@ class LossInspection:
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
         buffers = first.buffers(self._model), second.buffers(self._model)
         state = first.trial.state, second.trial.state
+        hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
             reason_unknown=unknown if is_slow and self._is_divided else None,
             draws=first.trial.has_drawn or later.draws,
@@ -152,7 +164,8 @@ class LossInspection:
             learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
             counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
             forward_state=first.forward_state,
-            hooked_parameters=tuple(gradient_hooks(self._model)),
+            hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
+            hooked_by_loss=hooked,
             fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
             nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
@@ -161,6 +174,35 @@ class LossInspection:
             left_state=tuple(dict.fromkeys((*first.trial.left, *second.trial.left, *later.left))),
             outer_state=tuple(dict.fromkeys((*first.trial.outer, *second.trial.outer, *later.outer, *remembered))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
+        )
+
+    def call_once(self, num_samples: int) -> None:
+        """Call the loss on the samples of `first_loss` alone; never raises what it raises.
+
+        Args:
+            num_samples: Samples that there are, at least 1.
+        """
+        if not self._opaque():
+            with contextlib.suppress(Exception, CollectiveCalled):
+                self.first_loss = self._first_loss(self._first(range((min(num_samples, NUM_SAMPLES) + 1) // 2)))
+
+    def _opaque(self) -> Sequence[str]:
+        return ObjectState({**self._objects, "model": self._model}).opaque
+
+    def _first(self, places: Sequence[int]) -> "_Tried":
+        try:
+            return self._tried(places, as_in_training=True)
+        except Exception:
+            self._watches_writes = False
+            return self._tried(places, as_in_training=True)
+
+    def _first_loss(self, first: "_Tried") -> FirstLoss:
+        value = first.value.total
+        gradient = math.hypot(*(float(each.norm()) for each in first.gradients.values()))
+        return FirstLoss(
+            value=value if math.isfinite(value) else None,
+            gradient=gradient if math.isfinite(gradient) else None,
+            tolerance=self._tolerance(first.value.dtype),
         )
 
     def _failure_of_one(self) -> str | None:
@@ -394,7 +436,8 @@ class LossInspection:
         trial = Trial(
             self._model, self._objects, seed=0, watches_writes=self._watches_writes, keeps_caches=keeps_caches
         )
-        with silent(), trial, draws or contextlib.nullcontext():
+        alone = no_collectives() if self._is_alone else contextlib.nullcontext()
+        with silent(), trial, alone, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None

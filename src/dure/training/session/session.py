@@ -33,10 +33,10 @@ from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.sample_order import SampleOrder
-from dure.training.session.task_inspection import inspected_on_rank0
+from dure.training.session.task_inspection import inspected
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
-from dure.training.task.identity import TaskIdentity
+from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_digests
 from dure.training.task.task import Task
 
 
@@ -178,6 +178,12 @@ def open_session(
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
+    identity = _identity(task, order, eval_samples, loaders[0])
+    if group.world_size > 1:
+        samples = {"training": identity.samples}
+        if eval_samples:
+            samples["evaluation"] = sample_digests(eval_samples, loaders[1].sample)
+        refuse_unlike_samples(group.all_gather_json(samples))
     return Session(
         spec=spec,
         place=place,
@@ -190,7 +196,7 @@ def open_session(
         eval_loader=loaders[1] if eval_data is not None else None,
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
-        identity=_identity(task, order, eval_samples, loaders[0]),
+        identity=identity,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
 
@@ -201,8 +207,9 @@ def _traits(
     """Return the traits of the task's loss on all ranks, those that are known or those that are found now."""
 
     def shared() -> LossTraits:
-        mine = known or inspected_on_rank0(strategy, task, model, loader, order)
-        return LossTraits.from_json(strategy.group.all_gather_json(asdict(mine))[0])
+        if known is None:
+            return inspected(strategy, task, model, loader, order)
+        return LossTraits.from_json(strategy.group.all_gather_json(asdict(known))[0])
 
     traits = shared()
     if not traits.has_failed and not traits.needs_optimizer:

@@ -1,7 +1,9 @@
-"""Inspection of a task before training: its loss, its data, and what it does in an evaluation, on rank 0."""
+"""Inspection of a task before training: its loss, its data, and what it does in an evaluation."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,7 +14,11 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.generator_state import GENERATORS, generator_state
+from dure.strategies.state.gradient_hooks import gradient_hooks
 from dure.strategies.state.namespaces import ATOMS
+from dure.strategies.state.object_state import ObjectState
+from dure.training.inspection.collectives import CollectiveCalled, no_collectives
+from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
 from dure.training.inspection.loss_inspection import LossInspection, silent
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import SampleOrder
@@ -24,10 +30,8 @@ _COPIED = "data"
 """Beginning of the paths of state in a data set of which loader processes have copies."""
 
 
-def inspected_on_rank0(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
-) -> LossTraits:
-    """Inspect the task's loss on rank 0; other ranks return at once, to be told.
+def inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
+    """Inspect the task's loss on rank 0, call it once on the others, and tell all.
 
     Args:
         strategy: Not prepared yet, with its `objects`.
@@ -35,32 +39,92 @@ def inspected_on_rank0(
         model: Whole, on the CPU, where it is again afterwards.
         loader: Of the training data.
         order: Of the training data; its first samples are those of the first step.
+
+    Communication: two gathered JSON messages.
     """
-    device = strategy.device
-    if strategy.group.rank:
-        return LossTraits()
-    if device.type != "cpu" and 4 * _num_bytes(model) > torch.accelerator.get_memory_info(device)[0]:
-        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried")
+    group = strategy.group
+    traits, first = LossTraits(), FirstLoss()
+    if group.rank == 0:
+        traits, first = _inspected_alone(strategy, task, model, loader, order)
+    traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
+    # what is the same no two times need not be the same on two ranks, and ranks would write to the same files
+    if group.world_size == 1 or traits.reason_unknown or traits.data_changes or traits.outer_state:
+        return traits
+    is_server = bool(strategy.info.extra_processes) and not strategy.takes_samples
+    if group.rank and not is_server and _fits(strategy, model):
+        inspection = inspection_of(strategy, task, model, loader, order)
+        with _on_device(strategy, model):
+            inspection.call_once(order.num_samples)
+        first = inspection.first_loss
+    everyones = [FirstLoss(**message) for message in group.all_gather_json(asdict(first))]
+    return replace(traits, differs_by_rank=difference_of_ranks(everyones))
+
+
+def _inspected_alone(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
+) -> tuple[LossTraits, FirstLoss]:
+    if not _fits(strategy, model):
+        return LossTraits(reason_unknown="the whole model does not fit the device, to be tried"), FirstLoss()
     fetch = _fetch_of(loader, order)
     once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, order.num_samples))))]
     states = [*_generator_states(loader.data)]
-    model.to(device)
-    try:
-        traits = inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
-        traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
-    finally:
-        model.to("cpu")
+    with _on_device(strategy, model):
+        inspection = inspection_of(strategy, task, model, loader, order)
+        traits = inspection.traits(order.num_samples)
+        if not traits.has_failed and not traits.collective:
+            traits = _traits_with_optimizer(strategy, task, model, loader, order) or traits
+            traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
     # after the loss, which may have written into what the data set holds
     again = list(tensors_in(fetch(range(min(2, order.num_samples)))))
     is_same = len(once) == len(again) and all(map(is_equal, once, again))
     has_drawn = states != [*_generator_states(loader.data)]
     state = (*traits.learned_state, *traits.counted_state)
-    return replace(
+    traits = replace(
         traits,
         collate_draws=loader.has_collate_drawn,
         data_changes=has_drawn or not is_same,
         copied_state=tuple(path for path in state if path.startswith(f"{_COPIED}.")),
     )
+    return traits, inspection.first_loss
+
+
+def _fits(strategy: Strategy, model: nn.Module) -> bool:
+    """Return whether the device has memory for the whole model, its gradients and what trials copy."""
+    device = strategy.device
+    return device.type == "cpu" or 4 * _num_bytes(model) <= torch.accelerator.get_memory_info(device)[0]
+
+
+@contextmanager
+def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
+    model.to(strategy.device)
+    try:
+        yield
+    finally:
+        model.to("cpu")
+
+
+def _traits_with_optimizer(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
+) -> LossTraits | None:
+    """Return the loss's traits once the optimiser is built; None if building it changes nothing that a loss may use.
+
+    It may register hooks, freeze parameters, or set what the loss reads.
+    """
+    with silent(), Trial(model, strategy.objects):
+        before = ObjectState({**strategy.objects, "model": model})
+        found = _hooks_and_frozen(model)
+        try:
+            task.build_optimizer(model)
+        except Exception:
+            return None  # the strategy will meet it
+        if before.changed() or _hooks_and_frozen(model) != found:
+            return inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
+    return None
+
+
+def _hooks_and_frozen(model: nn.Module) -> list[Any]:
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [gradient_hooks(model), hooks, [parameter.requires_grad for parameter in model.parameters()]]
 
 
 def inspection_of(
@@ -85,6 +149,7 @@ def inspection_of(
         strategy.precision.autocast,
         is_exact=strategy.precision.name == "fp32",
         is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
+        is_alone=strategy.group.world_size > 1,
         most_at_once=strategy.options.microbatch_size or strategy.default_microbatch_size() or even,
     )
 
@@ -111,8 +176,9 @@ def _tried_in_evaluation(
     strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
 ) -> dict[str, Any]:
     """Return which parameters the metrics write to without gradients, and whether training samples can be evaluated."""
+    alone = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
     try:
-        with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False) as trial:
+        with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False) as trial, alone():
             model.eval()
             with torch.no_grad(), strategy.precision.autocast():
                 task.metrics(model, fetch(range(2)))
@@ -120,6 +186,8 @@ def _tried_in_evaluation(
             model.eval()
             with torch.no_grad(), strategy.precision.autocast():
                 task.loss(model, fetch(range(2)))
+    except CollectiveCalled as called:
+        return {"collective": called.name}
     except Exception:
         return {}  # the evaluation's own data may be of another kind
     return {"writes_in_evaluation": tuple(trial.parameters), "is_evaluable": True}

@@ -4,11 +4,11 @@ A run that goes on with other code or other data is another run. Checkpoints car
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dure.errors import TaskInvalid
+from dure.errors import DataInvalid, TaskInvalid
 from dure.training.task.code_digest import code_digests
 from dure.training.task.digests import digest
 from dure.training.task.task import Task
@@ -43,7 +43,7 @@ class TaskIdentity:
             code=code_digests(type(task)),
             train_samples=train_samples,
             eval_samples=eval_samples,
-            samples=_sample_digests(train_samples, fetch),
+            samples=sample_digests(train_samples, fetch),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +69,27 @@ class TaskIdentity:
         return found
 
 
+def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+    """Refuse data of which ranks do not read the same samples.
+
+    Args:
+        everyones: By rank, digests of samples by index, of each kind of data.
+
+    Raises:
+        DataInvalid: Names the kind, the sample and the rank.
+    """
+    for rank, theirs in enumerate(everyones):
+        for kind, digests in theirs.items():
+            known = everyones[0].get(kind, {})
+            unlike = next((index for index, one in digests.items() if known.get(index, one) != one), None)
+            if unlike is not None:
+                raise DataInvalid(
+                    f"sample {unlike} of the {kind} data is another one on rank {rank} than on rank 0: give every rank "
+                    "all samples in the same order, with no subset or DistributedSampler by rank (dure divides batches "
+                    "itself), and sort lists of files"
+                )
+
+
 def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
     """Return the error about a run that would go on as another."""
     return TaskInvalid(
@@ -78,7 +99,13 @@ def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
     )
 
 
-def _sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, str]:
+def sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, str]:
+    """Return digests of a few samples, by index; those that are never twice the same are left out.
+
+    Args:
+        num_samples: Length of the data.
+        fetch: Returns one sample, with the same random numbers each time.
+    """
     found: dict[str, str] = {}
     started = time.monotonic()
     for index in dict.fromkeys((0, num_samples // 2, num_samples - 1)):

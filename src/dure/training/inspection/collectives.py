@@ -1,0 +1,36 @@
+"""Refusal of collective operations in calls that one rank makes alone: the others would not answer them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from dure.torchcompat import replaced_collectives
+
+
+class CollectiveCalled(BaseException):
+    """Call of a collective by a task that only one rank is running; no task catches it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Refuse collectives inside, before they send anything.
+
+    Raises:
+        CollectiveCalled: One was called.
+    """
+    calls: list[CollectiveCalled] = []
+
+    def refuse(name: str) -> NoReturn:
+        calls.append(CollectiveCalled(name))
+        raise calls[-1]
+
+    try:
+        with replaced_collectives(refuse):
+            yield
+    finally:
+        if calls:  # a backward pass may have made another error of it
+            raise calls[0]

@@ -33,34 +33,35 @@ class Place:
 
     rank: RankInfo = _ALONE
     store: StoreAddress | None = None
-    """None for a process alone."""
+    """Address of the store; None for a single process."""
     threads: int
     """CPU threads for this process."""
     interface: str | None = None
     """The network interface that leads to the other hosts of the run."""
     is_supervised: bool
-    """Whether a supervisor of ours speaks for all ranks; otherwise each process speaks for itself."""
+    """True if a supervisor of dure reports for all ranks; otherwise each process reports for itself."""
     report_fd: int | None = None
-    """Where a rank that fails tells its supervisor why: a descriptor of an unnamed file."""
+    """Descriptor of an unnamed file for a failing rank's report to its supervisor."""
     round: int = 0
-    """How often the ranks of this run were started before, by the same supervisor."""
+    """Number of times that the ranks of this run were started before, by the same supervisor."""
     heartbeat_fd: int | None = None
-    """Memory in which ranks tell where they are: `dure.process.heartbeat`."""
+    """Descriptor of the memory for heartbeats: `dure.process.heartbeat`."""
     stacks_fd: int | None = None
-    """Where this rank's Python stacks are written when it is asked for them or crashes."""
+    """Descriptor for this rank's Python stacks, written when it is asked for them or crashes."""
     questions_fd: int | None = None
-    """A socket on which the supervisor asks what this rank is at."""
+    """Descriptor of a socket on which the supervisor asks for this rank's state."""
     has_live_line: bool = False
-    """Whether its unfinished line is shown on a terminal, and written over, though its stderr is a pipe."""
+    """True if its unfinished line is shown on a terminal and written over, although its stderr is a pipe."""
     is_on_several_hosts: bool = False
-    """Whether the run is, or may be in another round."""
+    """True if the run is on several hosts, or may be in another round."""
     epoch: int | None = None
-    """Of the node that leads a run on several hosts: `dure.records.leader_epoch`; None: nobody else can."""
+    """Term of the leader of a run on several hosts: `dure.records.leader_epoch`; None if no other node can lead."""
     snapshot_fds: tuple[int, ...] = ()
-    """Of each rank of this host, memory that outlives it: what is written there is there in the next round."""
+    """Descriptors of memory that outlives the ranks, one for each rank of this host: the next round finds what is
+    written there."""
     microbatch_size: int | None = None
-    """Most samples per backward on one device, where ranks ran out of memory with more; None: as the spec says."""
+    """Most samples per backward on one device, if ranks ran out of memory with more; None to use the spec's."""
     stopped_by: int | None = None
-    """Stop signal that ended a round: the ranks save the snapshots in memory, and end."""
+    """Stop signal that ended a round, after which the ranks only save the snapshots in memory."""
     trusted_samples: int | None = None
-    """Samples seen up to where the run is known to be right, if it is not trusted beyond: it goes on from there."""
+    """Samples seen up to which the run is known to be right, and from which it goes on; None to trust all of it."""

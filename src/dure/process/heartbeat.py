@@ -9,13 +9,13 @@ from dataclasses import dataclass
 _BEAT = struct.Struct("<qdqqq")
 _PACE = struct.Struct("<qdd")
 _PACES_BYTES = 64
-"""Where a rank's paces begin, one for each phase."""
+"""Offset of a rank's paces in its memory; there is one for each phase."""
 _LINE_BYTES = 192
-"""Whole cache lines for each rank, so that none waits for another's."""
+"""Memory of each rank: whole cache lines, so that no rank waits for another's."""
 
 
 PHASES = ("starting", "training", "evaluating", "saving", "leaving")
-"""What a rank may be at. In a phase it has told of more than once, it is known how long it may be silent."""
+"""Phases of a rank. The silence that is usual in a phase is learned from the beats in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +25,12 @@ class Beat:
     step: int
     """Steps begun since the start of the run; -1 before training."""
     time: float
-    """Of the monotonic clock, which all processes of a host share; 0 before the first."""
+    """Time on the monotonic clock, which all processes of a host share; 0 before the first."""
     phase: str = PHASES[0]
     count: int = 0
-    """How often it told something."""
+    """Number of heartbeats so far."""
     sequence: int = -1
-    """Collectives that the group of all ranks had been asked for; -1 where nobody counts them."""
+    """Number of collectives that the group of all ranks has been asked for; -1 if it is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,10 @@ class Collective:
     sizes: list[Any]
     dtypes: list[str]
     time: float
-    """Of the call, seconds since the epoch."""
+    """Time of the call, in seconds since the epoch."""
     is_pending: bool
     frames: tuple[Frame, ...]
-    """Where it was called, the innermost first."""
+    """Frames of the caller, innermost first."""
 
     def __str__(self) -> str:
         """Name it, as people speak of it: `all_reduce #10 of [3] float`."""
@@ -60,29 +60,29 @@ class RankState:
     step: int
     phase: str
     silent_seconds: float
-    """Since it last told of itself; 0 if it never did."""
+    """Seconds since its last heartbeat; 0 if there was none."""
     sequence: int = -1
-    """Collectives that the group of all ranks had been asked for when it last told of itself; -1: not known."""
+    """Number of collectives that the group of all ranks had been asked for at its last heartbeat; -1 if unknown."""
     exit_code: int | None = None
-    """Of a rank that has ended."""
+    """Exit code of a rank that has ended; None while it runs."""
     is_stopped: bool = False
-    """Whether the system keeps it from running: SIGSTOP, Ctrl-Z or a debugger."""
+    """True if the system keeps the rank from running: SIGSTOP, Ctrl-Z or a debugger."""
     busy_fraction: float = 0.0
-    """How often its main thread had something to compute when it was looked at."""
+    """Fraction of the probe during which its main thread was running, or ready to run."""
     main: tuple[Frame, ...] = ()
-    """The main thread's frames, the innermost first."""
+    """Frames of the main thread, innermost first."""
     others: tuple[tuple[Frame, ...], ...] = ()
-    """Those of its other threads."""
+    """Frames of its other threads."""
     collectives: tuple[Collective, ...] | None = None
-    """The last ones, oldest first; None where it could not answer."""
+    """Last collectives, oldest first; None if the rank could not answer."""
     call: Call | None = None
     """Call that a thread of the script is in."""
     called: str | None = None
     """Name of what the main thread's innermost line calls, where the source says it."""
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The ranks of each process group that it knows, by the group's name."""
+    """Ranks of each process group that it knows, by the group's name."""
     calls: int = -1
-    """Calls that it has made of all process groups, sends and receives too; -1: not known."""
+    """Number of calls of all process groups so far, sends and receives included; -1 if unknown."""
 
     @property
     def whereabouts(self) -> tuple[object, ...]:

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from dure.process.heartbeat import Heartbeats, Pace
 
 LEAST_SECONDS = 10.0
-"""Shorter waits are no hang: a loader starts, a file system hesitates."""
+"""Lower bound of every limit: shorter waits are no hang, as a loader starts or a file system hesitates."""
 TIMES_MEDIAN = 10.0
 TIMES_LONGEST = 3.0
-"""What has once taken so long and went on may take three times as long the next time."""
+"""Factor on the longest silence so far that ended by itself."""
 UNKNOWN_SECONDS = 300.0
-"""Where it is not known yet how long things take: the first step may compile, a checkpoint may be large."""
+"""Limit while the usual durations are unknown: the first step may compile, a checkpoint may be large."""
 TIMES_UNCERTAIN = 6.0
-"""A rank that may only be slow gets so many times the limit."""
+"""Factor on the limit of a rank that may only be slow."""
 _FEWEST_KNOWN = 3
 _MOST_KNOWN = 101
 _GAP_SECONDS = 5.0
-"""A supervisor that has not looked for so long was stopped itself, with all ranks: `Ctrl-Z`, then `fg`."""
+"""Gap between two looks that shows that the supervisor was stopped itself, with all ranks: `Ctrl-Z`, then `fg`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class HangPolicy:
     """Limits on the silence of ranks, and the action after them."""
 
     hang_after: float | None = None
-    """Seconds of silence, whatever a rank is at; None: by what has been seen of the run."""
+    """Seconds of silence that are a hang, whatever a rank is doing; None to derive them from the run so far."""
     action: str = "restart"
     """`restart`, `stop` or `wait`."""
 
     counts_calls: bool = False
-    """True if a call of a process group is news too: of a script nobody knows what its steps are."""
+    """True if calls of process groups count as progress too: the steps of a script are unknown."""
 
     def acts(self, seconds: float, threshold: float, *, is_certain: bool) -> bool:
         """Return whether it is time to do something. A rank that may only be slow gets longer."""
@@ -65,7 +65,7 @@ class _Calls:
 
     count: int = 0
     time: float = 0.0
-    """When the last one was noticed."""
+    """Time on the watchdog's clock at which the last one was noticed."""
     longest_seconds: float = 0.0
     """Longest time between two calls."""
 
@@ -81,16 +81,16 @@ class Watchdog:
         self.clock = clock
         self._last_look = clock()
         self._not_before = 0.0
-        """Silence is counted from here at the earliest."""
+        """Time on the watchdog's clock from which silence is counted at the earliest."""
         self._seen: dict[int, int] = {}
-        """By rank: how many of its beats."""
+        """Number of each rank's beats at the last look, by rank."""
         self._paces: dict[tuple[int, str], Pace] = {}
         self._known: dict[str, deque[tuple[float, float]]] = {}
-        """By phase: how long the next beat took to come, the mean and the longest between two looks."""
+        """Silences that ended, by phase: the mean and the longest between two looks, in seconds."""
         self._beats: dict[str, int] = {}
-        """By phase: how many of them are known."""
+        """Number of silences seen so far, by phase."""
         self.last_threshold = UNKNOWN_SECONDS
-        """Of the rank that is silent for longest, where some are for too long."""
+        """Limit in seconds of the rank that has been silent for longest among those that exceed theirs."""
         self._calls: dict[int, _Calls] = {}
         self.mute: set[int] = set()
         """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""

@@ -20,16 +20,16 @@ from pathlib import Path
 
 LINE_LIMIT_BYTES = 8192
 ROTATE_BYTES = 64 * 2**20
-"""A log file that has grown so large becomes `<name>.1`, in place of the one before."""
+"""Size from which a log file becomes `<name>.1`, in place of the one before."""
 
 _READ_BYTES = 2**18
 _PATIENCE_SECONDS = 2.0
-"""How long an unfinished line waits for its end: a progress bar has none."""
+"""Seconds that an unfinished line may wait for its end before it is shown: a progress bar has no end."""
 _BAR_SECONDS = 10.0
-"""How often a bar that never stands still is shown where it cannot be written over."""
+"""Seconds between two showings of a bar that never stands still, if it cannot be written over."""
 _END_SECONDS = 2.0
-"""What those who hold the pipes get to say their last words in, once the supervisor is gone or has let go of this
-process: ranks, or children of theirs."""
+"""Seconds that ranks and their children, which hold the pipes, have for their last output once the supervisor is gone
+or has let go of this process."""
 _MOST_LEFT_BYTES = 2**21
 """More than a pipe holds."""
 _USUAL_COLUMNS = 80
@@ -104,22 +104,22 @@ class Stream:
 
     prefix: str
     console: int | None
-    """The descriptor that it is shown on, if it is."""
+    """Descriptor on which it is shown; None if it is not."""
     log: "LogFile"
     has_live_line: bool = False
-    """Whether an unfinished line is shown at once, to be written over: the console is a terminal or a notebook."""
+    """True if an unfinished line is shown at once, to be written over: the console is a terminal or a notebook."""
     can_erase: bool = True
-    """Whether the rest of a line can be erased; where not, blanks are written over it."""
+    """True if the rest of a line can be erased; otherwise blanks are written over it."""
     rest: bytearray = field(default_factory=bytearray)
-    """An unfinished line, as far as it will be shown."""
+    """Unfinished line, as far as it will be shown."""
     dropped: int = 0
-    """Bytes of it that will not."""
+    """Bytes of that line that will not be shown."""
     since: float = 0.0
-    """When it began."""
+    """Monotonic time at which the unfinished line began."""
     unseen_since: float = 0.0
-    """When the first of its states began that were not shown; 0: there is none."""
+    """Monotonic time at which the first state that was not shown began; 0 if all were shown."""
     drawn: str | None = None
-    """Its last state that can be seen."""
+    """Last visible state of the line."""
     drawn_at: float = 0.0
 
     def take(self, data: bytes) -> None:

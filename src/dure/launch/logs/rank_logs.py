@@ -21,11 +21,12 @@ from dure.process.stop_signals import signals_held_back
 from dure.terminal import own_descriptor
 
 _PIPE_BYTES = 2**20
-"""That a rank may say before anybody reads it, where the system allows so much."""
+"""Capacity asked for each pipe: the output of a rank that may wait to be read, if the system allows as much."""
 _RELAY_BYTES = 2**16
 _POLL_SECONDS = 0.02
 _CATCH_UP_SECONDS = 1.0
-"""How long the supervisor holds its own words back for those of ranks: one that floods its pipe has no last word."""
+"""Seconds that the supervisor holds its own output back for that of ranks; a rank that floods its pipe never catches
+up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,14 @@ class Voice:
 
     log: Path
     consoles: tuple[int | None, int | None] = (None, None)
-    """The descriptors on which its stdout and its stderr are shown, if they are. Where both go to one place, the lines
-    keep their order."""
+    """Descriptors on which its stdout and its stderr are shown, or None. If both are one descriptor, the lines keep
+    their order."""
     prefix: str = ""
-    """Of shown lines."""
+    """Prefix of the lines that are shown."""
     has_live_line: bool = False
-    """Whether an unfinished line is shown at once, to be written over: the consoles are a terminal or a notebook."""
+    """True if an unfinished line is shown at once, to be written over: the consoles are a terminal or a notebook."""
     can_erase: bool = True
-    """Whether the rest of a line can be erased there; a notebook needs blanks."""
+    """True if the rest of a line can be erased there; a notebook needs blanks."""
 
 
 class Relay:
@@ -157,7 +158,7 @@ class _Pump:
     def __init__(self, voices: Sequence[Voice]) -> None:
         pipes = [_pipes(is_one=voice.consoles[0] == voice.consoles[1]) for voice in voices]
         self.descriptors = tuple((out[1], err[1]) for out, err in pipes)
-        """Of each rank: where its stdout and its stderr go."""
+        """Descriptors for each rank's stdout and stderr."""
         self.waiting_for = sorted({end for out, err in pipes for end in (out[0], err[0])})
         """Empty when the process is started."""
         self._told = [

@@ -62,9 +62,9 @@ class Reception:
         self.mine = dict(mine)
         self.unnamed: list[Channel] = []
         self.folder: str | None = None
-        """Of the run, once there is one."""
+        """Folder of the run, once there is one."""
         self.waiting: dict[int, Member] = {}
-        """Nodes that came while the run went on, and are not yet of it."""
+        """Nodes that have come while the run goes on and are not yet part of it."""
 
     @property
     def descriptors(self) -> list[int]:

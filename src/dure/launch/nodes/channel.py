@@ -25,13 +25,13 @@ from dure.documents import DocumentInvalid, parse_json
 
 MESSAGE_LIMIT_BYTES = 64 * 2**10
 HANDSHAKE_LIMIT_BYTES = 512
-"""Of what a stranger may send at once."""
+"""Largest message from a peer that is not yet authenticated."""
 HANDSHAKE_SECONDS = 1.0
-"""What a stranger has to prove itself."""
+"""Seconds that a peer has to authenticate itself."""
 MOST_GUESTS = 64
-"""Strangers that are kept waiting; one more, and the one that has waited longest goes."""
+"""Most unauthenticated peers that are kept waiting; one more, and the one that has waited longest is dropped."""
 DEAD_SECONDS = 20
-"""Seconds without a sign of the other side's kernel after which a connection is broken, whatever its launcher is at."""
+"""Seconds without a sign of the peer's kernel after which a connection is broken, whatever its launcher does."""
 _PROBE_SECONDS = 5
 _MOST_UNSENT_BYTES = 8 * 2**20
 _READ_BYTES = 2**18
@@ -43,7 +43,7 @@ _NONCE_BYTES = 16
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
 
 Address = tuple[Any, ...]
-"""As `socket` has it: host, port, and two more for IPv6."""
+"""Address as `socket` has it: host, port, and two more for IPv6."""
 
 
 class ChannelClosed(ConnectionError):
@@ -284,7 +284,7 @@ class Door:
         self._guests: OrderedDict[int, _Guest] = OrderedDict()
         _open.add(self)
         self.num_refused = 0
-        """Of those that tried, and did not know the secret."""
+        """Number of peers that were refused because they did not know the secret."""
 
     @property
     def address(self) -> Address:

@@ -23,11 +23,11 @@ _KNOCK_SECONDS = 1.0
 """Time for one attempt to reach the leader, during which the lease is not watched: well below `STALE_SECONDS`."""
 _ANSWER_SECONDS = 5.0
 _BETWEEN_SECONDS = 1.0
-"""Between two of those that could take over."""
+"""Delay in seconds between candidates for the lead, by node rank."""
 _OTHERS_SECONDS = 4.0
-"""How long who took over waits for those that lost the same leader."""
+"""Seconds that a new leader waits for the nodes that lost the same leader."""
 NOBODY = -1
-"""As the node rank of a leader that is not known."""
+"""Node rank of a leader that is not known."""
 _GONE_SECONDS = 2.0
 """Time without a lease, in a folder that can be read, after which the leader has ended the run."""
 
@@ -37,11 +37,11 @@ class WayFound:
     """Result of a failover."""
 
     keeps_memory: bool
-    """Whether the snapshots here are of what the run goes on from."""
+    """True if the snapshots in memory here are of the state that the run goes on from."""
     expected: set[int]
-    """Of a node that leads now: those that may come to it."""
+    """Nodes that may rejoin, if this node leads now; otherwise empty."""
     patience_seconds: float = 0.0
-    """How long it waits for them."""
+    """Seconds that this node waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,19 @@ class WayBack:
     """Way of a node back into its run."""
 
     said: Mapping[str, Any]
-    """What it says when it joins."""
+    """Message with which this node joins."""
     folder: str
-    """The run's."""
+    """Folder of the run."""
     secret_file: Path | None
     port: int
-    """At which this node lets others in, should it lead."""
+    """Port at which this node admits others, should it lead."""
     timeout_seconds: float
     how_ended: Callable[[], str | None]
-    """Returns how the run ended, by its record; None while it goes on."""
+    """Function that returns how the run ended, by its record; None while it goes on."""
     on_wait: Callable[[str], None]
-    """Told what this node waits for."""
+    """Callback that is told what this node waits for."""
     on_lead: Callable[[], None]
-    """Told when it leads."""
+    """Callback for when this node takes the lead."""
 
     def go(self, nodes: Nodes, is_stopped: Callable[[], bool]) -> WayFound | None:
         """Come back to the run or lead it; the ranks here have ended. None when it does not go on here.

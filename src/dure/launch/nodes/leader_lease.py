@@ -46,9 +46,9 @@ class Lease:
         """Look at a run's folder; nothing is written yet."""
         self.folder = run / FOLDER
         self.epoch = 0
-        """That this node leads, or follows."""
+        """Term in which this node leads or follows."""
         self.is_deposed = False
-        """Whether this node led, and another does now."""
+        """True if this node led, and another does now."""
         self._mine: dict[str, Any] | None = None
         self._counter = 0
         self._next = 0.0

@@ -12,7 +12,7 @@ from dure.launch.nodes.channel import MESSAGE_LIMIT_BYTES
 from dure.launch.worker.verdict import WorkerEnd
 
 _LONGEST_TEXT = 3000
-"""Of a traceback that travels; the whole one is in its own node's log."""
+"""Longest traceback in a message, in characters; the whole one is in the log of its own node."""
 _MOST_FRAMES = 32
 
 

@@ -70,30 +70,33 @@ class Nodes(Roster, Links):
         Links.__init__(self, channels)
         self.reception = reception
         self.lease: Lease | None = None
-        """By which nodes that cannot reach each other know who leads, once there is a run folder."""
+        """Lease by which nodes that cannot reach each other agree on the leader; None before there is a run folder."""
         self.round = -1
         """Number of the last round whose ranks were started here."""
         self.lost: str | None = None
-        """The sentence about a node that went away, where the run does not go on without it."""
+        """Sentence about a node that went away, if the run does not go on without it."""
         self.refusal: DureError | None = None
-        """Why another node does not go on."""
+        """Reason why another node does not go on."""
         self.is_over = False
         self.is_under_way = False
-        """Whether the nodes have met in the run's folder: from then on one that can be missed may go."""
+        """True once the nodes have met in the run's folder; from then on, the run can go on without a node if enough
+        are left."""
         self.ending: dict[str, Any] = {}
-        """What the leader said at the end."""
+        """Final message of the leader."""
         self.has_lost_leader = False
         self.is_new_leader = self.is_outdated = False
-        """Whether this node has taken the lead and begun no round, and whether one that came has gone on for longer."""
+        """True for `is_new_leader` if this node has taken the lead and begun no round, for `is_outdated` if a node came
+        that has gone on for longer."""
         self.folder: str | None = None
-        """The run's, where this node came to a run that had begun."""
+        """Folder of the run, if this node came to a run that had begun."""
         self.silence_seconds: float | None = None
-        """What counts as lost; None: `SILENCE_SECONDS`, or less where the run goes on."""
+        """Seconds of silence after which a node is lost; None for `SILENCE_SECONDS`, or less if the run can go on
+        without it."""
         self.next_round: Mapping[str, Any] | None = None
-        """What the leader said of the round that is to begin."""
+        """Leader's message about the next round; None if there is none yet."""
         self.news = RoundNews()
         self._signals: list[tuple[int, int]] = []
-        """Number, and the how many-th it was where it came."""
+        """Stop signals as pairs: the signal's number, and its ordinal on the node that received it."""
         self._told_signals = 0
         self.is_stopping = False
         """True if a stop signal has come: ranks are not ended any more for nodes that come."""

@@ -27,11 +27,12 @@ __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_addre
 PROTOCOL = 2
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LAST_CALL_SECONDS = 5.0
-"""How long those that are enough wait for one more, before a run begins."""
+"""Seconds that the nodes wait for one more, once there are enough, before a run begins."""
 _LOOK_SECONDS = 0.2
 _KNOCK_SECONDS = 5.0
 _MOST_REFUSALS = 3
-"""A door full of strangers may send an honest node away; more often it does not know the secret."""
+"""Refusals after which a node gives up. A few may come from a listener that is full; more show that the node does not
+know the secret."""
 _LONGEST_VALUE = 200
 
 
@@ -42,14 +43,14 @@ class NodeSettings:
     num_nodes: int
     node_rank: int
     rendezvous: str
-    """`host:port` of node 0."""
+    """Address of node 0, as `host:port`."""
     fewest_nodes: int | None = None
-    """Without which the run does not go on; None: all."""
+    """Number of nodes without which the run does not go on; None for all."""
     secret_file: Path | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     allow_public_address: bool = False
     leader: tuple[str, int] | None = None
-    """Where a run that goes on is led from, if not from the rendezvous."""
+    """Address of the leader of a run that goes on, if it is not the rendezvous."""
 
     @property
     def fewest(self) -> int:

@@ -12,18 +12,18 @@ class RoundNews:
     """All that was heard of the round that runs, on one node."""
 
     endings: set[str] = field(default_factory=set)
-    """What others said of their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
+    """Reports of other nodes on their first rank that ended: `failed`, `killed`, `stopped` or `ended`."""
     has_told_ending: bool = False
     shaken: str | None = None
-    """Why this round is to end and the next one to begin with other nodes."""
+    """Reason to end this round and begin the next one with other nodes."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Of ranks that ended: the step that they were in."""
+    """Step in which each rank that ended was, by rank."""
     ends_of: dict[int, list[WorkerEnd]] = field(default_factory=dict)
-    """How ranks ended, by node rank."""
+    """Ends of ranks, by node rank."""
     done: set[int] = field(default_factory=set)
-    """Nodes all of whose ranks have ended."""
+    """Nodes whose ranks have all ended."""
     looks: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """What was said of looking at ranks that hang, with the node."""
+    """Messages about probes of ranks that hang, each with the node rank of its sender."""
 
     @property
     def ends(self) -> list[WorkerEnd]:

@@ -12,7 +12,7 @@ from dure.terminal import shell_word
 _FEWEST_BYTES = 16
 _MOST_BYTES = 4096
 _PATIENCE_SECONDS = 10.0
-"""How long a node waits for a secret that node 0 is about to make, where both see one home folder."""
+"""Seconds that a node waits for a secret that node 0 is about to write, if both share one home folder."""
 
 
 def default_file() -> Path:

@@ -17,7 +17,7 @@ class MetFolder:
 
     run: RunDir
     is_own: bool
-    """Whether this node made it: node 0, and a node that does not see node 0's."""
+    """True if this node made the folder: node 0, or a node that does not see node 0's."""
 
 
 def meet_in_folder(

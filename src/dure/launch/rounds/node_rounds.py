@@ -34,11 +34,11 @@ from dure.launch.worker.verdict import WorkerEnd, stop_signal
 from dure.launch.worker.worker_process import Worker
 
 _PREPARATION_SECONDS = 600.0
-"""Within which all nodes of a first round have imported what their ranks need."""
+"""Seconds in which all nodes of a first round must have imported what their ranks need."""
 _KEPT = ("microbatch_size", "trusted_samples")
-"""What ranks are told in every round."""
+"""Keys of the orders to ranks that hold for every following round."""
 _LAST_WORD_SECONDS = 30.0
-"""How long a node that was asked to stop between two rounds waits for the leader's last word."""
+"""Seconds that a node that was asked to stop between two rounds waits for the leader's last message."""
 
 
 def run_on_nodes(launch: Launch, nodes: Nodes) -> Outcome:
@@ -91,17 +91,17 @@ class _Rounds:
         self.hang: HangVerdict | None = None
         self.restarts = Restarts(launch.restarts)
         self.told: dict[str, Any] = {}
-        """What the ranks of the next round are to be told, and why there is one; on the leader."""
+        """Orders to the ranks of the next round, and the reason for it; on the leader."""
         self.expected = {member.node_rank for member in nodes.members}
-        """Nodes for which the next round waits."""
+        """Node ranks for which the next round waits."""
         self.patience = time.monotonic() + _PREPARATION_SECONDS
-        """Until when it does."""
+        """Monotonic time until which it waits."""
         self.hope = 0.0
-        """Until when it waits for those that cannot be reached, too."""
+        """Monotonic time until which it also waits for nodes that cannot be reached."""
         self.is_saving = False
-        """True if a stop signal has come, and the next round is one that saves what the ranks have left in memory."""
+        """True if a stop signal has come, so that the next round only saves what the ranks have left in memory."""
         self.is_waiting = False
-        """Whether people were told that too few are there."""
+        """True if it has been reported that too few nodes are there."""
 
     def run(self) -> None:
         """Run rounds until there is no more."""

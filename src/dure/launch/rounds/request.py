@@ -22,52 +22,54 @@ class Launch:
     """Module with `main(job, place) -> exit code` and `before_fork(job)`."""
     job: Mapping[str, Any]
     num_processes: int
-    """On this host."""
+    """Number of processes on this host."""
     threads: int
     outputs: Sequence[Output]
-    """Per rank."""
+    """Output of each rank of this host."""
     store_prefix: str
     start: str
     """`auto`, `fork` or `spawn`."""
     expendable: Collection[int] = ()
-    """Ranks that the others go on without when a signal kills them."""
+    """Ranks without which the others go on when a signal kills them."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     serves_store: bool = False
-    """Whether a process of its own serves the store; otherwise rank 0 does."""
+    """True if a separate process serves the store; otherwise rank 0 does."""
     stop_grace_seconds: float = 2.0
-    """What the other ranks get after one followed a signal: its checkpoint is written, or there was nothing to save."""
+    """Seconds that the other ranks have to end after one followed a signal: its checkpoint is written by then, or there
+    was nothing to save."""
     grace_seconds: float = 30.0
-    """Seconds from a stop signal until ranks that have not ended are ended."""
+    """Seconds from a stop signal until ranks that have not ended are killed."""
     saves_snapshots: bool = False
-    """True if the snapshots in memory of ranks that had to be ended are saved by ranks that are started once more."""
+    """True if the snapshots in memory of ranks that had to be killed are saved by ranks that are started once more."""
     stopped_by: int | None = None
-    """The stop signal after which the ranks only save the snapshots in memory."""
+    """Stop signal after which the ranks only save the snapshots in memory."""
     end_grace_seconds: float | None = 10.0
-    """What they get after one ended in order; ample where they have met in a barrier before. None: any time."""
+    """Seconds that the other ranks have to end after one ended in order; ample if they have met in a barrier before.
+    None for no limit."""
     most_seconds: float | None = None
-    """After that time the ranks of a round are ended, whatever they are at; None: any time."""
+    """Seconds after which the ranks of a round are ended, whatever they are doing; None for no limit."""
     hangs: HangPolicy | None = None
-    """None: nobody looks whether ranks hang."""
+    """Limits on the silence of ranks; None if hangs are not looked for."""
     on_hang: Callable[[HangVerdict], None] | None = None
-    """Told of each hang, before anything is done about it."""
+    """Callback that gets each hang, before anything is done about it."""
     on_stopping: Callable[[str], None] | None = None
-    """Callback that gets what a stop waits for, if that takes a while."""
+    """Callback that gets the reason why a stop takes a while."""
     on_restart: Callable[[Restart], None] | None = None
-    """Told of each restart before it happens."""
+    """Callback that gets each restart, before it happens."""
     microbatch_size: int | None = None
-    """What the ranks are told of it, in the place of what the job says."""
+    """Microbatch size for the ranks, in place of the job's; None to keep the job's."""
     trusted_samples: int | None = None
-    """What the ranks are told of it."""
+    """Samples seen up to which the run is known to be right, and from which it goes on; None to trust all of it."""
     nodes: Nodes | None = None
-    """The run's other hosts, whose launchers have been met."""
+    """Connections to the launchers of the run's other hosts; None if there are none."""
     output_of: Callable[[int], Output] | None = None
-    """Where a rank's output goes, where the ranks of this host may be others in the next round."""
+    """Function that returns a rank's output, if this host's ranks may change from one round to the next."""
     on_change: Callable[[str], None] | None = None
-    """Told why a round was ended, where that was no failure of a rank."""
+    """Callback that gets the reason why a round was ended, other than a rank's failure."""
     way_back: WayBack | None = None
-    """What to do when the node that leads cannot be reached; None: end."""
+    """Failover for when the leader cannot be reached; None to end the run."""
     logs: RankLogs | None = None
-    """What the ranks speak through; it is looked after while they run."""
+    """Pipes and log pump of the ranks, serviced by the supervisor while they run."""
 
     @property
     def first_rank(self) -> int:

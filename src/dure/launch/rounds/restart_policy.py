@@ -15,11 +15,11 @@ class RestartPolicy:
     """Limits on restarts of the ranks."""
 
     most: int = 0
-    """Restarts within the window; 0: none."""
+    """Most restarts within the window; 0 for none."""
     window_seconds: float = 600.0
-    """Restarts longer ago do not count: a run of weeks may meet more failures than one of minutes."""
+    """Window in seconds. Earlier restarts do not count: a run of weeks may meet more failures than one of minutes."""
     after_any: bool = False
-    """Whether every failure is worth one: of what knows nothing of dure, nobody can tell."""
+    """True if every failure is worth a restart: the failures of a script that does not know dure cannot be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +27,21 @@ class Restart:
     """A restart that is decided."""
 
     number: int
-    """From 1, of those that count."""
+    """Number of this restart among those that count, from 1."""
     rank: int
-    """Whose failure was the first cause."""
+    """Rank whose failure was the first cause."""
     step: int
-    """The step that it was in; -1 before the first."""
+    """Step of that rank when it failed; -1 before the first."""
     cause: str
-    """In one line."""
+    """Cause in one line."""
     microbatch_sizes: tuple[int, int] | None = None
-    """Where memory ran out: samples that were computed at once, and those that are to be. It counts as no restart."""
+    """Microbatch sizes before and after, if memory ran out. Such a restart does not count."""
     go_back_to: int | None = None
-    """Samples seen up to where the run can be trusted, if it is to go on from there."""
+    """Samples seen up to which the run can be trusted, if it is to go back to there."""
 
 
 _CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""What differs between two messages of one failure: addresses, times, ports, process numbers."""
+"""Parts that differ between two messages of one failure: addresses, times, ports, process numbers."""
 
 
 class Restarts:

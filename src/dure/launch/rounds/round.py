@@ -30,16 +30,16 @@ from dure.process.stop_signals import signals_held_back
 from dure.terminal import end_open_line
 
 _FAILURE_GRACE_SECONDS = 1.0
-"""What the other ranks get after one failed, to end by themselves and leave word why."""
+"""Seconds that the other ranks have, after one failed, to end by themselves and to report why."""
 _RESTART_GRACE_SECONDS = 0.1
-"""What they get where all are started again anyway and the first to fail has said why."""
+"""Seconds that they have if all will be started again anyway and the first to fail has reported why."""
 _POLL_SECONDS = 0.02
 _COUNTS_OF_A_LIMIT = 0.25
 """Interval between requests for the ranks' call counts, as a fraction of the limit."""
 _LOOK_SECONDS = 0.5
-"""The longest sleep: a bound on what a missed wake-up could cost."""
+"""Longest sleep in seconds, which bounds the cost of a missed wake-up."""
 _STOP_LOOK_SECONDS = 0.1
-"""The longest sleep after a stop signal."""
+"""Longest sleep in seconds after a stop signal."""
 
 
 @dataclass(frozen=True, kw_only=True)

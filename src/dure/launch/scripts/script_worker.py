@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dure.failures.device_errors import AskDriver
 
 _kept: list[object] = []
-"""What the script leaves behind: a process group that goes while the interpreter is alive joins its threads with
-Python's lock held, which gloo's want too (5 of 11 plain DDP scripts hung so)."""
+"""Objects that the script leaves behind. A process group that is destroyed while the interpreter is alive joins its
+threads with Python's lock held, which gloo's threads want too (5 of 11 plain DDP scripts hung so)."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}

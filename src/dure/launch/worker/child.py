@@ -31,13 +31,14 @@ class Output:
     """Output of a worker, and whether it reads the terminal."""
 
     log: str | None = None
-    """A file for both streams; None: the terminal, where stdout is joined to stderr, or the descriptors below."""
+    """Log file for both streams; None for the terminal, where stdout is joined to stderr, or for the descriptors below.
+    """
     descriptors: tuple[int, int] | None = None
-    """For stdout and stderr."""
+    """Descriptors for stdout and stderr."""
     has_live_line: bool = False
-    """Whether what reads from the descriptors shows an unfinished line on a terminal, and writes it over."""
+    """True if the reader of the descriptors shows an unfinished line on a terminal and writes it over."""
     is_terminal: bool = False
-    """Whether all three streams stay as they are."""
+    """True if all three streams stay as they are."""
 
 
 def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_pid: int) -> None:

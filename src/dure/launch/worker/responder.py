@@ -22,13 +22,14 @@ from typing import Any
 from dure.process.context import Place
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""One that programs hardly ever use; SIGUSR1 and SIGUSR2 are often theirs."""
+"""Signal on which a rank writes its stacks. Programs hardly ever use it, as they do SIGUSR1 and SIGUSR2."""
 
 MOST_COLLECTIVES = 64
-"""Of the last ones: more would only be read by machines, and a rank that waits has not gone on since."""
+"""Number of the last collectives that are reported: no person would read more, and a rank that waits makes no more
+calls."""
 
 STATE, COUNT = "state", "count"
-"""Questions that can be asked: where the rank is, or only how many calls of process groups it has made."""
+"""Questions to a rank: its whole state, or only the number of its calls of process groups."""
 
 LENGTH = struct.Struct("<I")
 _QUESTIONS_BYTES = 4096

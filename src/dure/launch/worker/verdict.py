@@ -37,27 +37,28 @@ class WorkerEnd:
 
     rank: int
     exit_code: int
-    """As `subprocess` gives it: negative for a signal."""
+    """Exit code as `subprocess` gives it: negative for a signal."""
     time: float
-    """When the supervisor saw it, seconds since the epoch."""
+    """Time at which the supervisor noticed the end, in seconds since the epoch."""
     was_stopped: bool
-    """Whether the supervisor itself ended it, because another rank had failed."""
+    """True if the supervisor itself ended it, because another rank had failed."""
     was_held: bool = False
-    """Of one that the supervisor ended: whether a signal or a debugger held it then."""
+    """True if a signal or a debugger held the process when the supervisor ended it."""
     failure: Mapping[str, Any] | None = None
-    """The rank's own record of why it failed, if it could leave one."""
+    """Rank's own record of its failure, if it could leave one."""
     departure: Mapping[str, Any] | None = None
-    """Of a script that left by `sys.exit`: its `message`, if it gave one, and the `user_line` where it did."""
+    """Record of a script that left by `sys.exit`: its `message`, if it gave one, and the `user_line` of the call."""
     is_tolerated: bool = False
-    """Whether the others could go on without it."""
+    """True if the others could go on without it."""
     is_out_of_memory: bool | None = None
-    """Of one that was killed: whether the kernel did it for want of memory, if known."""
+    """True if the kernel killed it for lack of memory, False if not; None if unknown or not killed."""
     memory_limit_bytes: int | None = None
-    """Of one that the kernel ended so: the limit of the container or job that was full; None: the host was."""
+    """Limit of the container or job that ran out of memory; None if the host did, or the kernel did not kill it for
+    that."""
     crash: tuple[Frame, ...] = ()
-    """Where it was when native code crashed, the innermost first."""
+    """Frames of the place where native code crashed, innermost first."""
     node: str = ""
-    """Of a run on several nodes: which, for people."""
+    """Name of its node, for people; empty for a run on one node."""
 
     def name(self, num_ranks: int, alone: str = "the worker") -> str:
         """Name the rank as sentences begin: alone it is no rank among others."""

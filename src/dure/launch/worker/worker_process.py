@@ -27,17 +27,17 @@ class Worker:
     rank: int
     pid: int
     report_fd: int
-    """An unnamed file in which a rank that fails says why: it works on a full disk too."""
+    """Descriptor of an unnamed file for the report of a rank that fails, which works on a full disk too."""
     stacks_fd: int
-    """An unnamed file in which its Python stacks are written, when it is asked for them or crashes."""
+    """Descriptor of an unnamed file for its Python stacks, written when it is asked for them or crashes."""
     questions: Questions
     """Channel on which the rank can be asked where it is."""
     process: "subprocess.Popen[bytes] | None" = None
-    """Of a spawned worker; a forked one has none."""
+    """Handle of a spawned worker; None for a forked one."""
     pidfd: int | None = None
     is_expendable: bool = False
     has_begun: Callable[[], bool] = lambda: True
-    """Whether it has trained: before that all ranks need each other."""
+    """Function that returns True once the rank has trained: before that, all ranks need each other."""
     end: WorkerEnd | None = None
     keeps_terminal: bool = False
     """True if its streams are those of the supervisor."""

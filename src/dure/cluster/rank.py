@@ -11,7 +11,7 @@ from dure.errors import EnvironmentLacks, Misuse
 Environment = Mapping[str, str]
 
 PORTS = range(10_000, 30_000)
-"""Where ranks meet when nobody names a port: below those that the kernel hands out, above those of services."""
+"""Ports at which ranks meet if none was named: below the ephemeral ports of the kernel, above those of services."""
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """From here on step numbers of Slurm stand for a batch script, an interactive shell and other things that no srun
@@ -52,14 +52,14 @@ class MeetingPoint:
     host: str
     port: int
     is_served: bool = False
-    """Whether the launcher serves a store there, as torchrun's agent does; otherwise rank 0 does."""
+    """True if the launcher serves a store there, as torchrun's agent does; otherwise rank 0 does."""
     job: str = "0"
-    """The job's number or name, where the launcher has one: ranks of another job that come to the same port, or that
-    share a store, are none of ours."""
+    """Number or name of the job, if the launcher has one. It keeps apart ranks of other jobs that come to the same port
+    or share a store."""
     other_host: str | None = None
     """A host with other ranks, where the launcher names one: rank 0 listens on its address towards that one."""
     is_port_given: bool = True
-    """Whether somebody chose the port; otherwise it was derived from the job's number."""
+    """True if the port was chosen by somebody; otherwise it was derived from the job's number."""
 
 
 # --- the table: who sets what
@@ -80,18 +80,19 @@ class Launcher:
 
     name: str
     is_here: Callable[[Environment], bool]
-    """Whether variables that only this one sets are there: from here on, all of them have to be."""
+    """Function that returns whether variables are set that only this launcher sets. If so, all of its variables are
+    required."""
     place: Mapping[str, Said]
-    """By field of `RankInfo`."""
+    """Environment variables of each field of `RankInfo`."""
     host: Said
     port: Said
     starts_nodes: bool = False
-    """Whether it starts one process per node, which may be asked to be several ranks."""
+    """True if it starts one process per node, which may be asked to be several ranks."""
     one_is_alone: bool = True
-    """Whether a process that it started alone is as one from a shell, which may start ranks of its own."""
+    """True if a process that it started alone is treated like one from a shell, which may start ranks of its own."""
     proofs: tuple[str, ...] = ()
-    """Variables of which one shows that it was this launcher itself: scripts write torchrun's by hand. Empty where
-    nobody does."""
+    """Variables that prove that this launcher set the others; one of them is enough. Scripts set torchrun's variables
+    by hand. Empty if nobody does that for this launcher."""
 
 
 def _variable(*names: str) -> Said:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 MOST_HOSTS = 100_000
-"""What a list may come to: `node[0-999999999]` is a slip, or an attack on the memory."""
+"""Largest number of entries in a list: `node[0-999999999]` is a typo, or an attack on the memory."""
 
 _PART = re.compile(r"(?P<prefix>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")

@@ -43,14 +43,14 @@ class BenchRow:
     collective: str
     algorithm: str
     num_bytes: int
-    """Of the whole vector; of an all-gather the output, of a reduce-scatter the input, as nccl-tests counts."""
+    """Bytes of the whole vector: the output of an all-gather, the input of a reduce-scatter, as nccl-tests counts."""
     count: int
-    """Elements of it."""
+    """Number of elements of the vector."""
     dtype: str
     op: str
-    """`none` where nothing is reduced."""
+    """Reduction; `none` if nothing is reduced."""
     seconds: float
-    """Of one call, on the slowest rank."""
+    """Seconds of one call, on the slowest rank."""
     bus_factor: float
     num_wrong: int
     repeats: int
@@ -71,9 +71,9 @@ class BenchPlan(NamedTuple):
 
     collectives: list[str]
     algorithms: list[str]
-    """Of all_reduce; `auto` is what a run would take."""
+    """Algorithms for all_reduce; `auto` is the one that a run would take."""
     sizes: list[int]
-    """Bytes."""
+    """Sizes in bytes."""
     dtype: str
     op: str
     warm_up: int

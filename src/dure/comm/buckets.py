@@ -14,7 +14,7 @@ class Bucket:
     vector: Tensor
     """1-D view into the buffer."""
     positions: tuple[int, ...]
-    """Which parameters lie in it, as positions in the list that the buffers were made for."""
+    """Parameters in the bucket, as positions in the list that the buffers were made for."""
     index: int
     tail_elements: int = 0
 

@@ -20,7 +20,7 @@ from dure.documents import parse_json
 from dure.process.context import StoreAddress
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
-"""Of one JSON message."""
+"""Largest size of one JSON message."""
 
 _LIFE_SECONDS = 600.0
 """Longest time without a sign of life at the start, where nobody says how long collectives may take."""
@@ -34,7 +34,7 @@ class Group(ABC):
     rank: int
     world_size: int
     transport: str = ""
-    """How ranks talk, in words; empty for one alone."""
+    """Description of the way in which ranks exchange data; empty for one rank alone."""
 
     @abstractmethod
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:

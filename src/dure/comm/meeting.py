@@ -24,21 +24,22 @@ from dure.torchcompat import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02
 _SAY_AFTER_SECONDS = 10.0
-"""A rank that waits longer for the others says for whom."""
+"""Seconds after which a rank that waits for others reports which ones."""
 _PORT_PATIENCE_SECONDS = 5.0
-"""What the ranks of an earlier start get to give the port back."""
+"""Seconds that the ranks of an earlier start have to release the port."""
 
 _STORE_SECONDS = 1800.0
-"""How long a script waits for a key, as torch's own store does."""
+"""Seconds that a script waits for a key, as torch's own store does."""
 _LEAVE_SECONDS = 30.0
-"""How long rank 0 keeps a store up for others that are not done: one that was killed never says so."""
+"""Seconds that rank 0 keeps a store up for ranks that have not ended: one that was killed never reports its end."""
 
 _served: dict[tuple[str, int], dist.Store] = {}
-"""Stores that this process serves. They live as long as it does: other ranks may be still on their way out of one run,
-or into the next."""
+"""Stores that this process serves. They live as long as the process: other ranks may still be leaving one run, or
+entering the next."""
 
 _numbers = itertools.count()
-"""Ranks meet once for each run that their script trains: the number keeps the runs' keys apart."""
+"""Number of the next run. Ranks meet once for each run that their script trains, and the number keeps the keys of the
+runs apart."""
 
 
 class Meeting:
@@ -71,7 +72,7 @@ class Meeting:
         self._knocks_answered = 0
         self._start = self._name_of_start() if point.is_served else point.job
         self.address = StoreAddress(host=host, port=point.port, prefix=f"dure/{self._start}/{number}")
-        """Of the store, for the group."""
+        """Address of the store, for the group."""
         self._store = dist.PrefixStore(f"{self.address.prefix}/said", store)
 
     def tell_all(self, key: str, say: Callable[[], Any] | None) -> Any:

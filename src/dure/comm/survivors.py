@@ -20,9 +20,9 @@ from dure.failures.report import is_peer_lost
 from dure.torchcompat import bytes_of
 
 TAG = 42
-"""Of the messages here, beside those of others between the same ranks."""
+"""Tag of the messages here, which keeps them apart from others between the same ranks."""
 _LOST, _SIZE = -1, 0
-"""A member's entry in the leader's answer: it is gone, or so many bytes."""
+"""Entries for a member in the leader's reply, other than a number of bytes: it is lost; its bytes are not sent."""
 
 
 class SurvivorsGroup(Group):

@@ -19,9 +19,9 @@ class RandomFlipAndCrop:
     """
 
     padding: int
-    """Zero pixels around the image before a window of the old size is cut out: it shifts by up to this many."""
+    """Zero pixels added on each side before a window of the old size is cut out, so the largest shift."""
     flip: bool
-    """Whether every second image, by chance, is mirrored left to right."""
+    """True if images are mirrored left to right, each with probability 1/2."""
 
     def __call__(self, batch: tuple[Tensor, ...], indices: Sequence[int]) -> tuple[Tensor, ...]:
         images, *rest = batch

@@ -13,7 +13,7 @@ from dure.data.tensor_data import BatchTransform, TensorData, sample_of
 from dure.errors import DataInvalid, EnvironmentLacks
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
-"""What counts as an image, in lower case; other files are passed over."""
+"""Extensions of image files, in lower case; other files are skipped."""
 
 
 class ImageFolder(Dataset[Any]):

@@ -14,23 +14,24 @@ import torch
 from dure.host.gpu_health import GpuHealth
 
 AskDriver = Callable[[int], GpuHealth]
-"""By the index of a GPU, as CUDA counts it in this process."""
+"""Function that returns the health of a GPU, given its index as CUDA counts it in this process."""
 
 GPU, GONE, EITHER, KERNEL, BUILD, SYSTEM = "gpu", "gone", "either", "kernel", "build", "system"
-"""What failed: the GPU; it is not there; GPU or kernel; surely a kernel; torch, driver and GPU do not fit; the host."""
+"""Parts that can be at fault: the GPU; the GPU, which is no longer there; GPU or kernel; certainly a kernel; torch,
+driver and GPU that do not fit together; the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
     code: int
-    """Of `cudaError_t`; 0 for those of libraries."""
+    """Code of `cudaError_t`; 0 for errors of libraries."""
     text: str
-    """A part of what `cudaGetErrorString`, or the library, calls it."""
+    """Part of the text that `cudaGetErrorString`, or the library, gives for the error."""
     of: str
     means: str
-    """In words; `{gpu}` is which."""
+    """Meaning in words; `{gpu}` is replaced by the name of the GPU."""
     cure: str = ""
-    """Where it is another than that of its sort."""
+    """Cure, if it is not the usual one for `of`."""
 
 
 _CRASHED = "a kernel crashed, or {gpu} failed while it ran"
@@ -152,7 +153,7 @@ _ADVICE = (
     "Search for `cudaError",
     "GPU device may be out of range",
 )
-"""What torch adds to each of them: what of it helps stands in the cure."""
+"""Beginnings of the lines of advice that torch adds to each error. The cure repeats what helps."""
 _CPP_STACK = "\nException raised from "
 
 
@@ -161,18 +162,18 @@ class DeviceError:
     """An error that a GPU, its driver or NCCL raised."""
 
     message: str
-    """What was said, without torch's advice, and what it means."""
+    """Text of the error without torch's advice, with its meaning added."""
     said: str
-    """What was said, without torch's advice."""
+    """Text of the error without torch's advice."""
     advice: str
     is_nobodys: bool
-    """Whether no code is at fault."""
+    """True if no code is at fault."""
     may_be_gpu: bool
-    """Whether the driver can say more."""
+    """True if the driver may know more."""
     is_lost: bool
-    """Whether a GPU is gone, and will be when the rank starts again."""
+    """True if a GPU is gone, and will still be gone when the rank starts again."""
     is_consequence: bool
-    """Whether it was another rank's GPU that failed."""
+    """True if another rank's GPU has failed."""
 
 
 def device_error(

@@ -51,7 +51,7 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-"""How torch's allocators and CUDA's libraries word that there is none left, where they raise a mere RuntimeError."""
+"""Texts by which torch's allocators and CUDA's libraries report that memory is exhausted in a plain RuntimeError."""
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"

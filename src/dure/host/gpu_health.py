@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_SECONDS = 1.0
-"""A driver that is well answers in some hundredths; the other ranks wait meanwhile."""
+"""Longest wait for the driver's answer, in seconds. A healthy driver answers in some hundredths; the other ranks wait
+meanwhile."""
 
 _RECOVERY_FIELD = 230
-"""`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, which pynvml has by name since 12.570."""
+"""Value of `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, which pynvml names since 12.570."""
 RECOVERIES = {
     1: ("must be reset", True),
     2: ("comes back only when its host is rebooted", True),
@@ -25,7 +26,8 @@ RECOVERIES = {
     6: ("must be reset together with its bus", True),
     7: ("comes back only when its host is rebooted", True),
 }
-"""By `nvmlDeviceGpuRecoveryAction_t`: in words that follow its name, and whether nothing computes there before."""
+"""Recovery action in words that follow the GPU's name, and True if the GPU computes nothing until then; by value of
+`nvmlDeviceGpuRecoveryAction_t`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +35,13 @@ class GpuHealth:
     """Driver's report on one GPU."""
 
     has_answered: bool = False
-    """Whether the driver is there, and knows which GPU is meant."""
+    """True if the driver is there, and knows which GPU is meant."""
     smi_id: str | None = None
-    """What nvidia-smi takes after `-i`: its address, or its number where it is lost."""
+    """Argument of `nvidia-smi -i`: the GPU's address, or its number if it is lost."""
     is_lost: bool = False
-    """Whether it is gone, or computes nothing more before a reset."""
+    """True if the GPU is gone, or computes nothing before a reset."""
     troubles: tuple[str, ...] = ()
-    """What is wrong with it, each in words that follow its name."""
+    """Problems of the GPU, each in words that follow its name."""
 
 
 def gpu_health(

@@ -24,38 +24,38 @@ class Gpu:
     """One that this process sees."""
 
     index: int
-    """As CUDA counts it here."""
+    """Index as CUDA counts it in this process."""
     name: str
     uuid: str
     bus_id: str
     total_bytes: int
     free_bytes: int
     num_processes: int | None
-    """That compute on it now; None: the driver does not say."""
+    """Number of processes that compute on it now; None if the driver does not report it."""
     pcie_generation: int | None
-    """Now: it falls while the GPU idles."""
+    """Current PCIe generation, which falls while the GPU idles."""
     most_pcie_generation: int | None
     pcie_width: int | None
     most_pcie_width: int | None
     nvlink_version: str | None
-    """Of its active links; None without any."""
+    """Version of its active links; None if there are none."""
     nvlinks: dict[str, int]
     """Active links by what is at the other end: `NVSwitch`, `GPU 3`, `CPU`, or `?`."""
     num_inactive_nvlinks: int
     is_persistent: bool | None
     has_ecc: bool | None
     num_uncorrected: int | None
-    """Memory errors since the driver was loaded that ECC could not mend."""
+    """Number of memory errors since the driver was loaded that ECC could not correct."""
     is_repair_pending: bool
-    """Whether rows of memory wait for a reset to be replaced."""
+    """True if rows of memory will be replaced at the next reset."""
     recovery_action: int | None
-    """What the driver wants to be done before it is well again; 0: nothing; None: the driver does not say."""
+    """Recovery action that the driver asks for; 0 for none, None if the driver does not report it."""
     slowed_by: tuple[str, ...]
-    """What the hardware slows it down for now."""
+    """Reasons why the hardware slows the GPU down at present."""
     compute_mode: str
     """`default`, `exclusive` or `prohibited`."""
     has_instances: bool
-    """Whether it is divided (MIG)."""
+    """True if the GPU is divided (MIG)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,11 @@ class GpuPair:
     first: int
     second: int
     refusal: str | None
-    """Why one does not read and write the other's memory; None: it does."""
+    """Reason why one cannot access the other's memory; None if it can."""
     path: str
-    """How PCIe leads from one to the other."""
+    """Topology of the PCIe path between the two."""
     nvlinks: int
-    """Active links from one to the other without a switch between."""
+    """Number of active links between the two without a switch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ class GpuFacts:
     """NVML's report on this host."""
 
     why_none: str | None = None
-    """Why it says nothing."""
+    """Reason why there is no report."""
     is_broken: bool = False
-    """Whether that is a fault, and not only a machine without GPUs."""
+    """True if that is a fault, and not just a machine without GPUs."""
     driver: str | None = None
     cuda_of_driver: str | None = None
-    """The newest CUDA that the driver can run."""
+    """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
     pairs: tuple[GpuPair, ...] = ()
 

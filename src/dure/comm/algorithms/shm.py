@@ -40,13 +40,14 @@ SHARE_BYTES = 512 * 2**10
 """A rank's share of a round, and so what it works on at a time; see benchmarks/shm.py."""
 
 _BLOCK_BYTES = 2**20
-"""Of a vector that is reduced in place: a block costs 10 us in calls; from 2 MiB on its sums leave the caches."""
+"""Size of the blocks of a vector that is reduced in place. Each block costs 10 us in calls; from 2 MiB on, its sums no
+longer fit in the caches."""
 
 WHOLE_BYTES = 512 * 2**10
-"""Up to so many bytes beyond its own every rank reads for one barrier less."""
+"""Limit of the bytes beyond its own share that every rank reads in order to save one barrier."""
 
 _SEGMENT_BYTES = 12 * 2**20
-"""With many ranks the shares become smaller, so that the segment does not outgrow the caches."""
+"""Size of the segment. With many ranks the shares become smaller, so that it stays within the caches."""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

@@ -17,7 +17,7 @@ class AlgorithmInfo:
     """A module with the two functions over a wire, or `module:Class` of an `AllReduce`; imported when it is used."""
     summary: str
     phases: tuple[str, ...]
-    """What its messages are marked with, in the order of time."""
+    """Names of the phases that its messages are marked with, in order."""
     sent_busiest: str
     """Elements that the busiest rank sends as a formula; P ranks, N elements, H hosts, M ranks of a host."""
     sent_total: str
@@ -26,9 +26,9 @@ class AlgorithmInfo:
     """Messages that have to wait for each other, one after another."""
     right_when: str
     is_counted: bool = True
-    """Whether `sent_bytes` counts messages; otherwise it adds up the formula."""
+    """True if `sent_bytes` counts messages; otherwise it adds up the formula."""
     uses_hosts: bool = False
-    """Whether it matters which rank is on which host."""
+    """True if the algorithm depends on which ranks share a host."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""

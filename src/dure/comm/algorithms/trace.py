@@ -20,13 +20,13 @@ class Trace:
     name: str
     op: ReduceOp
     vectors: tuple[tuple[float, ...], ...]
-    """What each rank had before."""
+    """Input vector of each rank."""
     messages: tuple[Message, ...]
-    """In the order of phases, steps, sources and elements; messages of one step can be under way at once."""
+    """Messages in the order of phases, steps, sources and elements; those of one step can be in flight at once."""
     sent_bytes: tuple[int, ...]
-    """What each rank sent."""
+    """Bytes sent by each rank."""
     result: tuple[float, ...]
-    """What every rank had afterwards."""
+    """Vector that every rank has afterwards."""
 
 
 def trace(

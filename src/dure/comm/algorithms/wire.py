@@ -21,17 +21,18 @@ class Message:
     """One message that an algorithm sent."""
 
     phase: str
-    """What the algorithm calls the phase that it belongs to."""
+    """Name of the phase that the message belongs to."""
     step: int
-    """Which of the phase's rounds, from 0: messages of one round can be under way at once."""
+    """Round within the phase, from 0; messages of one round can be in flight at once."""
     source: int
     destination: int
     start: int
-    """Its first element, counted from the beginning of the tensor's storage: the vector's, if it is nobody's view."""
+    """Index of the first element in the tensor's storage. That is the vector's own index, unless the vector is a view.
+    """
     num_elements: int
     num_bytes: int
     values: tuple[float, ...]
-    """Its first few values, for a reader."""
+    """First few values, for a reader."""
 
     @property
     def end(self) -> int:

@@ -23,8 +23,8 @@ from dure.torchcompat import import_late_parts
 
 _LARGE_BYTES = 4 * 2**20
 _PERIOD = 251
-"""Of the pattern that is sent: prime, so that no shift by a power of two looks right. All sums of it are whole numbers
-below 2**24 up to 65,000 ranks, and so exact in float32."""
+"""Period of the pattern that is sent. It is prime, so that no shift by a power of two looks right. All sums are whole
+numbers below 2**24 up to 65,000 ranks, and so exact in float32."""
 _ELEMENTS_SENT = 1024
 
 

@@ -36,25 +36,25 @@ from dure.errors import EnvironmentLacks, PeerLost, RanksDisagree
 NUM_WINDOWS = 3
 
 _NAME = "dure-shm"
-"""What `/proc` calls the memory; any number of them may have the same name."""
+"""Name of the memory in `/proc`, which need not be unique."""
 
 _LINE_BYTES = 64
 _CELL_BYTES = 2 * _LINE_BYTES  # processors fetch lines in pairs
 _CELL_WORDS = _CELL_BYTES // 8
 _ARRIVED, _ASLEEP, _CALLS, _STATE = 0, 1, 2, 4
-"""Words of a cell: barriers reached; the last barrier that its rank has slept for; the call of each of the last two
-barriers; one of the states below."""
+"""Indices of the words of a cell: barriers reached; the last barrier that its rank has slept for; the call of each of
+the last two barriers; one of the states below."""
 _PRESENT, _LEFT, _FAILED = 0, 1, 2
 
 _NUM_YIELDS = 20
-"""How often a waiter looks, giving way in between, before it sleeps: about 15 us, what going to sleep and being woken
-costs."""
+"""Number of times that a waiter polls and yields before it sleeps. That takes about 15 us, as long as going to sleep
+and being woken."""
 _CLOSED = "connection closed by it"
 _SLICE_SECONDS = 0.05
-"""How long a sleep lasts before the others' lives are looked after."""
+"""Longest sleep in seconds before a waiter checks that the other ranks are alive."""
 
 Exchange = Callable[[list[int]], list[list[int]]]
-"""Says some whole numbers to all ranks and returns what each of them said, by rank."""
+"""Function that sends some integers to all ranks and returns those of every rank, by rank."""
 
 
 class SharedMemory:
@@ -87,7 +87,7 @@ class SharedMemory:
         self.window = 1
         """Number of the next barrier, which says to which buffer to write."""
         self.written_bytes = 0
-        """What this rank has written for others so far."""
+        """Bytes that this rank has written for others so far."""
         self.failure = ""
         """Reason why no further call can be made; empty while the group works."""
         self._is_in_call = False

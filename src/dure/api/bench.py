@@ -25,7 +25,7 @@ _USUAL_ALGORITHMS = ("backend", "ring", "shm")
 _ON_CPU_ONLY = ("shm",)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64")
 MOST_RANKS, MOST_ELEMENTS = 16, 64
-"""What a person can still follow, of `explain`."""
+"""Limits of `explain`: more ranks or elements make the listing unreadable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class BenchSettings:
     nproc: int = 2
     collectives: Sequence[str] = ("all_reduce",)
     algorithms: Sequence[str] | None = None
-    """Of all_reduce; None for backend, ring and, on the CPU, shm."""
+    """Algorithms for all_reduce; None for backend, ring and, on the CPU, shm."""
     min_bytes: int = 8
     max_bytes: int = 256 * 2**20
     factor: float = 4.0

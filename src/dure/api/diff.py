@@ -24,7 +24,7 @@ class LossDifference:
     step: int
     losses: tuple[float | None, float | None]
     relative: float
-    """Of the larger of the two."""
+    """Difference as a fraction of the larger of the two losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +33,17 @@ class WeightsDifference:
 
     samples_seen: int
     steps: tuple[int, int]
-    """That each of the two runs had done by then."""
+    """Steps that each of the two runs had done at this position."""
     largest: float
-    """Of all elements of all tensors, absolute; infinite where a tensor is missing or of another shape, or where one
-    element is NaN or infinite and the other is not."""
+    """Largest absolute difference over all elements of all tensors. Infinite if a tensor is missing or has another
+    shape, or if an element is NaN or infinite in one checkpoint only."""
     relative: float
-    """Of the largest finite element of that tensor."""
+    """Largest difference as a fraction of the largest finite element of that tensor."""
     tensor: str | None
-    """Where that is; None: the checkpoints are the same bit by bit."""
+    """Tensor with the largest difference; None if the checkpoints are bitwise identical."""
     num_nan: int
-    """Elements that are NaN in both; up to a tolerance they are the same, without one their bits must be."""
+    """Number of elements that are NaN in both. With a tolerance they count as equal; without one their bits must match.
+    """
 
     def is_apart(self, tolerance: float) -> bool:
         """Return whether they differ: in any bit, or by more than a relative tolerance."""
@@ -65,17 +66,17 @@ class Difference:
 
     runs: tuple[str, str]
     tolerance: float
-    """The relative difference of losses and weights that counts as none; 0: every bit counts."""
+    """Relative difference of losses and weights that counts as none; 0 if every bit counts."""
     settings: dict[str, tuple[Any, Any]]
-    """Those that differ, by name."""
+    """Settings that differ, by name."""
     steps: int
-    """That both have done."""
+    """Number of steps that both runs have done."""
     steps_of_one: tuple[int, int]
-    """That only the first, or only the second has done."""
+    """Numbers of steps that only the first and only the second run has done."""
     samples_from: int | None
     """The first step that used other samples, or ended at another position."""
     has_samples: bool
-    """Whether both runs recorded which samples each step used; else only how many is compared."""
+    """True if both runs recorded the samples of each step; otherwise only their number is compared."""
     losses: LossDifference | None
     steps_without_loss: int
     """Steps of which neither run has a loss, because both left them out; that counts as the same."""

@@ -34,7 +34,7 @@ from dure.records.run_dir import SUMMARY, RunDir, default_name
 from dure.terminal import shell_word, tell
 
 _ENTRY = "dure.launch.scripts.script_worker"
-"""What a script has to end after a signal, as under torchrun."""
+"""Module that each rank starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,21 @@ class ScriptSettings:
     """Settings of `dure run`."""
 
     script: str
-    """A path, or a module's name."""
+    """Path of a file, or name of a module."""
     arguments: Sequence[str] = ()
     is_module: bool = False
     nproc: str = "auto"
-    """A number, or `auto`: as many as there are accelerators, or one. On each node, as under torchrun."""
+    """Ranks on each node, as under torchrun: a number, `cpu`, `gpu`, or `auto` for the number of accelerators (at least
+    1)."""
     start: str = "auto"
     max_restarts: int = 0
     on_hang: str = "wait"
-    """`wait` only says why: a script may have good reasons to let some ranks wait."""
+    """Action on a hang. `wait` only reports it: a script may have good reasons to let some ranks wait."""
     hang_after: float | None = None
     grace_seconds: float = 30.0
     threads: int | None = None
     local_rank_argument: str = "auto"
-    """`auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
+    """Form of the local rank's argument: `auto`, `none`, `dash` (`--local-rank`) or `underscore` (`--local_rank`)."""
     with_prefix: bool = True
     nnodes: int = 1
     node_rank: int | None = None
@@ -71,7 +72,7 @@ class ScriptSettings:
     """Local ranks whose output is shown, as `0,1`; None: all."""
     role: str = "default"
     preflight: bool = False
-    """Whether to check machines and network first, and to start only if all is well."""
+    """True if machines and network are checked first, and the run only starts if all is well."""
 
 
 def run_script(settings: ScriptSettings) -> None:

@@ -21,7 +21,7 @@ from dure.terminal import one_line
 TARGETS = ("slurm", "kubernetes", "ray")
 
 RUNS_IN_POD = Path("/runs")
-"""Where a claim is mounted, unless --runs-dir says otherwise."""
+"""Mount point of a claim in each pod, unless --runs-dir names another."""
 
 _OF_TARGETS: Mapping[str, tuple[str, ...]] = {
     "time": ("slurm", "kubernetes"),
@@ -35,7 +35,7 @@ _OF_TARGETS: Mapping[str, tuple[str, ...]] = {
     "claim": ("kubernetes",),
     "address": ("ray",),
 }
-"""Wishes that not every cluster can be asked."""
+"""Settings that only some clusters support."""
 
 
 @dataclass(frozen=True, kw_only=True)

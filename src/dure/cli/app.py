@@ -34,7 +34,7 @@ class Verb(NamedTuple):
 
     module: str
     summary: str
-    """What the list says of it: the first line of its own help."""
+    """One-line description in the list of commands: the first line of the command's own help."""
 
 
 VERBS = {
@@ -122,7 +122,7 @@ def _open_closed_streams() -> None:
 
 
 SPEAKER_SECONDS = 1.0
-"""How long a rank that does not speak for all stays: torchrun ends the others as soon as one has ended."""
+"""Delay before a rank that does not report for all ends: torchrun ends the others as soon as one has ended."""
 
 
 @contextmanager

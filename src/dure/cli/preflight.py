@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"failure": "bold red", "warning": "bold yellow", "ok": "green", "skipped": "dim"}
 _MOST_BAD = 8
-"""Of one check: where a host cannot be reached, all others say so."""
+"""Most problems shown of one check: if a host cannot be reached, every other host reports it."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:

@@ -28,7 +28,7 @@ ROWS = {
     "memory": "memory",
     "right_when": "right when",
 }
-"""What is said of a strategy, and the label it is said under."""
+"""Fields of a strategy that are shown, each with its label."""
 
 _LEGEND = "P ranks or devices, b samples; bytes: W parameters, G gradients, S optimiser state, A(b) activations"
 

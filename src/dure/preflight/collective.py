@@ -25,7 +25,8 @@ from dure.units import format_seconds
 ENTRY = "dure.comm.entrypoints.preflight"
 NAME = "collective"
 _PART_OF_LIMIT = 0.6
-"""Of the time for all that one call may take: a rank that waits in vain then says so itself, before all are ended."""
+"""Fraction of the time limit that one call may take, so that a rank that waits in vain reports it before all are ended.
+"""
 _MOST_NAMED = 4
 
 
@@ -36,11 +37,11 @@ class RankProgress:
     rank: int
     done: tuple[str, ...] = ()
     at: str | None = None
-    """The step that it began and did not end; None before the first, and after the last."""
+    """Step that it began and did not end; None before the first, and after the last."""
     wrong: tuple[str, ...] = ()
-    """Results that were not what they must be, in words."""
+    """Wrong results, in words."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each step that is done."""
+    """Seconds of each step that is done, by its name."""
 
     @property
     def is_through(self) -> bool:

@@ -13,17 +13,17 @@ class Finding:
     """The answer of one check."""
 
     name: str
-    """Of the check."""
+    """Name of the check."""
     status: str
-    """One of `STATUSES`."""
+    """Status, one of `STATUSES`."""
     seen: str
     rule: str = ""
-    """What should be, where it is not: `a run needs ...`."""
+    """Rule that is broken, as `a run needs ...`."""
     cure: str = ""
     nodes: tuple[int, ...] = ()
-    """Which nodes it is about; empty: all together."""
+    """Nodes that the finding is about; empty for all together."""
     pair: tuple[str, ...] = ()
-    """The two ends, where it is about a way between two: nodes, ranks or GPUs."""
+    """Ends of a connection, if the finding is about one: nodes, ranks or GPUs."""
 
     @property
     def text(self) -> str:
@@ -72,11 +72,11 @@ class Report:
     """All that was found."""
 
     findings: tuple[Finding, ...]
-    """The gravest first."""
+    """Findings, the gravest first."""
     nodes: tuple[Mapping[str, Any], ...] = ()
-    """The facts of each node, plain values."""
+    """Facts of each node, as plain values."""
     names: tuple[str, ...] = ()
-    """What each node is called."""
+    """Name of each node."""
     seconds: float = 0.0
     backend: str = ""
 

@@ -9,19 +9,19 @@ from dure.preflight.settings import PreflightSettings
 from dure.units import format_bytes, format_count
 
 _FILES_OF_RANK, _FILES_PER_PEER, _FILES_INHERITED = 64, 4, 4
-"""Measured: a rank has 26 files open, its launcher's 4 of each rank started before it, and for each peer 1 in each
-group of gloo, of which a strategy may make some."""
+"""Measured numbers of open files. A rank has 26, its launcher's 4 for each rank started before it, and for each peer 1
+in each group of gloo, of which a strategy may make several."""
 _FILES_PER_NCCL_PEER = 16
-"""Sockets of several channels; not measured, and meant to be enough."""
+"""Sockets of several channels; not measured, but meant to be enough."""
 _FILES_OF_LAUNCHER, _FILES_PER_CHILD = 64, 12
-"""Measured: 8, and 4 for each rank; pipes and log files of `dure run` make it 9."""
+"""Measured numbers of open files: 8, and 4 for each rank; pipes and log files of `dure run` make it 9."""
 _FILES_PER_LOADER = 128
-"""A loader process passes each tensor that waits to be used as an open file."""
+"""Open files of a loader process, which passes each tensor that waits to be used as one."""
 _PORTS_TO_SPARE = 256
 _LOADER_BYTES = 64 * 2**20
-"""Two batches ahead of a few MiB; nothing that can be known beforehand."""
+"""Memory for two batches of a few MiB ahead; the true size cannot be known beforehand."""
 _DOCKER_BYTES = 64 * 2**20
-"""What a container gets of `/dev/shm` when nobody asks for more."""
+"""Size of `/dev/shm` in a container by default."""
 _RANK_MEMORY_BYTES = 2**30
 _SMALL_DISK_BYTES, _LEAST_DISK_BYTES = 2**30, 16 * 2**20
 _SLOW_WRITE_SECONDS = 1.0

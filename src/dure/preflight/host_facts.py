@@ -39,9 +39,9 @@ class Space:
     total_bytes: int = 0
     free_bytes: int = 0
     error: str | None = None
-    """Why nothing can be written there."""
+    """Reason why nothing can be written there."""
     write_seconds: float | None = None
-    """What one small write took, until it was safe from a loss of power."""
+    """Seconds of one small write until it was safe from a loss of power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +75,24 @@ class HostFacts:
     host: str
     address: str
     versions: dict[str, str | None]
-    """Of each software by its name; None where it is not there."""
+    """Version of each software by its name; None if it is not installed."""
     device: str
     num_devices: int
     visible_devices: int
     num_ranks: int
     cores: int
     cpu_quota: float | None
-    """Cores that the container may use at a time, where that is limited."""
+    """Number of cores that the container may use at a time; None if there is no limit."""
     threads: int
     available_memory_bytes: int
     open_files: int
-    """Most that a process may have, as it is started."""
+    """Most open files of a process, as it is started."""
     most_open_files: int
-    """Up to which a process may raise that itself."""
+    """Limit up to which a process may raise that itself."""
     ports: Ports
     interface: Interface | None
     lookup_seconds: float
-    """What asking for the name of node 0's address took."""
+    """Seconds that looking up the name of node 0's address took."""
     shared_memory: Space
     runs: Space
     gpus: GpuFacts

@@ -31,15 +31,15 @@ class Attempt:
     source: int
     target: int
     address: str
-    """Of the target."""
+    """Address of the target."""
     cause: str | None = None
-    """Why it did not come through: `refused`, `silent`, `no route`, `forbidden`, `stranger`, `stalled`, `closed` or
-    `other`; None: it did."""
+    """Cause of the failure: `refused`, `silent`, `no route`, `forbidden`, `stranger`, `stalled`, `closed` or `other`;
+    None if the connection was made."""
     said: str = ""
-    """The system's words for that."""
+    """System's words for the cause."""
     round_trip_seconds: float | None = None
     ahead_seconds: float | None = None
-    """How far the target's clock is ahead of the source's, to within half of the round trip."""
+    """Seconds by which the target's clock is ahead of the source's, to within half of the round trip."""
 
 
 def try_pairs(

@@ -15,28 +15,28 @@ class PreflightSettings:
     """The run to come, on this host."""
 
     num_ranks: int
-    """Processes of this host."""
+    """Number of processes on this host."""
     num_devices: int
-    """Devices that they need here."""
+    """Number of devices that they need here."""
     device: str
     """`cpu`, `cuda` or `mps`."""
     backend: str = "auto"
     """`auto`, `gloo`, `nccl` or `dure_shm`."""
     threads: int | None = None
-    """CPU threads of each process; None: the cores of the host, shared out."""
+    """CPU threads of each process; None to share out the cores of the host."""
     num_workers: int = 0
     """Loader processes of each rank."""
     runs_dir: Path = Path("runs")
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-    """What the collectives may take, all together."""
+    """Time limit of all collectives together, in seconds."""
     start: str = "auto"
     share_devices: bool = False
     several: NodeSettings | None = None
-    """The other hosts."""
+    """Settings of the other hosts; None for a run on one host."""
     command: str = _COMMANDS[0]
-    """What was called; all hosts must call the same."""
+    """Command that was called, which must be the same on all hosts."""
     needs_shared_folder: bool = False
-    """Whether all hosts must see one runs folder; otherwise it is only worth knowing."""
+    """True if all hosts must see one runs folder; otherwise it is only reported."""
 
     @property
     def num_nodes(self) -> int:

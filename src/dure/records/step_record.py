@@ -22,24 +22,24 @@ class StepRecord(NamedTuple):
     """The loss summed over the samples (or tokens) of this step, over all ranks; in a step in which ranks do not talk
     (`averaging`), over this rank's alone."""
     loss_count: float
-    """What `loss_sum` is divided by for the mean loss, over all ranks."""
+    """Divisor of `loss_sum` that gives the mean loss, over all ranks."""
     data_seconds: float
-    """Waiting for this step's data."""
+    """Seconds spent waiting for this step's data."""
     forward_backward_seconds: float
-    """Computing, communication hidden behind it included."""
+    """Seconds spent computing, including the communication hidden behind it."""
     sync_seconds: float
-    """Communication that was not hidden."""
+    """Seconds of communication that was not hidden."""
     optimizer_seconds: float
-    """Clipping and the optimiser's step."""
+    """Seconds of clipping and the optimiser's step."""
     wall_seconds: float
-    """From the end of the step before to the end of this one."""
+    """Seconds from the end of the step before to the end of this one."""
     sent_bytes: int
     """Bytes that this rank sent to others for this step, by the strategy's formula."""
     samples: list[int] | None = None
-    """With `--record-samples`: the data indices that this rank used, in order. Of ranks that work on the same samples
-    the first has them, and the others an empty list."""
+    """Data indices that this rank used, in order, with `--record-samples`. Of ranks that work on the same samples, the
+    first has them and the others an empty list."""
     measured: dict[str, float] | None = None
-    """What the strategy alone has to tell: staleness, bubble fraction, compression error, ..."""
+    """Measurements that only this strategy makes: staleness, bubble fraction, compression error, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +69,14 @@ class RunSummary:
     """Summary of a run: `summary.json`, the result of `dure.train`, and `--json`."""
 
     run: str
-    """The run folder."""
+    """Run folder."""
     status: str
     """`completed`, `interrupted` or `failed`."""
     strategy: str
     world_size: int
-    """Processes (torchrun's meaning)."""
+    """Number of processes (torchrun's meaning)."""
     num_devices: int
-    """Devices that the work was spread over; more than `world_size` for `dp` and `balanced_dp`."""
+    """Number of devices that the work was divided over; more than `world_size` for `dp` and `balanced_dp`."""
     device: str
     precision: str
     steps: int
@@ -86,24 +86,24 @@ class RunSummary:
     """Mean training loss over the last step's global batch, whose few samples make it jump from step to step; of an
     epoch there is the mean in `rows`."""
     metrics: dict[str, Metric]
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     best: dict[str, Any] | None
-    """The best evaluation: `metric`, `value`, `samples_seen`, `checkpoint`."""
+    """Best evaluation: `metric`, `value`, `samples_seen`, `checkpoint`."""
     wall_seconds: float
-    """Training and evaluation of all attempts, start-up excluded."""
+    """Seconds of training and evaluation over all attempts, start-up excluded."""
     samples_per_second: float
     """Training samples over training seconds (evaluation and checkpoints excluded)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where rank 0's time went: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
+    """Seconds of rank 0 by activity: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
     rows: list[EpochRow] = field(default_factory=list)
     not_preserved: list[str] = field(default_factory=list)
-    """What the strategy, as used here, does not preserve of the one-device run."""
+    """Properties of the one-device run that the strategy, as used here, does not preserve."""
     message: str | None = None
-    """Why the run ended early, when it did."""
+    """Reason why the run ended early, if it did."""
     restarts: int = 0
-    """How often all ranks were started again after one failed."""
+    """Number of times that all ranks were started again after one failed."""
     microbatch_size: int | None = None
-    """Samples that a device computed at once in the end, where memory ran out with more."""
+    """Samples that a device computed at once in the end, if memory ran out with more."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""

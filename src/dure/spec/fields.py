@@ -16,7 +16,8 @@ def _as_text(value: Any) -> Any:
 
 
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""A run's name is also its folder's name, so that it can neither leave the runs folder nor look like an option."""
+"""Pattern of a run's name, which is also the name of its folder: it can neither leave the runs folder nor look like an
+option."""
 
 
 class RunSpec(BaseModel):
@@ -264,31 +265,32 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Where, and what is shown": ("runs_dir", "name", "share_run", "record_samples", "tensorboard", "quiet"),
 }
-"""Every field once, as `--help` and `--show-spec` group them."""
+"""Fields by group, each once, as `--help` and `--show-spec` show them."""
 
 LENGTH_FIELDS = ("epochs", "samples")
-"""Two ways to say one thing: the higher source wins and sets the other aside. May grow on a resume."""
+"""Fields for a run's length, of which one is in effect: the higher source wins and sets the other aside. They may grow
+on a resume."""
 
 IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
-"""What makes a run this run: refused when a resume would change them."""
+"""Fields that define a run; a resume that changes them is refused."""
 
 NODE_FIELDS = GROUPS["Several hosts"]
-"""Where its processes are: said at each start on each host, never taken from the resumed run."""
+"""Fields for the run's nodes. They are given at each start on each host, never taken from the resumed run."""
 
 PLACE_FIELDS = ("runs_dir", "name", "share_run")
-"""Where a run is: decided once, when its folder is made."""
+"""Fields for the run's location, fixed when its folder is made."""
 
 EXECUTION_FIELDS = tuple(
     name for name in RunSpec.model_fields if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS)
 )
-"""What every resume may choose anew."""
+"""Fields that every resume may choose again."""
 
 
 EVALUATION_FIELDS = (
     *("nproc", "device", "share_devices", "backend", "precision", "start", "threads", "timeout_seconds"),
     *("num_workers", "eval_batch_size", "quiet", "trust_task"),
 )
-"""What an evaluation may choose anew; everything else is the run's own."""
+"""Fields that an evaluation may choose again; all others are the run's own."""
 
 
 class StrategyTraits(Protocol):

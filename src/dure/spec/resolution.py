@@ -38,9 +38,10 @@ class ResolvedSpec:
 
     spec: RunSpec
     origin: dict[str, str]
-    """Of each field, and of each task option as `task_options.<name>`: `flag --epochs`, `default`, ..."""
+    """Source of each field, and of each task option as `task_options.<name>`: `flag --epochs`, `default`, ..."""
     task_object: Mapping[str, Any] | None = None
-    """Why class and options do not suffice to make the task again, and digests of its attributes; None if they do."""
+    """Reason why class and options do not suffice to make the task again, and digests of its attributes; None if they
+    do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,23 +16,22 @@ class Job:
     """Ranks on nodes, and the training that they are."""
 
     name: str
-    """Of the job."""
     run: Path
     """The run's folder; the cluster sees it at this path."""
     words: tuple[str, ...]
-    """What follows `dure train` when the run is begun."""
+    """Arguments of `dure train` for the first start."""
     resume_words: tuple[str, ...]
-    """What follows it when the job was started once more."""
+    """Arguments of `dure train` when the job is started again."""
     nodes: int = 1
     tasks_per_node: int = 1
-    """Ranks on each node."""
+    """Number of ranks on each node."""
     cpus_per_task: int | None = None
     gpus_per_task: int = 0
     time_seconds: int | None = None
     python: str
-    """The interpreter that has dure, on the cluster's machines."""
+    """Interpreter that has dure, on the cluster's machines."""
     folder: Path
-    """Where relative paths begin."""
+    """Folder to which relative paths refer."""
 
     @property
     def num_ranks(self) -> int:

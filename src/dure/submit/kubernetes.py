@@ -14,18 +14,18 @@ Manifest = dict[str, Any]
 
 PORT = 29500
 STOP_SECONDS = 120
-"""Between SIGTERM and SIGKILL, for a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL, for a checkpoint."""
 STARTS_PER_POD = 4
-"""How often a pod may be started before the job has failed; pods that were taken away do not count."""
+"""Starts per pod, on average over the nodes, after which the job has failed; pods that were disrupted do not count."""
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _POD_SUFFIX = len("-node-0-") + len("-xxxxx")
-"""What JobSet and Job append to a name for a pod's, beside its index."""
+"""Length of what JobSet and Job append to a name for a pod's, apart from its index."""
 _LONGEST = 63
 
 _WORDS_OF_YAML = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""Not texts but values, to readers of YAML 1.1."""
+"""Words that YAML 1.1 reads as values, not as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +33,13 @@ class KubernetesOptions:
     """Settings that only Kubernetes has."""
 
     image: str
-    """Of a container with dure and the task."""
+    """Container image with dure and the task."""
     kind: Literal["trainjob", "job"] = "trainjob"
     namespace: str | None = None
     runtime: str = "torch-distributed"
-    """The ClusterTrainingRuntime of a TrainJob."""
+    """ClusterTrainingRuntime of a TrainJob."""
     claim: str | None = None
-    """A PersistentVolumeClaim for the runs, which all pods can write."""
+    """PersistentVolumeClaim for the runs, which all pods can write."""
 
 
 def check_names(job: Job, options: KubernetesOptions) -> None:

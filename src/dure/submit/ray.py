@@ -23,9 +23,9 @@ from dure.terminal import pass_on, shell_word, tell
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _GRACE_SECONDS = 60.0
-"""What the other ranks get after one has failed."""
+"""Seconds that the other ranks have to end after one has failed."""
 _SAY_AFTER_SECONDS = 10.0
-"""How long a placement may take before it is said that it is waited for."""
+"""Seconds that a placement may take before a message reports the wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,8 @@ class Plan:
 
     job: Job
     address: str | None = None
-    """Of a cluster that runs; None: the one that RAY_ADDRESS names, or one that is there, or a new local one."""
+    """Address of a running cluster; None for the one that RAY_ADDRESS names, or one that is there, or a new local one.
+    """
 
     def bundles(self) -> list[dict[str, float]]:
         """Return the resources of each node."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 READ_LIMIT_BYTES = 2**20
-"""Of output that one look takes along."""
+"""Most bytes of output that one look reads."""
 
 _TIED = """
 import sys
@@ -28,10 +28,10 @@ class Look:
     """Status of a rank."""
 
     exit_code: int | None
-    """None while it runs, or while there is more to read; negative for a signal."""
+    """Exit code; None while it runs, or while there is more to read; negative for a signal."""
     out: bytes
     err: bytes
-    """What it printed since the last look."""
+    """Bytes that it wrote to stderr since the last look."""
 
 
 class RayRank:

@@ -10,14 +10,14 @@ from dure.submit.job import Job, run_command, slurm_time
 from dure.terminal import shell_word
 
 STRAGGLER_SECONDS = 60
-"""What the other ranks get after one has ended, before srun ends them: one that lost its peers may hang."""
+"""Seconds that the other ranks have after one has ended, before srun ends them: one that lost its peers may hang."""
 
 
 REQUEUE_SECONDS = 300
-"""More than Slurm needs to end a script whose job it has put back."""
+"""Seconds that are more than Slurm needs to end a script whose job it has requeued."""
 
 _TOLD_TOO_EARLY = 128 + signal.SIGUSR1
-"""Of a rank that got SIGUSR1 before it listened: Python was still starting."""
+"""Exit code of a rank that got SIGUSR1 before it handled it: Python was still starting."""
 
 # A job that ends by itself in the grace time of a preemption has failed, to Slurm, and would not come back: that it was
 # preempted is to be asked. Whatever it ended with then, it comes back, as it does where there is no grace time; and
@@ -43,7 +43,7 @@ class SlurmOptions:
 
     partition: str | None = None
     grace_seconds: int = 120
-    """How long before the end of its time a job is told, so that it can write a checkpoint."""
+    """Seconds before the end of its time at which a job is notified, so that it can write a checkpoint."""
     lines: tuple[str, ...] = ()
     """Further `#SBATCH` lines, without that word."""
 

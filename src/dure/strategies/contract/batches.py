@@ -17,10 +17,11 @@ class Microbatch(NamedTuple):
     """Batch of one backward pass."""
 
     batch: Any
-    """As the task's `loss` takes it, on this rank's (first) device."""
+    """Batch as the task's `loss` takes it, on this rank's (first) device."""
     num_samples: int
     is_stand_in: bool = False
-    """Of a rank whose share is empty: computed with weight zero so that every rank meets in the collectives."""
+    """True on a rank whose share is empty. The batch is then computed with weight zero, so that every rank takes part
+    in the collectives."""
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

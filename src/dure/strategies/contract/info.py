@@ -14,10 +14,10 @@ class StrategyInfo:
     summary: str
     divides: str
     synchronises: str
-    """When ranks or devices wait for each other."""
+    """Points at which ranks or devices wait for each other."""
     preserves: str
     does_not_preserve: tuple[str, ...]
-    """Where a run differs from the one-device run; shown in the record and the end table."""
+    """Differences from the one-device run, shown in the record and the end table."""
     needs: str
     sent_bytes: str
     """Bytes sent per step as a formula; P ranks or devices, G bytes of gradients, W bytes of parameters."""
@@ -25,24 +25,25 @@ class StrategyInfo:
     """Bytes per device as a formula; S bytes of optimiser state, A(b) of activations at b samples."""
     right_when: str
     one_process: bool
-    """Whether `nproc` counts the devices of one process instead of processes."""
+    """True if `nproc` counts the devices of one process instead of processes."""
     is_exact: bool = True
-    """Whether the weights after every step are those of one device, to rounding."""
+    """True if the weights after every step are those of one device, to rounding."""
     mesh_axes: tuple[str, ...] = ("data",)
-    """The axes that `--mesh` may name, outermost first; without it the last one has all ranks."""
+    """Axes that `--mesh` may name, outermost first; without `--mesh`, the last one has all ranks."""
     extra_processes: str = ""
-    """The setting that counts processes beside the `nproc` devices (parameter servers); by default as many."""
+    """Name of the setting that counts processes in addition to the `nproc` devices (parameter servers), as many as
+    devices by default."""
     exchanges_on_host: bool = False
-    """Whether ranks with accelerators exchange tensors in host memory, which NCCL does not move."""
+    """True if ranks with accelerators exchange tensors in host memory, which NCCL does not move."""
     outlives_ranks_without: str = ""
-    """The setting without which a run goes on when a rank with a device is killed."""
+    """Name of the setting without which a run goes on when a rank with a device is killed."""
     checks_model: bool = False
-    """Whether there are models that it cannot take, so that it is asked before any process starts."""
+    """True if it cannot take every model, so that it is asked before any process starts."""
     many_devices: bool = True
     default_for: str = ""
-    """`one` or `many`: chosen when the user names no strategy for so many devices."""
+    """`one` or `many` devices for which it is chosen when the user names no strategy; empty for neither."""
     settings: tuple[str, ...] = ()
-    """Settings that not every strategy can honour, and this one does."""
+    """Settings that this strategy honours, but not every one does."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""

@@ -20,7 +20,7 @@ class LossTraits:
     collate_draws: bool = False
     """True if `collate` does."""
     data_changes: bool = False
-    """Whether samples that were read twice were not the same."""
+    """True if samples that were read twice differed."""
     not_additive: str | None = None
     """Figures that show that the loss is not a mean, or a sum with its count, over samples; None if it is."""
     learned_buffers: tuple[str, ...] = ()

@@ -103,7 +103,7 @@ class LostShare:
     data_rank: int
     data_world_size: int
     is_partly_used: bool
-    """Whether some of the parameters were stepped with it."""
+    """True if some of the parameters were stepped with it."""
 
 
 def checked_loss(value: object) -> Tensor:

@@ -59,19 +59,20 @@ class Strategy(ABC):
     """
 
     is_in_step = True
-    """Whether ranks are never more than a step apart and a rank's state at any of them is one to go on from. Otherwise
-    a run goes on from its last checkpoint after a failure."""
+    """True if ranks are never more than a step apart, and the run can go on from the state of a rank at any step.
+    Otherwise it goes on from its last checkpoint after a failure."""
     changes_in_step_only = False
-    """Whether `optimizer_step` is the only one of the three verbs in which trained parameters and the optimiser's state
-    change: what reads them may then do so until that begins."""
+    """True if `optimizer_step` is the only one of the three verbs that changes trained parameters and the optimiser's
+    state, so that they may be read until it begins."""
     follows_groups = True
-    """Whether groups of parameters may be added to the optimiser during the run."""
+    """True if groups of parameters may be added to the optimiser during the run."""
     undoes_writes = False
-    """Whether parameters that the loss writes to would not keep what it wrote, or not on all ranks."""
+    """True if parameters that the loss writes to would lose what it wrote, on some or all ranks."""
     holds_memory = False
-    """Whether it keeps the memory of parameters that it was given: what other memory holds would be lost."""
+    """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
+    lost."""
     gradient_divisor: float = 1
-    """What the engine divides the summed gradients by (DDP: the world size)."""
+    """Number by which the engine divides the summed gradients (DDP: the world size)."""
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
@@ -84,21 +85,23 @@ class Strategy(ABC):
         self.precision = precision
         self.options = options
         self.data_rank = group.rank
-        """Which share of every batch is this rank's, from 0. Ranks of one share work on the same samples."""
+        """Index of this rank's share of every batch, from 0. Ranks of one share work on the same samples."""
         self.data_world_size = group.world_size
-        """Into how many shares a batch is divided over the ranks."""
+        """Number of shares into which a batch is divided over the ranks."""
         self.takes_samples = True
-        """Whether this rank computes on batches at all; one that only keeps parameters does not."""
+        """True if this rank computes on batches; False for one that only keeps parameters."""
         self.leads_share = True
-        """Whether this rank is the one of its share that counts: its losses enter the sums, its samples the records."""
+        """True if this rank counts for its share: its losses enter the sums, its samples the records."""
         self.random_stream = group.rank
-        """Ranks with the same number draw the same (dropout)."""
+        """Number of the stream of random numbers: ranks with the same number draw the same (dropout)."""
         self.evaluates_together = False
-        """Whether every forward pass needs all ranks, so that all make the same number of them."""
+        """True if every forward pass needs all ranks, so that all must make the same number of them."""
         self.waits_for_facts = False
-        """Whether the host knows a step's facts at its end even on an accelerator, as where other ranks have none."""
+        """True if the host knows a step's facts at its end even on an accelerator, for example if other ranks have
+        none."""
         self.example: Callable[[int], Any] | None = None
-        """Gives the first samples of the training data as a batch, for those who try the model before they cut it."""
+        """Function that returns the first samples of the training data as a batch, for a trial of the model before it
+        is cut."""
         self.objects: Mapping[str, object] = {}
         """Objects that the task's loss may keep state in, by name."""
         self.last_gradient_time: float | None = None
@@ -107,9 +110,9 @@ class Strategy(ABC):
         """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
         keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
         self.optimizer_draws = False
-        """Whether the optimiser was seen to draw random numbers in its first steps."""
+        """True if the optimiser drew random numbers in its first steps."""
         self._num_steps = 0
-        """Steps of the optimiser since this was made."""
+        """Steps of the optimiser since this object was made."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 

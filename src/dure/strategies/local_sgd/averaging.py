@@ -43,7 +43,7 @@ class Averaging(NaiveDDP):
         self._num_apart = 0
         """Steps since the ranks' parameters were last the same: the same number on every rank."""
         self._items: Tensor | float = 0.0
-        """What this rank's losses counted in them."""
+        """Number of items in this rank's losses of those steps."""
         self._weight: Tensor | float = 1.0
         self._has_own_state = False
         normalised = [module for module in self.model.modules() if isinstance(module, BatchNorm)]

@@ -37,20 +37,20 @@ class PushNumbers(NamedTuple):
     """Header of a push, before the gradients. After it: the learning rates of all parameter groups."""
 
     step: float
-    """The step that was computed; -1 says farewell."""
+    """Step that was computed; -1 when the worker leaves."""
     planned_step: float
-    """The last step of which the worker's loader knows the samples."""
+    """Last step whose samples the worker's loader knows."""
     version: float
-    """Updates that this server had applied when the worker pulled."""
+    """Number of updates that this server had applied when the worker pulled."""
     fraction: float
-    """Of the global batch that the gradient is of; 0: nothing to apply."""
+    """Fraction of the global batch that the gradient covers; 0 if there is nothing to apply."""
     loss_sum: float
     loss_count: float
     stop: float
     save: float
     stop_step: float
     save_step: float
-    """What the worker knows to be agreed, for servers that do not agree on it themselves."""
+    """Agreed step of the next save that the worker knows of, for servers that do not agree on it themselves."""
 
 
 class PullNumbers(NamedTuple):
@@ -58,21 +58,22 @@ class PullNumbers(NamedTuple):
 
     version: float = 0.0
     staleness: float = 0.0
-    """Updates by others between this worker's pull and its push."""
+    """Number of updates by others between this worker's pull and its push."""
     queue_seconds: float = 0.0
-    """From the push's arrival to its turn."""
+    """Seconds from the push's arrival to its turn."""
     queue_depth: float = 0.0
-    """Pushes that were waiting then."""
+    """Number of pushes that were waiting then."""
     steps_ahead: float = 0.0
-    """Of the slowest worker, when the worker may go on."""
+    """Steps by which the worker is ahead of the slowest one when it may go on."""
     held_seconds: float = 0.0
-    """From the push's turn to the answer."""
+    """Seconds from the push's turn to the reply."""
     stop: float = 0.0
     save: float = 0.0
-    """The server's own wishes, which workers pass on to the first server."""
+    """Nonzero if the server itself wants to save. Workers pass its requests, this and `stop`, on to the first server.
+    """
     stop_step: float = math.inf
     save_step: float = math.inf
-    """After which all stop, or save; agreed."""
+    """Agreed steps after which all stop, or save; infinite if there is none."""
 
 
 class InPace(ServedRank):

@@ -280,7 +280,7 @@ class Server(ServedRank):
         self.takes_samples = self.leads_share = False
         self.data_rank = 0
         self.number = group.rank - self.num_workers
-        """Of this server among the servers."""
+        """Index of this server among the servers."""
 
     def distribute(self) -> None:
         """Keep this server's rows, in the message that sends them, and let the rest of the model go."""

@@ -23,7 +23,7 @@ _FAREWELL_TAG = 43
 _NO_LIMIT = timedelta(days=3650)
 
 _mailboxes: dict[int, "queue.SimpleQueue[Tensor | PeerLost]"] = {}
-"""Of this process, by sender: what is called from elsewhere finds no object but a module's."""
+"""Messages for this process, by sender. A remote call can only reach an object of a module."""
 
 
 def _deliver(sender: int, message: Tensor) -> None:

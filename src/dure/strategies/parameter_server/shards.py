@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 64
-"""Of every tensor in a message: what vector instructions like, and a multiple of every element's size."""
+"""Alignment of every tensor in a message: suits vector instructions, and is a multiple of every element's size."""
 _NUMBER_BYTES = 8
 
 
@@ -20,7 +20,7 @@ class Shard:
     start: int
     stop: int
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: torch.dtype
 
     @property

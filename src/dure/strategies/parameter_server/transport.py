@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TAG = 41
-"""Of every message between a worker and a server, so that none is taken for a message of anybody else."""
+"""Tag of every message between a worker and a server, which keeps it apart from all others."""
 
 
 class UnderWay(Protocol):

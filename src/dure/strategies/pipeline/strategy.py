@@ -53,9 +53,11 @@ from dure.strategies.state.saved_state import StateSource, StrategyState
 DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
-"""Where the user sets no size: with so many, GPipe found the bubble to be negligible (section 2.3)."""
+"""Microbatches for each stage if the user sets no size. GPipe found the bubble to be negligible with this many (section
+2.3)."""
 _KEPT_SCHEDULES = 4
-"""Each holds buffers of its own for every microbatch; a run has one for most steps and one for the short batch."""
+"""Number of schedules that are kept, each with buffers for every microbatch. A run has one for most steps and one for
+the short batch."""
 
 
 @dataclass(slots=True)
@@ -66,10 +68,10 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     states: GeneratorStates | None
-    """Before the loss was called, for the stage that calls it again."""
+    """States of the generators before the loss was called, for the stage that calls it again."""
     seed: int
     known: list[Description]
-    """What each block gives."""
+    """Description of each block's output."""
 
 
 class Pipeline(ReducedFacts):

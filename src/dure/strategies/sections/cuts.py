@@ -32,12 +32,12 @@ class Chain:
     """The blocks of a model in the order in which one forward pass calls them."""
 
     model: str
-    """The class of the model, for sentences."""
+    """Class name of the model, for messages."""
     calls: tuple[str, ...]
-    """The name of the block of every call."""
+    """Name of the block of every call."""
     barriers: tuple[Barrier, ...] = ()
     is_seen: bool = True
-    """Whether the order is that of a forward pass, and not that in which the blocks were registered."""
+    """True if the order is that of a forward pass; False if it is that in which the blocks were registered."""
 
     def why_not(self, position: int) -> str | None:
         """Return why no section can begin with a call, or None when one can."""

@@ -34,7 +34,7 @@ class ModelParallel(LocalSums):
     changes_in_step_only = True
 
     plan: SectionPlan
-    """Which section, by the number of its device, keeps what."""
+    """Plan of the sections, which have the numbers of their devices."""
 
     @classmethod
     def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:

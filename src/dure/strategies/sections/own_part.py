@@ -42,7 +42,7 @@ class OwnPart(nn.Module):
         self._in_own_blocks = tuple(f"{block}." for block in blocks if plan.section_of_block(block) in mine)
         self._keeps_rest = 0 in mine
         self.loose = {name: owners[name] for name in sorted(owners) if not name.startswith(self._in_blocks)}
-        """What is in no block, and the section that keeps it."""
+        """Section that keeps each parameter and buffer outside of the blocks, by name."""
         self._own_loose = {name for name, section in self.loose.items() if section in mine}
         for name in owners:
             before = _tensor(model, name)

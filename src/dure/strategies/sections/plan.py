@@ -31,7 +31,7 @@ class SectionPlan:
     homes: dict[str, int]
     """Parameters and buffers outside of the blocks, and the section that uses them."""
     ends_with_last_block: bool = True
-    """Whether the model's output follows from what the last block gives, and the batch."""
+    """True if the model's output follows from the last block's output and the batch."""
 
     def section_of(self, position: int) -> int:
         """Return the section that does a call."""

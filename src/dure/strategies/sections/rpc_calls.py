@@ -13,7 +13,7 @@ from dure.strategies.sections.values import Description
 from dure.terminal import print_traceback
 
 HOST = torch.device("cpu")
-"""Where tensors are while they travel."""
+"""Device of tensors while they are sent."""
 
 
 class Call(NamedTuple):
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     seed: int
-    """Of what the sections draw."""
+    """Seed of the sections' random numbers."""
     is_training: bool
     has_gradient: bool
 

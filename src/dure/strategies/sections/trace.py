@@ -34,15 +34,15 @@ class Survey:
 
     chain: Chain
     homes: Mapping[str, int]
-    """Parameters and buffers that are in no block that was called, and the call before which each is first used."""
+    """Parameters and buffers that are in no block that was called, each with the call before which it is first used."""
     apart: tuple[Barrier, ...] = ()
-    """What must stay together besides when the batch, and every buffer, is on one device only."""
+    """Further barriers, for when the batch, and every buffer, is on one device only."""
     outputs: tuple[Any, ...] = ()
-    """What every call returned."""
+    """Return value of every call."""
     saved_bytes: tuple[int, ...] = ()
-    """Bytes that every call keeps for backward, parameters left out."""
+    """Bytes that every call keeps for backward, excluding parameters."""
     operations: tuple[float, ...] = ()
-    """Operations of every call, forward and backward, as `BlockCost` counts them."""
+    """Number of operations of every call, forward and backward, as `BlockCost` counts them."""
 
     def with_batch_on_first_device(self) -> Chain:
         """Return the chain for sections on devices of their own, of which the first alone has the batch."""

@@ -373,7 +373,7 @@ class Gathered:
         """
         num_shards, num_replicas = mesh.size("shard"), mesh.size("replica")
         self.num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        """Of the parameters, whole."""
+        """Bytes of the whole parameters."""
         # every shard is as long as the first, which is the longest
         shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
         self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)

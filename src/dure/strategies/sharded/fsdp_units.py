@@ -9,7 +9,7 @@ from dure.strategies.contract.module_patterns import matching
 from dure.torchcompat import BatchNorm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Where repeated blocks are kept. Subclasses have a forward of their own, so they are blocks themselves."""
+"""Containers of repeated blocks. Subclasses have a forward of their own, so they are blocks themselves."""
 
 _LEAST_BYTES = 128 * 2**10
 """Below this a message is mostly latency: 128 KiB take 30 us at 4 GB/s, about what a message takes to be sent."""

@@ -17,7 +17,8 @@ from dure.errors import CheckpointMismatch, TaskInvalid
 from dure.strategies.state.pieces import Piece, SavedTensor, piece_of
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
-"""How a group's step is computed, not what: taken from the optimiser at hand, so that a device may change."""
+"""Keys of a group that decide how a step is computed, but not its result. They are taken from the optimiser at hand, so
+that a device may change."""
 
 STEP_KEY = "step"
 """Torch's own optimisers keep the step count in float32 on the device of their choice, whatever the parameter's."""

@@ -55,7 +55,7 @@ class Piece:
 
     tensor: Tensor
     offsets: tuple[int, ...]
-    """Where the piece begins in the whole tensor, in each dimension."""
+    """Index in the whole tensor at which the piece begins, in each dimension."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 

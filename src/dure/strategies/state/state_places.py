@@ -44,14 +44,15 @@ class Place:
     """Content at this moment, to be compared with that of another moment."""
     is_generator: bool = False
     is_put_back: bool = True
-    """Whether the change can be undone."""
+    """True if the change can be undone."""
     is_derived: bool = False
-    """Whether it holds only what would be computed again."""
+    """True if the place only holds values that would be computed again, as a cache does."""
     names: Callable[[], Iterable[str]] | None = None
-    """Names of attributes that came or went, where the place is the names of an object. The value is a dictionary by
-    their paths then."""
+    """Function that returns the names of attributes that came or went, if the place is the names of an object. The
+    value is a dictionary by their paths then."""
     has_changed_anywhere: Callable[[], bool] | None = None
-    """Sight of changes that `has_changed` misses, which looks at a sample; it takes time in proportion to the size."""
+    """Function that detects changes that `has_changed`, which looks at a sample, misses. It takes time in proportion to
+    the size."""
     holder: tuple[str, str] = ("", "")
     """Attribute that the place belongs to: `object_state.Holder`."""
 

@@ -25,9 +25,9 @@ class Surroundings:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._contents: dict[Path, bytes | None] = {}
-        """What each file that was opened for writing held before; None of one that was not there."""
+        """Earlier contents of each file that was opened for writing; None for a file that did not exist."""
         self._lengths: dict[Path, int] = {}
-        """Length of each that was opened to be written at its end."""
+        """Earlier length of each file that was opened for appending."""
         self._too_large: list[str] = []
 
     @contextmanager

@@ -21,10 +21,10 @@ STYLES = {
     "row": "input features divided, the output added up",
     "vocab": "an Embedding's rows divided, the output added up",
 }
-"""What a layer may be, by the word that a plan says it with."""
+"""Styles of a layer, by their names in a plan, with descriptions."""
 
 _SHARD_DIM = {"column": 0, "fused": 0, "gathered": 0, "vocab": 0, "row": 1}
-"""The dimension of the weight that is divided."""
+"""Dimension of the weight that is divided, by style."""
 
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
@@ -47,7 +47,8 @@ _PAIRS = (
     (("mlp_in",), "mlp_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-"""How two-layer networks name what widens and what narrows. A wrong guess costs a gathering, not a wrong result."""
+"""Names of the widening and the narrowing layers in two-layer networks. A wrong guess costs a gathering, but never
+changes the result."""
 
 _PROJECTIONS = (
     *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("wq", "wk", "wv")),
@@ -64,13 +65,14 @@ class TensorPlan:
     """Plan for each layer."""
 
     styles: dict[str, str] = field(default_factory=dict)
-    """By the layer's name in the model one of `STYLES`."""
+    """Style of each layer, one of `STYLES`, by the layer's name in the model."""
     reasons: dict[str, list[str]] = field(default_factory=dict)
-    """Why some layers are not divided, or not as they could be: sentences with `{}` for the names, and the names."""
+    """Reasons why some layers are not divided, or not as they could be: sentences with `{}` for the names, and the
+    names."""
     regions: list[tuple[str, ...]] = field(default_factory=list)
     """Layers between which values stay divided, the one that ends it last."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong with a plan that was given."""
+    """Faults of a plan that was given."""
 
     @property
     def notes(self) -> list[str]:

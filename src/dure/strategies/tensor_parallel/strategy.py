@@ -57,7 +57,7 @@ from dure.units import format_bytes
 AXES = ("data", "tensor")
 
 _DRAW_BITS = 20
-"""Of a fingerprint of the generators; times a few thousand ranks it is still exact in float32."""
+"""Bits in a fingerprint of the generators. Times a few thousand ranks, it is still exact in float32."""
 
 
 class TensorParallel(ShardedStrategy):

@@ -42,7 +42,7 @@ class Fault(BaseModel):
 
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
-    """Goes wrong when this step begins; counted over the whole run, from 1."""
+    """Step at whose beginning the fault happens, counted over the whole run, from 1."""
     kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow", "flip", "cut"]
     """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step, `flip` flips a bit.
 
@@ -51,13 +51,13 @@ class Fault(BaseModel):
     here the others see no error, and what was on its way is read afterwards.
     """
     seconds: float = Field(1.0, gt=0)
-    """How long `slow` waits, and `cut` lasts."""
+    """Seconds that `slow` waits, or `cut` lasts."""
     tensor: str | None = None
-    """The parameter in which `flip` flips a bit; the rank's first one if none is named."""
+    """Name of the parameter in which `flip` flips a bit; None for the rank's first one."""
     element: int = Field(0, ge=0)
-    """Which of its elements, counted through all dimensions, the last one fastest."""
+    """Index of the flipped element, counted through all dimensions, the last one fastest."""
     bit: int = Field(0, ge=0)
-    """Which bit of that element; 0 is the lowest of the mantissa."""
+    """Index of the flipped bit in the element; 0 is the lowest of the mantissa."""
 
 
 class PlannedFailure(RuntimeError):
@@ -154,7 +154,7 @@ class PlannedFaults:
         self._run = run
         self._cut = cut
         self._due: dict[int, deque[Fault]] = {}
-        """By step, in their order."""
+        """Faults of each step, in their order."""
         for fault in _missed((fault for fault in faults if fault.rank == rank), run):
             self._due.setdefault(fault.step, deque()).append(fault)
         self._makes_nan = False

@@ -25,7 +25,7 @@ from dure.training.session.sample_order import GlobalBatch, SampleOrder
 from dure.training.task.task import Schedule
 
 MOST_SKIPPED = 10
-"""Steps in a row that may be skipped: after so many it is not the batches but the weights."""
+"""Most steps in a row that may be skipped. After that many, the weights are at fault, not the batches."""
 _LOOK, _SKIP = "look at these samples and the learning rate", ", or leave such steps out with --on-nonfinite skip"
 _EMPTY_PART = (
     "this loss is no mean over samples, and the parts of a batch that ranks and microbatches compute may hold nothing "
@@ -33,7 +33,7 @@ _EMPTY_PART = (
 )
 _SHOWN_INDICES = 32
 _END = object()
-"""What comes after the last batch."""
+"""Marker after the last batch."""
 
 
 class RankShare(NamedTuple):
@@ -106,11 +106,11 @@ class Boundary(NamedTuple):
     """A place between two steps: where weights may be read."""
 
     step: int
-    """Steps launched."""
+    """Number of steps launched."""
     batch: GlobalBatch
-    """Of the last step launched; its `samples_seen` is the position."""
+    """Batch of the last step launched; its `samples_seen` is the position."""
     outcomes: list[StepOutcome]
-    """Of the steps that are known by now; on an accelerator one step behind."""
+    """Outcomes of the steps that are known by now; on an accelerator one step behind."""
 
 
 class TrainingLoop:
@@ -147,9 +147,9 @@ class TrainingLoop:
         self.record_samples = record_samples
         self.clock = StepClock(strategy.device)
         self.skips_nonfinite = skips_nonfinite
-        """Whether a step whose loss is not finite is left out, instead of ending the run."""
+        """True if a step whose loss is not finite is skipped, instead of ending the run."""
         self._num_skipped = 0
-        """In a row."""
+        """Number of steps skipped in a row."""
         is_known_first = strategy.device.type == "cpu" or strategy.waits_for_facts or skips_nonfinite
         self.lag = 0 if is_known_first else 1
         """Steps between launching one and knowing its facts."""

@@ -19,9 +19,9 @@ from dure.units import format_bytes
 
 _SHORTEST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 10.0
-"""How long rank 0, when it fails, waits for the others' parts after its own."""
+"""Seconds that rank 0, when it fails, waits for the others' parts after its own."""
 _LONGEST_PATIENCE_SECONDS = 300.0
-"""How long another rank that fails lets rank 0 write: its end would be the end of rank 0."""
+"""Seconds that another rank that fails lets rank 0 write, as its end would end rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +30,14 @@ class SavedCheckpoint:
 
     path: Path
     num_bytes: int
-    """Of all files of all ranks, the manifest not counted."""
+    """Bytes of all files of all ranks, the manifest excluded."""
     stall_seconds: float
-    """How long training was held up for it."""
+    """Seconds that training was held up for it."""
     write_seconds: float
-    """From the first byte to the last."""
+    """Seconds from the first byte to the last."""
     beside_bytes: int = 0
-    """What rank 0 copied beside the next forward and backward; what it waited for in the end is in the stall."""
+    """Bytes that rank 0 left to be copied during the next forward and backward; any wait for them in the end counts as
+    stall."""
 
 
 class _Cancelled(Exception):
@@ -70,9 +71,9 @@ class PendingSave:
         self._after_commit = after_commit
         self._thread: threading.Thread | None = None
         self._is_whole = threading.Event()
-        """Whether the copy is complete, so that it may be written."""
+        """True once the copy is complete, so that it may be written."""
         self._is_written = threading.Event()
-        """Whether this rank's own part has ended, well or badly."""
+        """True once this rank's own part has ended, successfully or not."""
         self._is_cancelled = threading.Event()
         self._files: dict[str, Any] | None = None
         self._parts: list[dict[str, Any]] | None = None

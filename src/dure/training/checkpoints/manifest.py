@@ -114,9 +114,9 @@ class Manifest(_Strict):
     position: PositionEntry
     world_size: int = Field(ge=1)
     is_best: bool
-    """Whether this was the best by the chosen metric when it was saved; the newest such checkpoint is the best one."""
+    """True if this was the best by the chosen metric when it was saved; the newest such checkpoint is the best one."""
     metrics: Any
-    """The evaluation that belongs to it, as `state_tree.encode` writes it."""
+    """Evaluation that belongs to it, as `state_tree.encode` writes it."""
     model: dict[str, TensorEntry]
     aliases: dict[str, str]
     """Further names of tied tensors, each with the name under which the tensor stands."""

@@ -22,12 +22,12 @@ from dure.training.checkpoints.state_tree import NamedTensors, encode
 PARTS = ("model", "optimizer")
 STATE_NAME = "state.json"
 _HEADER_BYTES = 256
-"""Of a file's header for each tensor, beside its names and shape, and for all of them."""
+"""Bound on the header's bytes for each tensor, apart from its names and shape, and again for all tensors together."""
 TURN_BYTES = 4 * 2**20
-"""Of a file, hashed and written before the next."""
+"""Bytes of a file that are hashed and written before the next."""
 
 PieceTable = dict[str, dict[str, Any]]
-"""Of each part the pieces that a rank has, by name: dtype, whole shape, offsets, sizes. Plain JSON values."""
+"""Pieces that a rank has of each part, by name: dtype, whole shape, offsets, sizes. Plain JSON values."""
 
 
 def rank_file_name(rank: int) -> str:

@@ -40,12 +40,13 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 DCP_SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Where torch's `HuggingFaceStorageReader` looks for the offsets of a piece; a test reads our files through it."""
+"""Key under which torch's `HuggingFaceStorageReader` looks for the offsets of a piece; a test reads our files through
+it."""
 
 PREFIX_BYTES = 8
-"""Before the header stands its length, as an unsigned little-endian integer."""
+"""Bytes of the header's length, an unsigned little-endian integer in front of the header."""
 HEADER_MAX_BYTES = 256 * 2**20
-"""About a million tensors."""
+"""Largest header, enough for about a million tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class TensorPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """Of its bytes, from the beginning of the file."""
+    """Offset of its first byte from the beginning of the file."""
     end: int
 
 

@@ -45,13 +45,13 @@ class HostCopies:
             num_threads: The calling one counted.
         """
         self.is_beside = False
-        """Whether what is steady is copied beside training, until `complete`. Otherwise all is copied at once."""
+        """True if steady tensors are copied during training, until `complete`. Otherwise all is copied at once."""
         self.beside_bytes = 0
-        """Of the last copy, what was left to the time beside training."""
+        """Bytes of the last copy that were left to be copied during training."""
         self._waiting: Iterator[Block] = iter(())
         self._helping: Future[None] | None = None
         self._begun: list[tuple[Tensor, int]] = []
-        """What is copied beside training, and how often it had been changed when that began."""
+        """Tensors that are copied during training, each with its version when that began."""
         self._room = torch.empty(0, dtype=torch.uint8)
         self._targets: list[Tensor] = []
         self._num_helpers = min(num_threads - 1, _MOST_HELPERS)

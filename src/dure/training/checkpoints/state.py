@@ -28,17 +28,17 @@ class Snapshot:
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
-    """The model's own `state_dict()`: its own names, no `module.`."""
+    """Model's own `state_dict()`: its own names, no `module.`."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """The answer of `optimizer_to_names`."""
+    """Optimiser's state as `optimizer_to_names` returns it."""
     extra: Any = None
     """Plain values of any nesting: gradient scaler, the best so far, sums of an open epoch."""
     is_spread: bool = False
-    """Whether ranks other than 0 have tensors, or state, that rank 0 has not (a pipeline's stages)."""
+    """True if ranks other than 0 have tensors, or state, that rank 0 lacks (a pipeline's stages)."""
     steady: frozenset[str] = frozenset()
-    """Of the model's names those whose tensors, like the optimiser's, change in the optimiser's step only. Empty: there
-    is no telling, and the optimiser's may change as well."""
+    """Names of the model's tensors that change only in the optimiser's step, as the optimiser's own tensors do. Empty
+    if nothing is known: the optimiser's tensors may change outside of it too."""
     finite: frozenset[str] = frozenset()
     """Names of the model's parameters that were finite when it was built: they are written as long as they are."""
     per_rank: Mapping[str, Tensor] = field(default_factory=dict)
-    """What belongs to this rank alone: the states of its random generators."""
+    """State of this rank alone: its random generators."""

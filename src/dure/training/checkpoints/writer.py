@@ -46,12 +46,12 @@ NAME = re.compile(r"samples-(\d{12,})(?:\.(\d+))?")
 """Sorts by position. `.2` is a later one at the same position, because one that is there is never touched."""
 WRITING = ".writing-"
 MARGIN_BYTES = 2**20
-"""What the directory and a few lines of records may need beside the files."""
+"""Bytes that the directory and a few lines of records may need in addition to the files."""
 MANIFEST_BYTES_PER_TENSOR = 512
 _LOCK_PATIENCE_SECONDS = 2.0
-"""Within which rank 0 has locked the directory, if it lives."""
+"""Seconds in which rank 0, if it lives, has locked the directory."""
 MOST_OF_MEMORY = 0.5
-"""Of the host's free memory that the copies of all ranks may take."""
+"""Fraction of the host's free memory that the copies of all ranks may take."""
 
 
 class CheckpointWriter:
@@ -71,11 +71,11 @@ class CheckpointWriter:
         self.rank = group.rank
         self.world_size = group.world_size
         self.is_copied = False
-        """Whether what is written is a copy: the tensors themselves may change when it is complete."""
+        """True if a copy is written: the tensors themselves may change once it is complete."""
         self.copies: HostCopies | None = None
-        """Who makes it."""
+        """Staging buffer that makes the copy; None if there is none."""
         self.copied_bytes = self.free_bytes = 0
-        """What all ranks' copies would take beyond what they have already, and the memory that is free."""
+        """Bytes that the copies of all ranks would take beyond their present buffers, and bytes of free memory."""
         self._snapshot = snapshot
         self._group = group
         self._share: Share | None = None
@@ -331,7 +331,7 @@ def word_of(error: Exception) -> dict[str, Any]:
 
 
 _TOLD: dict[str | None, type[DureError]] = {kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)}
-"""What is the same failure on every rank, whichever found it."""
+"""Errors that are the same failure on every rank, whichever rank found it; by class name."""
 
 
 def _word_name(rank: int) -> str:

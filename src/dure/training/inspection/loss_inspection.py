@@ -539,9 +539,9 @@ class _Tried(NamedTuple):
     forward_state: tuple[str, ...]
     """Paths of plain state outside the model that its calls changed."""
     has_gradients: bool
-    """Whether parameters, which had none, had gradients when the loss returned."""
+    """True if parameters that had no gradients had some when the loss returned."""
     has_changed_gradients: bool
-    """Whether the gradients that parameters had were others when it returned."""
+    """True if the gradients that parameters already had were different when the loss returned."""
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""

@@ -55,7 +55,8 @@ class Saver:
         self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
         self.pending: PendingSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
-        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
+        """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
+        backward."""
         self._is_full_told = False
         self._finite = finite_parameters(session.strategy.model)
 

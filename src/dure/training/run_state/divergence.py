@@ -25,15 +25,15 @@ class Divergence:
     """Replicas of one part of the state that are not the same."""
 
     holders: tuple[int, ...]
-    """The ranks that hold the part."""
+    """Ranks that hold the part."""
     odd: tuple[int, ...]
-    """Those of them that differ from what more than half of them hold; empty where there is no such majority."""
+    """Ranks that differ from more than half of the holders; empty if there is no such majority."""
     tensors: tuple[str, ...]
-    """Names of those that differ."""
+    """Names of the tensors that differ."""
     element: str
-    """The first element that differs, as `weight[3, 0]`; only the name where shapes differ."""
+    """First element that differs, as `weight[3, 0]`; only the name if shapes differ."""
     values: Mapping[int, str]
-    """What it is on each holder."""
+    """Value on each holder, by rank."""
 
     def in_words(self, step: int) -> str:
         """Say it, without a full stop."""

@@ -19,19 +19,21 @@ from dure.training.run_state.divergence import Divergence, common_parts, find_di
 from dure.training.session.session import Session
 
 MOST_FRACTION = 0.01
-"""Of the run's time that comparisons may take when nothing else is asked for."""
+"""Fraction of the run's time that comparisons may take if nothing else is asked for."""
 _AIMED_FRACTION = 0.7 * MOST_FRACTION
-"""What the interval is chosen for: cost and steps are known to a third at best where others use the machine too."""
+"""Fraction that the interval is chosen for. The times of comparisons and steps are known to a third at best if others
+use the machine too."""
 _SLOWEST_GROWTH = 4
-"""From one interval to the next: one slow comparison must not be the reason for none in a long time."""
+"""Largest growth from one interval to the next, so that one slow comparison does not stop all others for a long time.
+"""
 _REMEMBERED = 5
-"""Comparisons whose cost decides about the next interval."""
+"""Number of comparisons whose cost decides the next interval."""
 _CAUSE = (
     "likelier than broken hardware is code that does something on some ranks only (under a condition on the rank, or "
     "with draws, files or a clock of its own): run again, and if the same tensor differs at the same step it is the "
     "code, if another does it is the hardware of a device; --check-replicas-every 1 tells the step exactly"
 )
-"""Of most divergences, and the way to tell."""
+"""Cause of most divergences, and the way to confirm it."""
 _SETTINGS = ("check_replicas_every", "on_divergence")
 
 
@@ -81,10 +83,10 @@ class ReplicaCheck:
         knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_in_step
         self.is_on = spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
         self.agreed_samples = self.agreed_step = 0
-        """Where all agreed last."""
+        """Position in samples and in steps at which all ranks last agreed."""
         self.count = 0
         self.seconds = 0.0
-        """That comparisons took, waiting for other ranks included."""
+        """Seconds that comparisons took, including the wait for other ranks."""
         self._checked = self._next = -1
         self._exchange_seconds = 0.0
         self._begun = self._last = time.perf_counter()

@@ -32,11 +32,11 @@ from dure.training.snapshots.writer import SnapshotWriter
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
-"""Of the run's time that snapshots may take when nothing else is asked for, …"""
+"""Fraction of the run's time that snapshots may take if nothing else is asked for, …"""
 MOST_FOR_EVERY_STEP = 0.04
-"""… unless so much is enough for one after each step: then at most one step is ever done again."""
+"""… unless this fraction is enough for one after each step: then at most one step is ever done again."""
 MOST_OF_MEMORY = 0.5
-"""Of the host's free memory that they may take."""
+"""Fraction of the host's free memory that snapshots may take."""
 _FIRST_AGREEMENT = 8
 """Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
 
@@ -83,20 +83,22 @@ class MemorySaver:
         self._place = session.place
         self._survey: Survey | None = None
         self.must_take = False
-        """Whether a snapshot is to be taken before the first step: hosts have come that hold none."""
+        """True if a snapshot must be taken before the first step, because hosts have come that hold none."""
         self._writer: SnapshotWriter | None = None
         self._went_on_from: Position | None = None
         self._share: LiveShare | None = None
         self._steps = 0
         self._next_agreement = _FIRST_AGREEMENT
         self._seconds: list[float] = []
-        """That snapshots took since ranks agreed last, …"""
+        """Seconds of each snapshot since ranks last agreed, …"""
         self._step_seconds: list[float] = []
-        """… and steps."""
+        """… and of each step."""
         self._is_beside: bool | None = None
-        """Whether tensors on devices are copied beside the next forward and backward; None before the first."""
+        """True if tensors on devices are copied during the next forward and backward; None before the first snapshot.
+        """
         self._watched: tuple[list[Tensor], int] | None = None
-        """What is said to change in the optimiser's step only, and its checksum before a forward and backward."""
+        """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
+        backward."""
 
     def is_due(self) -> bool:
         """Return whether this boundary is one for a snapshot; to be asked once at each.

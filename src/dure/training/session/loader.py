@@ -23,7 +23,7 @@ from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
 
 NO_BATCH = object()
-"""What a rank that takes no samples gets in the place of a batch."""
+"""Stand-in for the batch of a rank that takes no samples."""
 
 _PROBED_FETCHES = 8
 _MOST_NAMED = 64
@@ -75,7 +75,7 @@ class SampleFetch(Dataset[Any]):
         self.columns = _plain_columns(data, collate)
         self.is_batched = hasattr(data, "__getitems__")
         self.has_collate_drawn = False
-        """Whether `collate` was seen to draw random numbers in this process."""
+        """True once `collate` was seen to draw random numbers in this process."""
         self._num_fetches = 0
 
     def __getitems__(self, request: FetchRequest) -> Any:

@@ -13,11 +13,11 @@ class GlobalBatch(NamedTuple):
 
     epoch: int
     indices: np.ndarray
-    """Data indices `(B,)`, the last batch of an epoch possibly shorter."""
+    """Data indices `(B,)`; the last batch of an epoch may be shorter."""
     samples_seen: int
-    """Of the whole run, after this batch."""
+    """Number of samples of the whole run, after this batch."""
     epoch_samples: int
-    """Samples of this epoch used, after this batch."""
+    """Number of samples of this epoch, after this batch."""
 
 
 class SampleOrder:

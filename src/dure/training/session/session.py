@@ -56,11 +56,11 @@ class Session:
     eval_samples: int
     eval_batch_size: int
     identity: TaskIdentity
-    """What is trained, to be compared with what a checkpoint was saved of."""
+    """Identity of the trained task, to be compared with that of a checkpoint."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Further differences from the undisturbed one-process run, found on the way."""
     kept: KeptState
-    """Plain state beside that of model and optimiser."""
+    """Plain state, apart from that of model and optimiser."""
 
 
 def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:

@@ -37,7 +37,7 @@ class Found:
     position: Position
     round: int
     world_size: int
-    """Of those that wrote it."""
+    """World size of the ranks that wrote it."""
 
     def is_of(self, one: Held) -> bool:
         """Return whether a rank's snapshot is a part of it."""

@@ -28,9 +28,9 @@ from dure.training.checkpoints.state import Position
 
 ENTRY = struct.Struct("<14q")
 NUM_PLACES = 2
-"""Which is enough to go on from the newest."""
+"""Number of places that is enough to go on from the newest snapshot."""
 MOST_PLACES = 3
-"""With the newest that is known to be right."""
+"""Number of places that also keeps the newest snapshot that is known to be right."""
 HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _PER_RANK = "per_rank"
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     epoch: int = 0
     begin: int = 0
     num_bytes: int = 0
-    """What the place may take, from `begin`."""
+    """Bytes of the place, from `begin`."""
     layout_bytes: int = 0
     state_begin: int = 0
     state_bytes: int = 0
@@ -184,9 +184,9 @@ class Packed(NamedTuple):
     """A rank's share as bytes, for another host."""
 
     numbers: list[int]
-    """By which it is read there."""
+    """Lengths and offset by which the reader finds the layout and the state in `head`."""
     head: bytes
-    """All but the tensors."""
+    """Bytes of everything but the tensors."""
     data: bytes
 
 

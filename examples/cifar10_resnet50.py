@@ -40,7 +40,7 @@ class CIFAR10(dure.Task):
     augment: bool = True
     """Shift and mirror training images."""
     data_dir: str = "data"
-    """Where torchvision's CIFAR-10 is, or goes."""
+    """Folder of torchvision's CIFAR-10, which is downloaded into it."""
     download: bool = True
     """Get CIFAR-10 (170 MB) when it is not in `data_dir`."""
     image_folder: str = ""

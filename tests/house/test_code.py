@@ -28,7 +28,7 @@ FORBIDDEN_CALLS = {
     "scatter_object_list": "unpickles what a peer sends",
     "recv_object_list": "unpickles what a peer sends",
 }
-"""By whole dotted name, or by its last part where the name stands for a collective."""
+"""Forbidden calls by whole dotted name, or by the last part of the name of a collective, each with the reason."""
 
 FORBIDDEN_KEYWORDS = {"shell": True, "weights_only": False, "allow_pickle": True}
 ROOMLESS = {"utils.py", "util.py", "common.py", "helpers.py", "helper.py", "misc.py"}

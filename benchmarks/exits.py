@@ -40,7 +40,7 @@ MARK = "EXITS_BENCHMARK_MARK"
 OF_TORCH = ("torchinductor_", "torchelastic_")
 """Temporary folders that torch keeps: one for what it compiles, and one that torchrun leaves of each run."""
 GRACE_SECONDS = 5.0
-"""What was told to end may take so long to be gone."""
+"""Seconds that processes which were told to end may take."""
 SETTINGS = {"strategy": "ddp", "nproc": 2, "samples": 4, "global_batch_size": 4, "device": "cpu", "quiet": True}
 FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))][:-1]
 

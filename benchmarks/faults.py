@@ -21,7 +21,7 @@ from paired import HERE, describe_surroundings, surroundings, write_results
 
 TABLE = "tests/faults/test_table.py"
 BROKEN = ("failure", "error", "skipped")
-"""What pytest's report has in a test that did not pass."""
+"""Elements of a test in pytest's report that mean that it did not pass."""
 
 
 def main() -> None:

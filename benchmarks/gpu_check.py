@@ -35,7 +35,7 @@ from dure.torchcompat import import_late_parts
 STEPS: dict[str, Any] = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
 """20 steps: six whole batches of 7 and one of two samples to an epoch, which no two devices share evenly."""
 _WHOLE_STEPS = 58
-"""Of these samples: an epoch and two whole batches."""
+"""Number of samples in an epoch and two whole batches."""
 TO_ROUNDING = 1e-10
 """Float64 sums in another order differ by about 1e-16 each; 20 steps amplify that little."""
 IN_HALF = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}

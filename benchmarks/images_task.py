@@ -60,7 +60,7 @@ class ResNet50(dure.Task):
     num_images: int = NUM_IMAGES
     is_fused: bool = True
     memory_file: str = ""
-    """Where to write the peak of allocated memory, at the end."""
+    """File for the peak of allocated memory in bytes, written at the end; empty for none."""
 
     def build_model(self) -> nn.Module:
         return build_resnet50(NUM_CLASSES).to(memory_format=torch.channels_last)

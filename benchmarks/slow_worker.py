@@ -9,7 +9,7 @@ import tiny
 from torch import Tensor, nn
 
 COMPUTE_SECONDS = 0.010
-"""What a step takes by sleeping alone, so that two cores are enough for two workers and a server."""
+"""Seconds of sleep in a step, so that two cores are enough for two workers and a server."""
 
 
 class SlowWorker(tiny.Tiny):

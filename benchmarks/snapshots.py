@@ -30,7 +30,7 @@ PLAIN, AGAIN, SNAPSHOTS = "no snapshots", "no snapshots, once more", "a snapshot
 BATCH = 128
 WARM_UP = 30
 BOUND_FRACTION = 0.02
-"""Of a step of 20 ms that a snapshot may take: the tiny model's."""
+"""Fraction of a step of 20 ms (the tiny model's) that a snapshot may take."""
 HEAD = "| | ms per step | difference, us | ratio, median | ratio, middle half |\n|---|---|---|---|---|\n"
 
 

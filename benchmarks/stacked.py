@@ -13,7 +13,7 @@ WIDTH = 512
 
 class Stacked(dure.Task):
     megabytes: int = 100
-    """Of weights and the optimiser's state together."""
+    """Megabytes of weights and the optimiser's state together."""
     num_samples: int = 1024
 
     def build_model(self) -> nn.Module:

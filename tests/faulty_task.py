@@ -71,10 +71,10 @@ class Pixels(TensorData):
 
 class Faulty(dure.Task):
     fault: str = "none"
-    """What goes wrong."""
+    """Kind of the fault."""
     place: str = "loss"
-    """Where: `loss`, `eval`, `late eval`, `build_model`, `train_data`, `prepare_data`, `dataset`, `backward`,
-    `each loss` or `none`."""
+    """Place of the fault: `loss`, `eval`, `late eval`, `build_model`, `train_data`, `prepare_data`, `dataset`,
+    `backward`, `each loss` or `none`."""
     rank: int = 0
     step: int = 3
     """The rank's microstep that goes wrong, counted in each of its processes."""

@@ -54,7 +54,7 @@ MANNERS: dict[str, Callable[[socket.socket], object]] = {
     "nothing": lambda connection: None,
     "reset": _reset,
 }
-"""What a stranger says before it leaves; those that only leave come last, for some listeners end with them."""
+"""Ways of a stranger to talk before it leaves; those that only leave come last, for some listeners end with them."""
 
 
 def disturb(process: psutil.Process) -> list[socket.socket]:

@@ -11,7 +11,7 @@ from tests.commands import Command, Prewarmed
 
 HEAD, OTHER = "10.77.1.1", "10.77.1.2"
 ROUNDING = 1e-10
-"""Of float64 sums in another order, over a few dozen steps."""
+"""Tolerance for float64 sums in another order, over a few dozen steps."""
 
 
 def ip(*words: str) -> None:

@@ -57,7 +57,7 @@ SUMMARY = RunSummary(
 )
 
 LIMIT_SECONDS = 0.4
-"""What `dure --help` may take; counted in processor time, since tests share the machine with others."""
+"""Limit of `dure --help` in seconds of processor time, since tests share the machine with others."""
 
 
 @pytest.fixture

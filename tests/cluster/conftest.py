@@ -22,7 +22,7 @@ from tests.commands import PATIENCE_SECONDS, wait_until
 
 NODES = ("n1", "n2")
 CORES = 2
-"""Of each node, whatever the host has."""
+"""CPUs of each node, whatever the host has."""
 
 CONFIGURATION = """
 ClusterName=dure

@@ -33,10 +33,10 @@ class Answer(NamedTuple):
     """What one rank has to say of one all-reduce."""
 
     digest: str
-    """Of the result's bits."""
+    """Digest of the result's bits."""
     sent_bytes: int
     error: float
-    """Largest difference to what `dist.all_reduce` made of the same vectors."""
+    """Largest difference from the result of `dist.all_reduce` on the same vectors."""
 
 
 def small_sizes(world_size: int) -> list[int]:

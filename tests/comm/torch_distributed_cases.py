@@ -20,7 +20,7 @@ import dure.comm
 
 BACKEND = "dure_shm"
 SECONDS = 6.0
-"""What a call waits for a rank that does not come: some cases see to it that one does not."""
+"""Seconds that a call waits for a rank that does not come; in some cases one never does."""
 
 
 def prepare() -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 INEXACT = [(name, 3) for name, info in STRATEGIES.items() if not info.is_exact]
 ENOUGH = 0.95
-"""Of the held-out digits, which one process gets to 98 to 99 % of."""
+"""Accuracy that is enough on the held-out digits, of which one process gets 98 to 99 % right."""
 
 
 @pytest.mark.parametrize(("strategy", "num_devices"), INEXACT)

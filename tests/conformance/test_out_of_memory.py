@@ -24,7 +24,7 @@ from tests.conformance.tasks import Normalised, Regression
 STEPS = {"global_batch_size": 22, "samples": 88, "seed": 5, "record_samples": True, "snapshot_every": 1}
 RESTARTS = {"max_restarts": 3}
 FIRST_RANK_COMPUTES = ("rpc_model",)
-"""Where no rank but the first has samples."""
+"""Strategies in which only the first rank has samples."""
 PLACES = [
     pytest.param(name, 3 if info.many_devices else 1, marks=[] if name in ("ddp", "single") else pytest.mark.slow)
     for name, info in STRATEGIES.items()

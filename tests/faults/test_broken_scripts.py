@@ -30,7 +30,8 @@ CULPRITS = {
     "stopped": {3: [1]},
     "swallowed_exception": {3: [1]},
 }
-"""By script and number of ranks: who is blamed. Of two ranks that contradict each other, either may be right."""
+"""Ranks that are blamed, by script and number of ranks. Of two ranks that contradict each other, either may be right.
+"""
 
 WITHOUT_LINE = {
     # nothing runs in it that could tell its line; it has told its step, and is no collective behind the others there

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 DURE = Path(__file__).with_name("hosts_dure.py")
 HOST = os.uname().nodename
 AHEAD_SECONDS = (0, 3600, -86400)
-"""Of the three hosts' clocks."""
+"""Seconds by which the three hosts' clocks are ahead."""
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 NUM_SAMPLES, BATCH, EPOCHS = 97, 8, 80
 CYCLES = 10
-"""How often a host goes and comes back."""
+"""Number of times that a host goes and comes back."""
 RESET_SECONDS, SILENCE_SECONDS, RETURN_SECONDS = 5.0, 15.0, 2.0
-"""Within which the others go on where a connection was reset, and where nothing is heard; and the pause of a return."""
+"""Seconds in which the others go on after a reset connection, and after silence; and the pause before a return."""
 GROWTH_BYTES = 16 * 2**20
-"""Of the leader's own memory over all cycles: fragmentation, not a leak per cycle."""
+"""Growth of the leader's own memory over all cycles: fragmentation, not a leak per cycle."""
 
 
 def train(name: str, *more: object, epochs: int = EPOCHS) -> tuple[object, ...]:

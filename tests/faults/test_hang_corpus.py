@@ -26,7 +26,7 @@ REPRESENTATIVE = {
     "native_sleep",
     "metrics_gather",
 }
-"""What stands for the others where there is little time."""
+"""Cases that stand for all others if time is short."""
 WITHOUT_LINE = {"stopped_rank"}
 
 pytestmark = pytest.mark.alone

@@ -27,7 +27,7 @@ TOLERANCE = 1e-10
 """Between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
 
 GONE_AFTER_SECONDS = 5.0
-"""What is promised of a run whose launcher was killed; it takes some hundredths of that."""
+"""Promised limit for a run whose launcher was killed; it takes some hundredths of that."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ SAMPLES, BATCH = 110, 7
 ADD_AS_THEY_COME = ("dp", "balanced_dp")
 """Strategies whose threads add gradients up in the order in which they are ready: two runs may differ by rounding."""
 FIRST_RANK_COMPUTES = ("model_parallel", "rpc_model")
-"""Where no rank but the first calls the loss."""
+"""Strategies in which only the first rank calls the loss."""
 
 
 class Mortal(Regression):

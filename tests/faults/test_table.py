@@ -48,7 +48,7 @@ class Stage:
     folder: Path
     run: RunFiles
     commands: tuple[Command, ...]
-    """Of each host."""
+    """Command on each host."""
     hosts: Hosts | None
     draw: random.Random
 
@@ -73,34 +73,34 @@ class Row:
 
     what: str
     happens: Happening | None = None
-    """From outside; None for what is planned in the run itself."""
+    """Disturbance from outside; None for a fault that is planned in the run itself."""
     faults: str = ""
-    """For `--faults`."""
+    """Value of `--faults`."""
     task: tuple[object, ...] = ()
-    """Options of the task by which it goes wrong."""
+    """Options of the task that make it go wrong."""
     flags: tuple[object, ...] = ()
-    """Of the run and of its control."""
+    """Flags of the run and of its control."""
     ranks: int = 2
     on_hosts: bool = False
-    """Whether there is one rank on each of two hosts."""
+    """True if there is one rank on each of two hosts."""
     code: int = 0
     says: str = ""
     says_elsewhere: str = ""
-    """What the other host is told."""
+    """Message on the other host."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """How many of those that tell of it the run has at its end; of the others of `NOTICED` there are none."""
+    """Number of each of the events of `NOTICED` that the run has at its end; 0 for those that are not named."""
     is_resumed: bool = False
-    """Whether the run ends before its time, and goes on with `--resume`."""
+    """True if the run ends early and goes on with `--resume`."""
     within_seconds: float
     """From the step before to the next step; for a run that ends, from what happened to its end."""
     repeats_steps: int = 0
-    """How many steps may be done twice."""
+    """Most steps that may be done twice."""
     difference: float = 0.0
     """Between weights and those of the control; 0 is bit by bit."""
     pause_seconds: float = 0.02
-    """What a step takes at least until the run is to hurry: the run is to last until it has happened."""
+    """Shortest time of a step until the run is to hurry, so that the run lasts until the disturbance."""
     instead: str = ""
-    """Faults of the control, where what happens must change the weights: the same on all ranks."""
+    """Faults of the control, if the disturbance changes the weights: the same on all ranks."""
 
     def __str__(self) -> str:
         return self.what

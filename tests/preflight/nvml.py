@@ -29,7 +29,7 @@ class Card:
     recovery: int = 0
     is_lost: bool = False
     has_handle: bool = True
-    """Of one that is lost: whether the library was open before, and still knows it by name."""
+    """True if the library was open before the card was lost, and still knows it by name."""
 
     @property
     def bus_id(self) -> str:

@@ -119,7 +119,7 @@ _SAME = {
     "all_gather_into_tensor": "allgather_base",
     "reduce_scatter_tensor": "reduce_scatter_base",
 }
-"""What DTensor calls them."""
+"""DTensor's names for these collectives."""
 
 _FUNCTIONAL: dict[str, Callable[[Any, Any], int]] = {
     "allreduce": _of_functional_all_reduce,

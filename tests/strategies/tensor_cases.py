@@ -19,7 +19,8 @@ from tests.comm.gloo_ranks import on_ranks
 
 WIDTH, LENGTH = 6, 3
 TO_ROUNDING = 1e-12
-"""Of the largest weight: sums of a few hundred float64 terms in another order, over three steps."""
+"""Tolerance as a fraction of the largest weight: sums of a few hundred float64 terms in another order, over three
+steps."""
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Case = tuple[Callable[[], nn.Module], Callable[[], Loss]]

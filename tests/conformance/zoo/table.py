@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "what-works.md"
 MARKS = {"exact": "✓", "declared": "≈", "refused": "✗"}
 
 Row = dict[str, dict[str, str]]
-"""Of each strategy the kind of its verdict and the sentence that goes with it."""
+"""Kind of verdict and its sentence, for each strategy."""
 
 _INTRODUCTION = """# What works
 

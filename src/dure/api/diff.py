@@ -42,8 +42,8 @@ class WeightsDifference:
     tensor: str | None
     """Tensor with the largest difference; None if the checkpoints are bitwise identical."""
     num_nan: int
-    """Number of elements that are NaN in both. With a tolerance they count as equal; without one their bits must match.
-    """
+    """Number of elements that are NaN in both. They count as equal with a tolerance; without one, their bits must
+    match."""
 
     def is_apart(self, tolerance: float) -> bool:
         """Return whether they differ: in any bit, or by more than a relative tolerance."""

@@ -46,8 +46,7 @@ class ScriptSettings:
     arguments: Sequence[str] = ()
     is_module: bool = False
     nproc: str = "auto"
-    """Ranks on each node, as under torchrun: a number, `cpu`, `gpu`, or `auto` for the number of accelerators (at least
-    1)."""
+    """Ranks on each node, as under torchrun: a number, `cpu`, `gpu`, or `auto` for the accelerators (at least 1)."""
     start: str = "auto"
     max_restarts: int = 0
     on_hang: str = "wait"

@@ -38,8 +38,8 @@ _served: dict[tuple[str, int], dist.Store] = {}
 entering the next."""
 
 _numbers = itertools.count()
-"""Number of the next run. Ranks meet once for each run that their script trains, and the number keeps the keys of the
-runs apart."""
+"""Counter of this process's meetings. Ranks meet once for each run that their script trains, and the number keeps the
+keys of the runs apart."""
 
 
 class Meeting:

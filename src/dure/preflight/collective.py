@@ -25,8 +25,7 @@ from dure.units import format_seconds
 ENTRY = "dure.comm.entrypoints.preflight"
 NAME = "collective"
 _PART_OF_LIMIT = 0.6
-"""Fraction of the time limit that one call may take, so that a rank that waits in vain reports it before all are ended.
-"""
+"""Fraction of the time limit that one call may take: a rank that waits in vain reports it before all are ended."""
 _MOST_NAMED = 4
 
 

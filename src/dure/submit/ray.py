@@ -34,8 +34,7 @@ class Plan:
 
     job: Job
     address: str | None = None
-    """Address of a running cluster; None for the one that RAY_ADDRESS names, or one that is there, or a new local one.
-    """
+    """Address of a running cluster; None for the one that RAY_ADDRESS names, one that is there, or a new local one."""
 
     def bundles(self) -> list[dict[str, float]]:
         """Return the resources of each node."""

@@ -47,7 +47,7 @@ WHOLE_BYTES = 512 * 2**10
 """Limit of the bytes beyond its own share that every rank reads in order to save one barrier."""
 
 _SEGMENT_BYTES = 12 * 2**20
-"""Size of the segment. With many ranks the shares become smaller, so that it stays within the caches."""
+"""Largest size of the segment. With many ranks the shares become smaller, so that it stays within the caches."""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

@@ -27,8 +27,7 @@ class Message:
     source: int
     destination: int
     start: int
-    """Index of the first element in the tensor's storage. That is the vector's own index, unless the vector is a view.
-    """
+    """Index of the first element in the tensor's storage, which is the vector's own index unless it is a view."""
     num_elements: int
     num_bytes: int
     values: tuple[float, ...]

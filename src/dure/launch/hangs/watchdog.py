@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dure.process.heartbeat import Heartbeats, Pace
 
 LEAST_SECONDS = 10.0
-"""Lower bound of every limit: shorter waits are no hang, as a loader starts or a file system hesitates."""
+"""Lower bound of the limits that are derived: shorter waits are no hang, as when a loader starts."""
 TIMES_MEDIAN = 10.0
 TIMES_LONGEST = 3.0
 """Factor on the longest silence so far that ended by itself."""

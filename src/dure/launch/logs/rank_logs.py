@@ -25,8 +25,7 @@ _PIPE_BYTES = 2**20
 _RELAY_BYTES = 2**16
 _POLL_SECONDS = 0.02
 _CATCH_UP_SECONDS = 1.0
-"""Seconds that the supervisor holds its own output back for that of ranks; a rank that floods its pipe never catches
-up."""
+"""Seconds that the supervisor holds its own output back for that of ranks: a pipe that is flooded is never empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class WayBack:
     how_ended: Callable[[], str | None]
     """Function that returns how the run ended, by its record; None while it goes on."""
     on_wait: Callable[[str], None]
-    """Callback that is told what this node waits for."""
+    """Callback that gets a sentence about what this node waits for."""
     on_lead: Callable[[], None]
     """Callback for when this node takes the lead."""
 

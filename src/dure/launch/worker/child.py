@@ -31,8 +31,7 @@ class Output:
     """Output of a worker, and whether it reads the terminal."""
 
     log: str | None = None
-    """Log file for both streams; None for the terminal, where stdout is joined to stderr, or for the descriptors below.
-    """
+    """Log file for both streams; None for the terminal, where stdout is joined to stderr, or the descriptors below."""
     descriptors: tuple[int, int] | None = None
     """Descriptors for stdout and stderr."""
     has_live_line: bool = False

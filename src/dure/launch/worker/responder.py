@@ -22,7 +22,7 @@ from typing import Any
 from dure.process.context import Place
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""Signal on which a rank writes its stacks. Programs hardly ever use it, as they do SIGUSR1 and SIGUSR2."""
+"""Signal on which a rank writes its stacks. Programs hardly ever use it; SIGUSR1 and SIGUSR2 are often theirs."""
 
 MOST_COLLECTIVES = 64
 """Number of the last collectives that are reported: no person would read more, and a rank that waits makes no more

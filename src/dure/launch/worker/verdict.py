@@ -53,8 +53,7 @@ class WorkerEnd:
     is_out_of_memory: bool | None = None
     """True if the kernel killed it for lack of memory, False if not; None if unknown or not killed."""
     memory_limit_bytes: int | None = None
-    """Limit of the container or job that ran out of memory; None if the host did, or the kernel did not kill it for
-    that."""
+    """Limit of the container or job that ran out of memory; None if the host did, or if it was not killed for that."""
     crash: tuple[Frame, ...] = ()
     """Frames of the place where native code crashed, innermost first."""
     node: str = ""

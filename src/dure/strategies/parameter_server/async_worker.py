@@ -69,8 +69,7 @@ class PullNumbers(NamedTuple):
     """Seconds from the push's turn to the reply."""
     stop: float = 0.0
     save: float = 0.0
-    """Nonzero if the server itself wants to save. Workers pass its requests, this and `stop`, on to the first server.
-    """
+    """Nonzero if the server itself wants to save. Workers pass this and `stop` on to the first server."""
     stop_step: float = math.inf
     save_step: float = math.inf
     """Agreed steps after which all stop, or save; infinite if there is none."""

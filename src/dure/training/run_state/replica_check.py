@@ -24,8 +24,7 @@ _AIMED_FRACTION = 0.7 * MOST_FRACTION
 """Fraction that the interval is chosen for. The times of comparisons and steps are known to a third at best if others
 use the machine too."""
 _SLOWEST_GROWTH = 4
-"""Largest growth from one interval to the next, so that one slow comparison does not stop all others for a long time.
-"""
+"""Largest growth from one interval to the next, so that one slow comparison does not put off all others for long."""
 _REMEMBERED = 5
 """Number of comparisons whose cost decides the next interval."""
 _CAUSE = (

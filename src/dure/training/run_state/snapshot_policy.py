@@ -94,8 +94,7 @@ class MemorySaver:
         self._step_seconds: list[float] = []
         """… and of each step."""
         self._is_beside: bool | None = None
-        """True if tensors on devices are copied during the next forward and backward; None before the first snapshot.
-        """
+        """True if tensors on devices are copied during the next forward and backward; None before the first copy."""
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
         backward."""

@@ -23,7 +23,7 @@ from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
 
 NO_BATCH = object()
-"""Stand-in for the batch of a rank that takes no samples."""
+"""Placeholder for the batch of a rank that takes no samples."""
 
 _PROBED_FETCHES = 8
 _MOST_NAMED = 64

@@ -27,7 +27,7 @@ from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
 from socket import socket
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -773,9 +773,9 @@ def replaced_collectives(instead: Callable[[str], Any]) -> Iterator[None]:
     """
     cells: list[tuple[Any, Any]] = []
     for name, function in vars(torch.distributed.distributed_c10d).items():
-        code = getattr(function, "__code__", None)
-        if code is not None and hasattr(function, "__wrapped__") and "func" in code.co_freevars:
-            cell = function.__closure__[code.co_freevars.index("func")]
+        is_logged = type(function) is FunctionType and "func" in function.__code__.co_freevars
+        if is_logged and hasattr(function, "__wrapped__"):
+            cell = function.__closure__[function.__code__.co_freevars.index("func")]
             cells.append((cell, cell.cell_contents))
             cell.cell_contents = functools.partial(lambda name, *args, **kwargs: instead(name), name)
     try:
@@ -817,6 +817,23 @@ def without_overrides() -> AbstractContextManager[Any]:
 def is_operator(func: object) -> bool:
     """Return whether a function is one of `torch.ops`, as a public one is below autograd (private in torch)."""
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+@contextmanager
+def watched_parametrizations(cached: Callable[[], Any]) -> Iterator[None]:
+    """Call a function wherever `torch.nn.utils.parametrize.cached` would look for a tensor (private in torch)."""
+    parametrize: Any = nn.utils.parametrize
+
+    class Watched(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            cached()
+            return super().get(key, default)
+
+    before, parametrize._cache = parametrize._cache, Watched()
+    try:
+        yield
+    finally:
+        parametrize._cache = before
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

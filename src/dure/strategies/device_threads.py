@@ -8,11 +8,14 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dure.errors import TaskInvalid
+from dure.torchcompat import watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):
@@ -56,9 +59,13 @@ class DeviceThreads:
             in_order: Run them one after the other in this thread.
 
         Raises:
+            TaskInvalid: One uses `parametrize.cached()`, whose cache all devices have in common.
             Exception: The first device's exception, after all threads have come to an end.
         """
-        pairs = list(zip(self._devices, calls, strict=False))
+        with watched_parametrizations(_refuse_cached) if len(calls) > 1 else nullcontext():
+            return self._run(list(zip(self._devices, calls, strict=False)), in_order=in_order)
+
+    def _run(self, pairs: list[tuple[torch.device, Callable[[], Any]]], *, in_order: bool) -> list[Any]:
         if self._pool is None or in_order or len(pairs) == 1:
             return [_on_device(device, call) for device, call in pairs]
         modes = _Modes({device.type for device in self._devices})
@@ -72,6 +79,13 @@ class DeviceThreads:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _refuse_cached() -> None:
+    raise TaskInvalid(
+        "parametrize.cached() keeps one tensor for all devices of a process, and each needs its own: leave it out, or "
+        "use ddp"
+    )
 
 
 def _on_device(device: torch.device, call: Callable[[], Any]) -> Any:

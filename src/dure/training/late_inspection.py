@@ -47,17 +47,18 @@ class LateInspection:
             is_last: Whether there is no later call.
         """
         strategy = self._session.strategy
-        traits = strategy.traits
+        traits, texts = strategy.traits, []
         if self._generators is not None and not strategy.optimizer_draws and strategy.has_drawn_since(self._generators):
             self._generators = None
             traits = replace(traits, draws=True)
+            texts += [self._session.draws_anew] if self._session.draws_anew else []
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
         if traits is strategy.traits:
             return []
         known, strategy.traits = strategy.not_preserved(), traits
-        return [text for text in strategy.not_preserved() if text not in known]
+        return [*texts, *(text for text in strategy.not_preserved() if text not in known)]
 
     def _is_due(self, *, is_last: bool) -> bool:
         if is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1):

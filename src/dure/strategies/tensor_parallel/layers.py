@@ -76,7 +76,11 @@ class DividedLayer(ParallelStyle):
 
     def _call(self, original: Any, input: Tensor) -> Tensor:
         # whose method it is, the layer's or its copy's, is all that is asked of it
-        return self._forward(original.__self__, input)
+        layer = original.__self__
+        if isinstance(layer, nn.Linear) and input.dim() == 1:
+            # torch takes the row out again in place, of which a DTensor's gradient does not learn
+            return self._forward(layer, input.unsqueeze(0)).squeeze(0)
+        return self._forward(layer, input)
 
     def _divided(self, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
         if id(parameter) not in self._parameters:

@@ -72,6 +72,7 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
         "precision": strategy.precision.state(),
         "expectation": strategy.expectation,
         "progression": vars(progression).copy(),
+        "draws_anew": session.draws_anew,
     }
 
 
@@ -123,10 +124,13 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     digest = "" if state is None else _digest(state[name] for name in generators if name in state)
     said = group.all_gather_json([drew, strategy.random_stream, digest])
     is_continued = state is not None and all(before == now for before, now, _ in said)
-    if strategy.draws and not is_continued:
-        session.notes.append(
+    session.draws_anew = checkpoint.extra.get("draws_anew", "")
+    if not is_continued:
+        session.draws_anew = (
             f"random numbers: begun anew at {progression.samples_seen:,} samples, on other ranks than before"
         )
+    if strategy.draws and session.draws_anew:
+        session.notes.append(session.draws_anew)
     if state is not None and is_continued:
         # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
         are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})

@@ -59,6 +59,8 @@ class Session:
     """Identity of the trained task, to be compared with that of a checkpoint."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Further differences from the undisturbed one-process run, found on the way."""
+    draws_anew: str = ""
+    """Declaration about the generators, if a checkpoint could not bring them back; it applies once the task draws."""
     kept: KeptState
     """Plain state, apart from that of model and optimiser."""
 

@@ -92,12 +92,14 @@ class LateInspection:
 
     def _difference_in_evaluation(self) -> str | None:
         session, strategy = self._session, self._session.strategy
-        loader = session.eval_loader or (session.train_loader if strategy.traits.is_evaluable else None)
+        # training data if the loss takes it in an evaluation: a threshold may lie between the two
+        loader, num_samples = session.eval_loader, session.eval_samples
+        if strategy.traits.is_evaluable:
+            loader, num_samples = session.train_loader, session.order.num_samples
         if loader is None:
             return None
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
-        num_samples = session.eval_samples or session.order.num_samples
         try:
             at_once, in_parts, few = few_evaluated(session, loader, num_samples, has_metrics=False)
         except DataInvalid:  # on all ranks alike: none of these samples counts

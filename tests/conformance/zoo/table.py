@@ -23,6 +23,7 @@ from tests.conformance.zoo import (  # noqa: F401 - each registers its features
     outputs_and_batches,
     state_and_randomness,
     usual_trainings,
+    views_of_ranks,
 )
 from tests.conformance.zoo.cell import WAYS, Verdict, reference_of, run_cell
 from tests.conformance.zoo.feature import FEATURES, Feature
@@ -65,6 +66,7 @@ _GROUPS = {
     "State": "State of the model and the task",
     "State elsewhere": "State and settings in other places",
     "Later": "Traits that show only after some steps or samples",
+    "Ranks and copies": "Ranks, copies of the model, and hooks that come late",
 }
 """Groups of features in the order of the page, and their headings."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dure.errors import TaskInvalid
+from dure.torchcompat import is_transforming
 
 Answer = Callable[..., Any]
 
@@ -19,8 +20,30 @@ class _StandIn:
     _state: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function's answer."""
+        """Return the function's answer.
+
+        Raises:
+            TaskInvalid: The call is made within a transform of `torch.func`, whose tensors no other rank has.
+        """
+        if is_transforming():
+            raise TaskInvalid(
+                f"the task calls {type(self).__name__} within torch.func (vmap, grad, jacrev ...), which cannot go "
+                "through a model that is cut into sections: use ddp or fsdp"
+            )
         return self._answer(*args, **kwargs)
+
+    def __deepcopy__(self, *_: Any) -> Any:
+        """Refuse to be copied: this rank has a part of the model alone.
+
+        Raises:
+            TaskInvalid: Always.
+        """
+        raise TaskInvalid(
+            f"the task copies {type(self).__name__} (copy.deepcopy, pickle), of which each rank has a section alone: "
+            "make the copy in build_model, or use ddp or fsdp"
+        )
+
+    __copy__ = __reduce_ex__ = __deepcopy__
 
     @property
     def forward(self) -> Answer:

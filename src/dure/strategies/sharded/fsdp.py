@@ -32,6 +32,7 @@ from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.state.common_buffers import broadcast_buffers
+from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
@@ -168,6 +169,7 @@ class FSDP(ShardedStrategy):
 
     def distribute(self) -> None:
         """Watch which parameters are used, and hand the shards to the optimiser."""
+        self._refuse_copies()
         # gradients are only ever added: every loss is divided by the global count already
         for module in self._sharded():
             module.set_gradient_divide_factor(1.0)
@@ -189,6 +191,17 @@ class FSDP(ShardedStrategy):
         self.objective(None, 1)
         self._reshard()
         super().distribute()
+
+    def _refuse_copies(self) -> None:
+        """Refuse copies of the model, or of weights, that `build_optimizer` made: they have shards in their place."""
+        own = {id(part) for part in (*self.model.modules(), *self.model.parameters())}
+        for path, value in ObjectState(self.objects).first.items():
+            tensors = value.parameters() if isinstance(value, nn.Module) else [value]
+            if id(value) not in own and any(isinstance(tensor, DTensor) for tensor in tensors):
+                raise TaskInvalid(
+                    f"build_optimizer left a copy of weights in {path}, which under fsdp has shards in their place: "
+                    "make it in build_model, where weights are whole, or use ddp"
+                )
 
     def watched_parameters(self) -> ParameterWatch:
         """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""

@@ -10,6 +10,7 @@ from dure.strategies.division.trial import is_equal
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.pieces import memory_of, version_of
+from dure.torchcompat import is_transforming
 
 
 class StateOfModules:
@@ -55,9 +56,10 @@ class StateOfForward:
         self.changed: dict[str, Any] = {}
 
     def __enter__(self) -> "StateOfForward":
+        # functions, which a deep copy of the model takes as they are, and not methods, with which it would copy this
         self._handles = [
-            self._model.register_forward_pre_hook(self._begin),
-            self._model.register_forward_hook(self._end),
+            self._model.register_forward_pre_hook(lambda *_: self._begin()),
+            self._model.register_forward_hook(lambda *_: self._end()),
         ]
         return self
 
@@ -65,10 +67,10 @@ class StateOfForward:
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self) -> None:
         self._before = ObjectState(self._objects)
 
-    def _end(self, *_: Any) -> None:
+    def _end(self) -> None:
         self.changed |= self._before.changed()
 
 
@@ -83,15 +85,17 @@ class FedState:
 
     def __enter__(self) -> "FedState":
         self._now = self._held()
-        self._handle = self._model.register_forward_pre_hook(self._look, with_kwargs=True)
+        self._handle = self._model.register_forward_pre_hook(
+            lambda _, args, kwargs: self._look((args, kwargs)), with_kwargs=True
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
-    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        for tensor in tensors_in((args, kwargs)):
-            memory = memory_of(tensor)
+    def _look(self, call: Any) -> None:
+        for tensor in tensors_in(call):
+            memory = None if is_transforming() else memory_of(tensor)  # vmap's tensors have none
             if memory is not None and memory[:2] in self._now:
                 name, version = self._now[memory[:2]]
                 if self._first.get(memory[:2]) != version:

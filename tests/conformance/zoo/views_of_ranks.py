@@ -1,0 +1,187 @@
+"""Features: tasks that know of ranks, call them, or keep copies of the model, and hooks that come late."""
+
+import copy
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.optim import SGD, Optimizer
+
+import dure
+from tests.conformance.zoo.feature import Samples, ZooTask, chain, data, feature
+
+RANK = ("depends on the rank",)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@feature("Ranks and copies", "a loss that reads the number of the rank", declares=RANK)
+class RankInLoss(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (1 + 0.5 * rank())
+
+
+@feature("Ranks and copies", "a model that reads the number of the rank", declares=RANK)
+class RankInModel(ZooTask):
+    def build_model(self) -> nn.Module:
+        model, scale = chain(), 1.0 + rank()
+        model.register_forward_hook(lambda module, args, output: output * scale)
+        return model
+
+
+@feature("Ranks and copies", "data of which each rank reads its own part")
+class RankInData(ZooTask):
+    def train_data(self) -> Any:
+        x, y = data()
+        order = torch.arange(len(x)).roll(rank())
+        return Samples(x[order], y[order])
+
+
+@feature("Ranks and copies", "evaluation data of which each rank reads its own part")
+class RankInEvaluation(ZooTask):
+    def eval_data(self) -> Any:
+        x, y = data(7, seed=2 + rank())
+        return Samples(x, y)
+
+
+@feature("Ranks and copies", "a learning rate by the number of the rank")
+class RankInRate(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1 * (1 + rank()), momentum=0.9)
+
+
+@feature("Ranks and copies", "an `all_reduce` of the loss's own")
+class OwnCollective(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        count = torch.tensor(float(len(x)), dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return functional.mse_loss(model(x), y, reduction="sum") / count
+
+
+@feature("Ranks and copies", "metrics that are reduced over ranks by the task")
+class CollectiveInMetrics(ZooTask):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        total = (model(x) - y).abs().sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return {"error": dure.Sum(total, y.numel())}
+
+
+@feature("Ranks and copies", "a copy of the model made in `build_optimizer`, as a teacher")
+class CopyOfModel(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        return super().build_optimizer(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        output = model(x)
+        return functional.mse_loss(output, y) + 0.3 * functional.mse_loss(output, self.teacher(x))
+
+
+@feature("Ranks and copies", "copies of weights made in `build_optimizer`, to stay near them (EWC, L2-SP)")
+class CopiesOfWeights(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        self.anchors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return super().build_optimizer(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        distance = sum((p - self.anchors[name]).square().sum() for name, p in model.named_parameters())
+        return super().loss(model, batch) + 0.3 * distance
+
+
+@feature("Ranks and copies", "a copy of the model made in each call of the loss")
+class CopyInLoss(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.01)
+            target = other(batch[0])
+        return super().loss(model, batch) + 0.3 * functional.mse_loss(model(batch[0]), target)
+
+
+@feature("Ranks and copies", "`torch.func.vmap` over samples")
+class Vmap(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        def of_one(x: Tensor, y: Tensor) -> Tensor:
+            return functional.mse_loss(model(x), y)
+
+        return torch.func.vmap(of_one)(*batch).mean()
+
+
+@feature("Ranks and copies", "calls of the model with one sample, without a dimension for the batch")
+class OneSample(ZooTask):
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return torch.stack([functional.mse_loss(model(x), y) for x, y in zip(*batch, strict=True)]).mean()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+@feature("Ranks and copies", "`parametrize.cached()` around two calls of the model")
+class CachedParametrization(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        parametrize.register_parametrization(model[2], "weight", Symmetric())
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        with parametrize.cached():
+            return functional.mse_loss(model(x), y) + 0.1 * functional.mse_loss(model(-x), y)
+
+
+@feature("Ranks and copies", "noise by a forward hook that `build_optimizer` registers", declares=("random numbers",))
+class NoiseHookOfOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        model[2].register_forward_hook(
+            lambda module, args, output: output * (1 + 0.1 * torch.rand_like(output)) if module.training else output
+        )
+        return super().build_optimizer(model)
+
+
+@feature("Ranks and copies", "hooks on gradients that the first call of the loss registers", declares=("no mean over",))
+class HooksOfLoss(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.has_hooks = False
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if not self.has_hooks:
+            self.has_hooks = True
+            for parameter in model.parameters():
+                parameter.register_hook(lambda gradient: 0.5 * gradient.clamp(-0.01, 0.01))
+        return super().loss(model, batch)
+
+
+class StepsInBackward(SGD):
+    """Leaves the steps to hooks."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+@feature("Ranks and copies", "optimisers that step in backward, one for each parameter")
+class OptimizerInBackward(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        own = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        for parameter in own:
+            parameter.register_post_accumulate_grad_hook(step)
+        return StepsInBackward(model.parameters(), lr=0.1)

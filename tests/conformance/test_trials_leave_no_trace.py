@@ -48,6 +48,24 @@ class CachedInBoundedFunction(Trained):
         return super().loss(model, batch) * bounded_factor_of("all")[0]
 
 
+class CachedBefore(Trained):
+    """A list in a cache that is filled before the loss is first called."""
+
+    cached = staticmethod(factor_of)
+
+    def build_model(self):
+        self.cached("all")
+        return super().build_model()
+
+    def loss(self, model, batch):
+        self.cached("all")[0] *= 1.1
+        return super().loss(model, batch) * self.cached("all")[0]
+
+
+class CachedBeforeInBounded(CachedBefore):
+    cached = staticmethod(bounded_factor_of)
+
+
 class CachedInMethod(Trained):
     @functools.cache  # noqa: B019
     def kept(self):
@@ -77,6 +95,37 @@ class EnvironmentVariable(Trained):
         return super().loss(model, batch) * (1 + 0.1 * int(os.environ["ZOO_CALLS"]))
 
 
+class HookOfOptimizer(Trained):
+    """A hook that is not to be registered twice, by an optimiser without which the loss fails."""
+
+    def build_optimizer(self, model):
+        self.factor = 1.5
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 0.9 * gradient)
+        model[2].register_forward_hook(lambda module, args, output: 1.1 * output)
+        return super().build_optimizer(model)
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * self.factor
+
+
+def scale_gradient(parameter):
+    parameter.grad.mul_(0.9)
+
+
+class HookOfFirstLoss(Trained):
+    def build_model(self):
+        self.has_hooks = False
+        return super().build_model()
+
+    def loss(self, model, batch):
+        if not self.has_hooks:
+            self.has_hooks = True
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(scale_gradient)
+        return super().loss(model, batch)
+
+
 class AppendedFile(Trained):
     def loss(self, model, batch):
         with open("calls.txt", "a") as file:
@@ -102,6 +151,7 @@ class SavedTensor(Trained):
 
 TASKS = [
     *(CachedInFunction, CachedInBoundedFunction, CachedInMethod, AttributeOfParameter, AttributeOfFunction),
+    *(CachedBefore, CachedBeforeInBounded, HookOfOptimizer, HookOfFirstLoss),
     *(EnvironmentVariable, AppendedFile, WrittenFile, SavedTensor),
 ]
 

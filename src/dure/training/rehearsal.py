@@ -19,6 +19,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import is_equal
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
+from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.surroundings import Surroundings
@@ -122,7 +123,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
     limited = _limited_embeddings(session)
     surroundings = Surroundings()
-    with surroundings.watched():
+    with surroundings.watched(), without_new_hooks(model):
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)

@@ -5,6 +5,7 @@ own. It is found by walking over attributes and containers, as far as these are 
 """
 
 import functools
+import gc
 import operator
 import types
 import weakref
@@ -12,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
+from itertools import islice
 from queue import Queue
 from typing import Any
 
@@ -74,6 +76,8 @@ HOOKS = (
 """Registers of the hooks that a step runs."""
 _MOST_OBJECTS = 5_000
 """Objects and containers that one walk looks into; the rest is compared by identity."""
+_MOST_CACHED = 100
+"""Values in the cache of a function that a walk looks into."""
 _MOST_LEVELS = 60
 """Objects that hold one another, of which a walk looks into the innermost."""
 
@@ -217,6 +221,8 @@ class ObjectState:
             self._seen[id(value)] = value
             self._add(cache_place(path, value))
             self._walk(path, value.__wrapped__)
+            for number, cached in enumerate(islice(_cached_values(value), _MOST_CACHED)):
+                self._walk(f"{path}{_CALL}[{number}]", cached)
         if isinstance(value, (*ATOMS, *SEALED)) or id(value) in self._seen:
             return
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
@@ -406,6 +412,16 @@ class ObjectState:
             for number, hook in enumerate(vars(owner).get(hooks, {}).values()):
                 self._walk(f"{path}.{hooks}[{number}]", hook)
         self._holder = outer
+
+
+def _cached_values(function: Any) -> Iterator[Any]:
+    """Yield what the cache of a function holds, which Python shows to its garbage collector alone."""
+    attributes = vars(function)
+    for held in gc.get_referents(function):
+        if type(held) is dict and held is not attributes:
+            yield from held.values()
+        elif held is not attributes and not isinstance(held, (*SEALED, types.FunctionType)):
+            yield held
 
 
 _ORDERED = (tuple, list, deque, MutableMapping)

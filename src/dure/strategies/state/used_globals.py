@@ -45,8 +45,10 @@ class _Used:
                 self._seen[id(base)] = base
                 self._add(f"class {base.__qualname__}", class_variables(base))
                 for name, member in vars(base).items():
-                    if isinstance(member, functools._lru_cache_wrapper):
-                        self._add(f"{base.__qualname__}.{name}", member)
+                    inner = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+                    inner = inner.fget if isinstance(inner, property) else inner
+                    if isinstance(inner, functools._lru_cache_wrapper):
+                        self._add(f"{base.__qualname__}.{name}", inner)
                     for function in _functions_in(member):
                         if _may_keep_state(function):
                             self._add(function.__qualname__, function)
@@ -116,7 +118,8 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
     elif isinstance(value, staticmethod | classmethod):
         yield from _functions_in(value.__func__)
     elif isinstance(value, property):
-        yield from (each for each in (value.fget, value.fset, value.fdel) if isinstance(each, types.FunctionType))
+        for each in (value.fget, value.fset, value.fdel):
+            yield from _functions_in(each)
     elif isinstance(value, functools.cached_property | functools.partial):
         yield from _functions_in(value.func)
     elif isinstance(value, types.MethodType):

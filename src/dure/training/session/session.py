@@ -24,6 +24,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
+from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.used_globals import used_globals
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import tell
@@ -216,7 +217,8 @@ def _traits(
     traits = shared()
     if not traits.has_failed and not traits.needs_optimizer:
         return traits
-    task.build_optimizer(model)  # for what it sets in the task; the strategy builds its own
+    with without_new_hooks(model):
+        task.build_optimizer(model)  # for what it sets in the task; the strategy builds its own
     if known is not None:
         return traits
     again = shared()

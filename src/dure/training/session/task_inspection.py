@@ -14,7 +14,7 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.generator_state import GENERATORS, generator_state
-from dure.strategies.state.gradient_hooks import gradient_hooks
+from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.namespaces import ATOMS
 from dure.strategies.state.object_state import ObjectState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives

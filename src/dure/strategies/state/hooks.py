@@ -1,0 +1,36 @@
+"""Hooks on a model's parameters and modules."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from dure.torchcompat import keep_gradient_hooks, num_gradient_hooks
+
+_REGISTERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def gradient_hooks(model: nn.Module) -> dict[str, int]:
+    """Return the parameters, and modules, with hooks that see gradients, and how many each has."""
+    found = {name: num_gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        found[name or type(module).__name__] = len(module._backward_hooks) + len(module._backward_pre_hooks)
+    return {name: number for name, number in found.items() if number}
+
+
+@contextmanager
+def without_new_hooks(model: nn.Module) -> Iterator[None]:
+    """Take out the hooks on gradients and on calls of modules that are registered inside."""
+    undo = [keep_gradient_hooks(parameter) for parameter in model.parameters()]
+    # no others: FSDP registers those of its state_dict in its first forward pass
+    registers = [
+        (hooks, hooks.copy()) for module in model.modules() for hooks in (vars(module)[name] for name in _REGISTERS)
+    ]
+    try:
+        yield
+    finally:
+        for take_out in undo:
+            take_out()
+        for hooks, before in registers:
+            hooks.clear()
+            hooks.update(before)

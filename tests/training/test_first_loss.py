@@ -1,0 +1,53 @@
+"""The loss of the first samples, as ranks compare it."""
+
+import pytest
+
+from dure.errors import DataInvalid
+from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
+from dure.training.task.identity import refuse_unlike_samples
+
+
+def first(value, gradient=2.0):
+    return FirstLoss(value=value, gradient=gradient, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    "everyones",
+    [
+        [],
+        [first(1.0)],
+        [first(1.0), first(1.0 + 1e-12)],
+        [first(1.0), first(None, None), first(1.0)],
+        [first(None, None), first(1.0)],
+        [first(0.0), first(0.0)],
+        [first(1.0, 2.0), first(1.0, 2.0 + 1e-9)],
+    ],
+)
+def test_ranks_with_one_loss_do_not_differ(everyones):
+    assert difference_of_ranks(everyones) is None
+
+
+@pytest.mark.parametrize(
+    ("everyones", "figures"),
+    [
+        ([first(1.0), first(1.5)], "it is 1 on rank 0 and 1.5 on rank 1 for the same samples"),
+        ([first(None), first(1.0), first(-1.0)], "it is 1 on rank 1 and -1 on rank 2 for the same samples"),
+        (
+            [first(1.0, 2.0), first(1.0, 3.0)],
+            "the norm of its gradient is 2 on rank 0 and 3 on rank 1 for the same samples",
+        ),
+    ],
+)
+def test_ranks_with_other_losses_are_named(everyones, figures):
+    assert difference_of_ranks(everyones) == figures
+
+
+def test_samples_that_ranks_have_in_common_are_not_refused():
+    refuse_unlike_samples([{"training": {"0": "a", "9": "b"}}, {"training": {"0": "a"}}, {"training": {}}])
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_samples_that_differ_are_refused(kind):
+    everyones = [{kind: {"0": "a", "9": "b"}}, {kind: {"0": "a", "9": "b"}}, {kind: {"0": "a", "9": "c"}}]
+    with pytest.raises(DataInvalid, match=f"sample 9 of the {kind} data is another one on rank 2 than on rank 0"):
+        refuse_unlike_samples(everyones)

@@ -4,6 +4,7 @@ A rank with a section of a model keeps the whole module tree, so that names, sha
 same on all ranks. While code of the task runs, an operation on an absent tensor raises `TaskInvalid`.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,19 +32,42 @@ _VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
 
 
 class _Guard:
-    """State of the process: the engine recomputes checkpoints in threads of its own."""
+    """Counts of the code of the task that runs, in each thread and in all of them.
 
-    is_on = False
+    The engine recomputes checkpoints in threads of its own, so that other threads count everywhere but in the main one:
+    there a rank may copy its state while a thread of RPC computes its section.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_all = 0
+        self._own = threading.local()
+
+    def add(self, number: int) -> None:
+        """Count what begins (1) or ends (-1) in this thread."""
+        self._own.number = getattr(self._own, "number", 0) + number
+        with self._lock:
+            self._num_all += number
+
+    @property
+    def is_on(self) -> bool:
+        """True if this thread may be running code of the task."""
+        if not self._num_all:
+            return False
+        return getattr(self._own, "number", 0) > 0 or threading.current_thread() is not threading.main_thread()
+
+
+_guard = _Guard()
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """Run code of the task: a use of absent values raises `TaskInvalid`."""
-    before, _Guard.is_on = _Guard.is_on, True
+    _guard.add(1)
     try:
         yield
     finally:
-        _Guard.is_on = before
+        _guard.add(-1)
 
 
 class _Absent:
@@ -59,7 +83,7 @@ class _Absent:
         """Compute where dure asks, and where no values are read; raise elsewhere."""
         name, is_attribute = _name_of(function)
         with without_overrides():
-            if not _Guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
+            if not _guard.is_on or (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA:
                 return function(*args, **(kwargs or {}))
             first = _first_absent((args, kwargs))
             if name in _ALIASES and len(args) == 1:

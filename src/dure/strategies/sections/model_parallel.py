@@ -6,8 +6,7 @@ the strategy that keeps them all at work. From outside the model only its blocks
 activations to the device of the next section, autograd carries the gradients back.
 """
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,11 +47,12 @@ class ModelParallel(LocalSums):
         for name, section in self.plan.owners(model).items():
             _move(model, name, self.devices[section])
         if len(self.devices) > 1:
-            model.register_forward_pre_hook(self._begin)
+            # functions, which a deep copy of the model keeps, and not methods, with which it would copy this object
+            model.register_forward_pre_hook(lambda *_: self._begin())
             for name in dict.fromkeys(self.plan.calls):
-                enter = partial(self._enter, self.plan.section_of_block(name))
-                model.get_submodule(name).register_forward_pre_hook(enter, with_kwargs=True)
-            model.register_forward_hook(self._leave)
+                block = model.get_submodule(name)
+                block.register_forward_pre_hook(self._entrance(self.plan.section_of_block(name)), with_kwargs=True)
+            model.register_forward_hook(lambda _, __, output: self._leave(output))
         return model
 
     def _decide(self, model: nn.Module) -> SectionPlan:
@@ -73,18 +73,19 @@ class ModelParallel(LocalSums):
 
     # what goes from device to device
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(self) -> None:
         self._section = 0
 
-    def _enter(
-        self, section: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring a block what it takes."""
-        self._note_crossing(section, (args, kwargs))
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = to_device((args, kwargs), self.devices[section])
-        return moved
+    def _entrance(self, section: int) -> Callable[[nn.Module, Any, Any], Any]:
+        """Return a hook that brings a block of a section what it takes."""
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def enter(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._note_crossing(section, (args, kwargs))
+            return to_device((args, kwargs), self.devices[section])
+
+        return enter
+
+    def _leave(self, output: Any) -> Any:
         """Bring the output to the first device, where the task's loss expects it."""
         self._note_crossing(0, output)
         return to_device(output, self.devices[0])

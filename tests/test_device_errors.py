@@ -12,6 +12,7 @@ from dure.failures.report import describe_failure, leave_word
 from dure.host.gpu_health import GpuHealth
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
 from dure.launch.worker.verdict import WorkerEnd, judge
+from dure.process.own_descriptors import keep
 
 ADVICE = (  # of torch 2.11 and 2.13
     "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
@@ -219,7 +220,7 @@ def test_restart_when_the_gpu_is_still_there_then_it_is_tried():
 
 
 def test_word_when_the_driver_is_asked_then_a_record_without_it_stands_there_before():
-    report, before = os.memfd_create("report"), []
+    report, before = keep(os.memfd_create("report")), []
 
     def describe(ask) -> dict:
         if ask is not None:

@@ -18,6 +18,7 @@ from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
+from dure.process.own_descriptors import usable
 from dure.torchcompat import library_for_another_torch
 
 _PEER_LOST_WORDS = (
@@ -146,9 +147,10 @@ def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
 
 
 def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
-    if report_fd is not None:
+    descriptor = None if report_fd is None else usable(report_fd)
+    if descriptor is not None:
         # one call, and over all of what was there before: blanks behind a record do no harm
-        os.pwrite(report_fd, json.dumps(record).encode().ljust(os.fstat(report_fd).st_size), 0)
+        os.pwrite(descriptor, json.dumps(record).encode().ljust(os.fstat(descriptor).st_size), 0)
 
 
 def is_peer_lost(error: BaseException) -> bool:

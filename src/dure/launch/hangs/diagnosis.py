@@ -151,6 +151,8 @@ def _doing(state: RankState) -> str:
     inner = state.main[0] if state.main else None
     if state.phase == "leaving":
         return "has come to its end and is leaving"
+    if state.has_closed_socket:
+        return f"{'computes' if busy else 'waits'}, and has closed the socket on which it could be asked where"
     if state.collectives is None and busy:
         return "is in native code that lets no other thread run (it holds Python's lock)"
     if any(_LOADER_FILE in frame.file for frame in state.main):

@@ -23,6 +23,7 @@ _NUM_QUIET = 10
 """Samples in which nothing was written any more: then the stacks are whole."""
 _TGKILL = {"x86_64": 234, "aarch64": 131}
 """The number of the system call that sends a signal to one thread, for no library's function does."""
+_STACKS = re.compile(r"^stacks (\d+)$", re.M)
 _OBSERVER = re.compile(r"^observer (\d+)$", re.M)
 
 
@@ -55,7 +56,7 @@ def examine(workers: Sequence[Worker], heartbeats: Heartbeats) -> list[RankState
 
 def _told(worker: Worker, answer: Mapping[str, Any] | None, stacks: Threads | None) -> dict[str, Any]:
     """Return the fields of a state that a rank has told of itself, or its system of it."""
-    told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid)}
+    told: dict[str, Any] = {"is_stopped": is_stopped(worker.pid), "has_closed_socket": worker.questions.is_over}
     if answer is None:
         main, others = stacks or ((), ())
         return {**told, "main": main, "others": others}
@@ -110,13 +111,27 @@ def _ask_by_signal(worker: Worker) -> None:
     """Send the signal to the thread that looks, for in any other it would cut a system call of the script's short."""
     if STACKS_SIGNAL is None:
         return
-    observer = _OBSERVER.search(head(worker.stacks_fd))
+    said = head(worker.stacks_fd)
+    if not _has_stacks_open(worker, said):
+        return
+    observer = _OBSERVER.search(said)
     call = _TGKILL.get(os.uname().machine) if sys.platform == "linux" else None
     if observer is None or call is None:
         with suppress(OSError):
             worker.send(STACKS_SIGNAL)
     else:
         ctypes.CDLL(None).syscall(call, worker.pid, int(observer[1]), int(STACKS_SIGNAL))
+
+
+def _has_stacks_open(worker: Worker, said: str) -> bool:
+    """Return whether the handler would write to the file for the stacks: a script may have its number by now."""
+    descriptor = _STACKS.search(said)
+    if descriptor is None:
+        return True
+    try:
+        return os.path.samestat(os.stat(f"/proc/{worker.pid}/fd/{descriptor[1]}"), os.fstat(worker.stacks_fd))
+    except OSError:
+        return not os.path.isdir("/proc/self/fd")
 
 
 def _busy_fractions(workers: Sequence[Worker]) -> dict[int, float]:

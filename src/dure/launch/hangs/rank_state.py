@@ -67,6 +67,8 @@ class RankState:
     """Exit code of a rank that has ended; None while it runs."""
     is_stopped: bool = False
     """True if the system keeps the rank from running: SIGSTOP, Ctrl-Z or a debugger."""
+    has_closed_socket: bool = False
+    """True if it has closed the socket on which it is asked, as scripts do that close all descriptors."""
     busy_fraction: float = 0.0
     """Fraction of the probe during which its main thread was running, or ready to run."""
     main: tuple[Frame, ...] = ()

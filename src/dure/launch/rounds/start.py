@@ -121,7 +121,7 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
     elif listener is not None:
         listener.close()
 
-    def entry() -> int:
+    def entry(place: Place) -> int:
         if launch.logs is not None:
             launch.logs.leave()
         return int(importlib.import_module(launch.entry).main(launch.job, place))

@@ -55,7 +55,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     os.environ.update(environment(job, place))
     _set_threads(place.threads)
     _meet(place)
-    step, marker = _tell_of_steps(place), list[object]()
+    pid, heartbeats, marker = os.getpid(), _heartbeats(place), list[object]()
+    step = _tell_of_steps(place.rank.rank, heartbeats)
     try:
         code = _run(job, place)
     except BaseException as error:
@@ -65,7 +66,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
             _be_deaf()
         _kept.append(error)
         code = _fail_once(error, place, step[0])
-    _note_end(place, step[0])
+    if os.getpid() == pid:  # a process that the script forked comes here as well
+        _note_end(place.rank.rank, heartbeats, step[0])
     return _leave_in_order(code, marker)
 
 
@@ -115,16 +117,20 @@ def _meet(place: Place) -> None:
     meet_at_served_store(place.store.host, place.store.port)
 
 
-def _tell_of_steps(place: Place) -> list[int]:
+def _heartbeats(place: Place) -> Heartbeats | None:
+    """Map the memory for them, once: the script may close the descriptor."""
+    return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
+
+
+def _tell_of_steps(rank: int, heartbeats: Heartbeats | None) -> list[int]:
     """Let every optimiser's step be a heartbeat; return the count, which goes on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from dure.torchcompat import SequenceNumber
 
     count = [0]
-    if place.heartbeat_fd is None:
+    if heartbeats is None:
         return count
-    heartbeats, rank = Heartbeats(place.heartbeat_fd, place.rank.world_size), place.rank.rank
     sequence = SequenceNumber()
     heartbeats.beat(rank, 0, "starting")
 
@@ -136,12 +142,11 @@ def _tell_of_steps(place: Place) -> list[int]:
     return count
 
 
-def _note_end(place: Place, step: int) -> None:
-    if place.heartbeat_fd is not None:
+def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
+    if heartbeats is not None:
         from dure.torchcompat import SequenceNumber
 
-        heartbeats = Heartbeats(place.heartbeat_fd, place.rank.world_size)
-        heartbeats.beat(place.rank.rank, step, "leaving", SequenceNumber().now())
+        heartbeats.beat(rank, step, "leaving", SequenceNumber().now())
 
 
 def _run(job: Mapping[str, Any], place: Place) -> int:

@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TextIO
 
 from dure.launch.worker.leftovers import MARK_VARIABLE, mark_of
 from dure.launch.worker.responder import observe
 from dure.own_files import open_own
 from dure.process.context import Place
+from dure.process.own_descriptors import keep
 from dure.process.parent_death import die_with_parent
 from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
 
@@ -40,7 +41,7 @@ class Output:
     """True if all three streams stay as they are."""
 
 
-def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_pid: int) -> None:
+def run_in_child(entry: Callable[[Place], int], place: Place, output: Output, parent_pid: int) -> None:
     """Make this new process a worker, run it, and end without going back into the parent's code.
 
     `os._exit` keeps the interpreter's shutdown from destroying torch's threads in an order that aborts: of plain
@@ -54,13 +55,14 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         redirect_output(output)
         os.environ.update(place.rank.to_environment())
         os.environ.update(interface_variables(place.interface))
+        place = _out_of_reach(place)
         if place.stacks_fd is not None:
             os.environ[MARK_VARIABLE] = mark_of(place.stacks_fd)
         # what lives now belongs to the parent's copy: collecting it here would only touch and so copy its pages
         gc.freeze()
         _accept_signals()
         observe(place)
-        code = entry()
+        code = entry(place)
     except BaseException:  # nothing may unwind into the supervisor's frames, which this process has a copy of
         import traceback
 
@@ -69,6 +71,22 @@ def run_in_child(entry: Callable[[], int], place: Place, output: Output, parent_
         print_traceback(traceback.format_exc())
     finally:
         leave(code)
+
+
+def _out_of_reach(place: Place) -> Place:
+    """Move the supervisor's descriptors to where code that closes or opens some does not come upon them."""
+
+    def kept(descriptor: int | None) -> int | None:
+        return None if descriptor is None else keep(descriptor)
+
+    return replace(
+        place,
+        report_fd=kept(place.report_fd),
+        heartbeat_fd=kept(place.heartbeat_fd),
+        stacks_fd=kept(place.stacks_fd),
+        questions_fd=kept(place.questions_fd),
+        snapshot_fds=tuple(keep(descriptor) for descriptor in place.snapshot_fds),
+    )
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
@@ -136,11 +154,18 @@ def _tell_size_of_terminal() -> None:
 class _MaybeRead(io.FileIO):
     """Output that goes nowhere once its reader is gone: a run must not end because `| head` did, or a terminal."""
 
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.name = name
+        self._given = os.fstat(descriptor)
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            is_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
+            # a script may have put a pipe or socket of its own there, which is not to be replaced
+            if not is_reader_gone or not os.path.samestat(self._given, os.fstat(self.fileno())):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
@@ -158,8 +183,7 @@ class _Unbuffered(io.BufferedWriter):
 
 
 def _stream(descriptor: int, name: str, before: TextIO) -> "io.TextIOWrapper[Any]":
-    raw = _MaybeRead(descriptor, "w", closefd=False)
-    raw.name = name
+    raw = _MaybeRead(descriptor, name)
     encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None) or "replace"
     # nothing waits in a buffer: it would be lost where a rank ends hard, the dots of a bar for one
     return io.TextIOWrapper(_Unbuffered(raw), encoding=encoding, errors=errors, write_through=True)

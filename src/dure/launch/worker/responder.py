@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from dure.process.context import Place
+from dure.process.own_descriptors import is_own
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 """Signal on which a rank writes its stacks. Programs hardly ever use it; SIGUSR1 and SIGUSR2 are often theirs."""
@@ -38,10 +39,11 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 def observe(place: Place) -> None:
     """Begin to answer. The main thread has to call this."""
-    observer = None if place.questions_fd is None else _start_observer(os.dup(place.questions_fd))
+    observer = None if place.questions_fd is None else _start_observer(place.questions_fd)
     if place.stacks_fd is not None and STACKS_SIGNAL is not None:
         who = "" if observer is None else f"observer {observer}\n"
-        os.write(place.stacks_fd, f"main thread 0x{threading.get_ident():x}\n{who}".encode())
+        where = f"main thread 0x{threading.get_ident():x}\nstacks {place.stacks_fd}\n"
+        os.write(place.stacks_fd, f"{where}{who}".encode())
         faulthandler.register(STACKS_SIGNAL, file=place.stacks_fd, all_threads=True, chain=False)
         # the stacks at a crash in native code go there too: nothing else would tell the line. Of all threads, for
         # gloo's own, which aborts where ranks do not agree on a shape, has no line of Python
@@ -74,9 +76,9 @@ def _answer(questions: socket.socket, main: int) -> None:
     rest = b""
     while True:
         try:
-            data = questions.recv(_QUESTIONS_BYTES)
-            if not data:
-                return
+            data = questions.recv(_QUESTIONS_BYTES) if is_own(questions.fileno()) else b""
+            if not data or not is_own(questions.fileno()):
+                break
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 what, number = line.decode().split()
@@ -84,7 +86,8 @@ def _answer(questions: socket.socket, main: int) -> None:
                 answer = json.dumps({"number": int(number), **told}, default=str).encode()
                 questions.sendall(LENGTH.pack(len(answer)) + answer)
         except OSError:
-            return
+            break
+    questions.detach()  # its number may be another file's by now, which is not to be closed
 
 
 def _told(main: int) -> dict[str, Any]:

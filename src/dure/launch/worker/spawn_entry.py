@@ -24,7 +24,7 @@ def main() -> None:
     # the task must not find the supervisor's words among its own arguments
     del sys.argv[1:]
 
-    def entry() -> int:
+    def entry(place: Place) -> int:
         return int(importlib.import_module(told["entry"]).main(told["job"], place))
 
     output = told["output"]

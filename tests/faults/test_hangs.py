@@ -58,6 +58,19 @@ class Hangs(Regression):
     def stops(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    def pauses(self):
+        time.sleep(6.0)
+
+
+class HangsAtStart(Hangs):
+    """The same before the first step."""
+
+    def build_model(self):
+        if os.environ.get("RANK") == "1" and not Path(self.flag).exists():
+            Path(self.flag).write_text("")
+            getattr(self, self.how)()
+        return super().build_model()
+
 
 LINES = [number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# HERE" in text]
 
@@ -113,6 +126,19 @@ def test_run_when_it_is_to_wait_then_says_why_and_waits(tmp_path):
     helper.join()
     assert "`kill -CONT" in hung(run)
     assert RunFiles(run).events("restart") == []
+
+
+@pytest.mark.parametrize(("how", "restarted"), [("stops", [1]), ("pauses", [])])
+def test_run_when_a_rank_hangs_before_it_begins_then_is_named_and_ended_if_it_is_stopped(
+    how, restarted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("dure.launch.hangs.watchdog.START_SECONDS", HANG_AFTER_SECONDS)
+    task = HangsAtStart(how=how, flag=str(tmp_path / "flag"))
+    run = train(tmp_path, "hung", "ddp", 2, task, hang_after=HANG_AFTER_SECONDS)
+    first = hung(run).splitlines()[0]
+    assert ("rank 1 was stopped from outside" if how == "stops" else "in pauses") in first
+    assert [event["rank"] for event in RunFiles(run).events("restart")] == restarted
+    assert each_step_once(run, 2)
 
 
 @pytest.mark.slow

@@ -121,8 +121,28 @@ def test_silence_when_told_then_it_is_told_again_when_it_has_doubled(ranks):
     assert ranks.wait(2.0) == pytest.approx(21.5)
 
 
-def test_silence_when_ranks_have_told_nothing_then_is_none(ranks):
+def test_silence_when_no_rank_has_told_anything_then_is_counted_from_the_start(ranks):
+    assert ranks.wait(module.UNKNOWN_SECONDS) is None
+    assert ranks.wait(1.0) == pytest.approx(module.UNKNOWN_SECONDS + 0.5)
+    assert not ranks.watchdog.is_begun
+
+
+def test_silence_when_one_rank_has_told_nothing_and_the_other_goes_on_then_is_a_hang(ranks):
+    ranks.steps(299, ranks=(0,))
+    assert ranks.watchdog.is_begun
+    assert ranks.wait(2.0) == pytest.approx(module.UNKNOWN_SECONDS + 0.5)
+
+
+def test_hang_after_when_it_is_short_then_a_start_has_a_minute_all_the_same(monkeypatch):
+    ranks = Ranks(monkeypatch, hang_after=3.0)
+    assert ranks.wait(module.START_SECONDS) is None
+    assert ranks.wait(1.0) == pytest.approx(module.START_SECONDS + 0.5)
+
+
+def test_hang_after_when_it_is_long_then_a_start_has_as_much(monkeypatch):
+    ranks = Ranks(monkeypatch, hang_after=1000.0)
     assert ranks.wait(1000.0) is None
+    assert ranks.wait(1.0) == pytest.approx(1000.5)
 
 
 def test_silence_when_the_supervisor_was_stopped_too_then_begins_anew(ranks):

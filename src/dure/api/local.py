@@ -116,7 +116,8 @@ def start_workers(
                 restarts=_restart_policy(spec, job),
                 on_restart=lambda restart: _note_restart(run, restart, spec, writes=writes()),
                 on_change=None if nodes is None else lambda why: _note_change(run, why, nodes, spec),
-                hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang),
+                # an evaluation has no steps by which its ranks could be seen to get on
+                hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang) if job["kind"] == "train" else None,
                 on_hang=lambda hang: tell_of_hang(run if writes() else None, hang),
                 nodes=nodes,
                 way_back=way_back,

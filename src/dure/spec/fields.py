@@ -158,7 +158,8 @@ class RunSpec(BaseModel):
         None,
         gt=0,
         description="seconds without a finished step that are a hang (default: 10, or 10 median steps; 300 before 3 "
-        "are known; 6 times that before a rank that may only be slow is ended)",
+        "are known; 6 times that before a rank that may only be slow is ended); at least 60 before the first step, "
+        "where only ranks that can never go on are ended",
     )
     grace_seconds: float = Field(
         30.0,

@@ -18,6 +18,8 @@ TIMES_LONGEST = 3.0
 """Factor on the longest silence so far that ended by itself."""
 UNKNOWN_SECONDS = 300.0
 """Limit while the usual durations are unknown: the first step may compile, a checkpoint may be large."""
+START_SECONDS = 60.0
+"""Lower bound of the limit before a rank's first heartbeat, even of one that is given: it imports torch, for instance."""
 TIMES_UNCERTAIN = 6.0
 """Factor on the limit of a rank that may only be slow."""
 _FEWEST_KNOWN = 3
@@ -79,7 +81,7 @@ class Watchdog:
         self.heartbeats = heartbeats
         self.hang_after = hang_after
         self.clock = clock
-        self._last_look = clock()
+        self._began = self._last_look = clock()
         self._not_before = 0.0
         """Time on the watchdog's clock from which silence is counted at the earliest."""
         self._seen: dict[int, int] = {}
@@ -96,6 +98,8 @@ class Watchdog:
         """Ranks that do not answer. What they do is known by the others, who wait for them or get on."""
         self.is_known = True
         """True if that rank's limit is known from what it did before, or was given."""
+        self.is_begun = False
+        """True if a rank has told something: until then all may wait for as long as one needs to download its data."""
         self._tell_at = 0.0
         """Silence below this has been told already."""
 
@@ -115,14 +119,14 @@ class Watchdog:
         last_call = max((calls.time for calls in self._calls.values()), default=0.0)
         for rank in ranks:
             beat = self.heartbeats.last(rank)
-            if not beat.time:
-                continue  # it has nothing to tell, or not yet
+            self.is_begun = self.is_begun or beat.count > 0
             if self._seen.get(rank) != beat.count:
                 self._seen[rank] = beat.count
                 self._learn(rank)
             calls = self._calls.get(rank, _Calls())
-            seconds = now - max(beat.time, last_call if rank in self.mute else calls.time, self._not_before)
-            self.last_threshold = self.threshold(beat.phase)
+            last_news = max(beat.time or self._began, last_call if rank in self.mute else calls.time)
+            seconds = now - max(last_news, self._not_before)
+            self.last_threshold = self.threshold(beat.phase) if beat.count else self._threshold_of_start()
             self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
             if not self.is_known and calls.count:
                 self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)
@@ -161,6 +165,9 @@ class Watchdog:
             return UNKNOWN_SECONDS
         median = statistics.median(mean for mean, _ in known)
         return max(LEAST_SECONDS, TIMES_MEDIAN * median, TIMES_LONGEST * max(longest for _, longest in known))
+
+    def _threshold_of_start(self) -> float:
+        return UNKNOWN_SECONDS if self.hang_after is None else max(self.hang_after, START_SECONDS)
 
     def _learn(self, rank: int) -> None:
         for phase, pace in self.heartbeats.paces(rank).items():

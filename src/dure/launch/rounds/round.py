@@ -222,6 +222,8 @@ def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, second
     """Return the verdict with what follows from it, and whether that is to be done now."""
     if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
         return verdict, False  # of a script without steps whose ranks do not wait nobody knows that it hangs
+    if not watchdog.is_begun and not verdict.is_certain:
+        return verdict, False  # a rank may take any time to begin, and the others wait for it
     limit, is_certain = watchdog.last_threshold, verdict.is_certain
     announced = verdict.announcing(hangs.announcement(seconds, limit, is_certain=is_certain))
     return announced, hangs.acts(seconds, limit, is_certain=is_certain)

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,8 +16,10 @@ import pytest
 from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.restart_policy import Restart
+from dure.launch.rounds.start import start_worker
 from dure.launch.rounds.supervisor import Outcome, as_decided, run_workers
 from dure.launch.worker.child import Output
+from dure.launch.worker.worker_process import Worker
 from tests.commands import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +31,15 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def launch(folder: Path, start: str, deeds: list, expendable: tuple[int, ...] = (), **job: object) -> Outcome:
+def launch(
+    folder: Path,
+    start: str,
+    deeds: list,
+    expendable: tuple[int, ...] = (),
+    *,
+    serves_store: bool = False,
+    **job: object,
+) -> Outcome:
     folder.mkdir(exist_ok=True)
     return run_workers(
         Launch(
@@ -39,6 +51,7 @@ def launch(folder: Path, start: str, deeds: list, expendable: tuple[int, ...] = 
             store_prefix="test",
             start=start,
             expendable=expendable,
+            serves_store=serves_store,
         )
     )
 
@@ -106,6 +119,45 @@ def test_signal_when_slurm_says_it_again_then_ranks_end_in_order(tmp_path, start
     outcome = launch(tmp_path, start, ["wait", "signal_parent_twice_and_wait"])
     assert codes(outcome) == [143, 143]
     assert outcome.signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize("told_at", [0, 1])
+def test_signal_when_another_thread_gets_it_while_a_rank_starts_then_every_rank_gets_it(told_at, tmp_path, monkeypatch):
+    def start_and_be_told(launch: Launch, rank: int, *more: Any, **named: Any) -> Worker:
+        worker = start_worker(launch, rank, *more, **named)
+        wait_until((tmp_path / f"told-{rank}").is_file, "the rank")
+        if rank == told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # the other thread has to run
+        return worker
+
+    monkeypatch.setattr("dure.launch.rounds.round.start_worker", start_and_be_told)
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    try:
+        outcome = launch(tmp_path, "fork", ["wait", "wait"])
+    finally:
+        is_over.set()
+        thread.join()
+    assert codes(outcome) == [143, 143]
+
+
+def test_signal_when_it_comes_while_the_store_is_started_then_that_ends_too(tmp_path, monkeypatch):
+    deeds: list[str] = []
+
+    class Server:
+        def __init__(self, *_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deeds.append("started")
+
+        def close(self) -> None:
+            deeds.append("ended")
+
+    monkeypatch.setattr("dure.launch.rounds.round.StoreServer", Server)
+    outcome = launch(tmp_path, "fork", ["wait"], serves_store=True)
+    assert outcome.signal == signal.SIGTERM
+    assert deeds == ["started", "ended"]
 
 
 def test_signal_when_no_rank_is_started_yet_then_none_is(tmp_path):

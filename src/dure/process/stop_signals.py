@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -74,9 +76,34 @@ def signals_held_back() -> Iterator[None]:
 
     A process that is started inside begins with them blocked: a signal to its whole group does not end it before it
     has said what it does with one.
+
+    The system gives a signal that one thread blocks to another, as libraries have them, and Python calls its handler in
+    the main thread all the same. So in that one handlers wait too.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    held: list[int] = []
+    is_over = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if is_over:  # a handler that was put back has raised before the next one was
+            handlers[signal.Signals(number)](number, frame)
+        else:
+            held.append(number)
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # only Python's: a program that is started inside is to ignore what this process ignores
+    is_main = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in STOP_SIGNALS} if is_main else {}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
+        for number in handlers:
+            signal.signal(number, hold)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        is_over = True
+        try:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for each in held:
+            signal.raise_signal(each)

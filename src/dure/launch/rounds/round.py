@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 
 from dure.errors import EnvironmentLacks
@@ -72,8 +72,9 @@ def run_round(
 ) -> HangVerdict | None:
     """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
     memory.heartbeats.forget()
-    with _store_served(launch, store, by_fork=by_fork):
-        with signals_held_back():  # until every worker is known: none may miss a signal that is passed on
+    with ExitStack() as store_server:
+        with signals_held_back():  # until every process is known: no worker may miss a signal that is passed on
+            store_server.enter_context(_store_served(launch, store, by_fork=by_fork))
             for rank in range(launch.first_rank, launch.first_rank + launch.num_processes):
                 worker = start_worker(launch, rank, store, memory, round_number=round_number, by_fork=by_fork)
                 workers.append(worker)  # one by one: those started must be known if the next cannot be

@@ -15,11 +15,11 @@ from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.records.step_record import Metric
 from dure.strategies.contract.declarations import few as few_of
+from dure.strategies.contract.hooks import without_new_hooks
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import is_equal
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
-from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.object_state import ObjectState
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.surroundings import Surroundings

@@ -19,7 +19,7 @@ TIMES_LONGEST = 3.0
 UNKNOWN_SECONDS = 300.0
 """Limit while the usual durations are unknown: the first step may compile, a checkpoint may be large."""
 START_SECONDS = 60.0
-"""Lower bound of the limit before a rank's first heartbeat, even of one that is given: it imports torch, for instance."""
+"""Lower bound of the limit before a rank's first heartbeat, a given one too: it imports torch."""
 TIMES_UNCERTAIN = 6.0
 """Factor on the limit of a rank that may only be slow."""
 _FEWEST_KNOWN = 3

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dure.strategies.contract.hooks import gradient_hooks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.generator_state import GENERATORS, generator_state
-from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.namespaces import ATOMS
 from dure.strategies.state.object_state import ObjectState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives

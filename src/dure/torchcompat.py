@@ -739,10 +739,10 @@ def default_generator(device: torch.device) -> Generator:
     return cast(Generator, module.default_generators[index])
 
 
-def num_gradient_hooks(tensor: Tensor) -> int:
-    """Return how many functions wait for a tensor's gradient (private in torch)."""
+def gradient_hooks_of(tensor: Tensor) -> list[Any]:
+    """Return the functions that wait for a tensor's gradient (private in torch)."""
     hooks: Any = tensor
-    return len(hooks._backward_hooks or ()) + len(hooks._post_accumulate_grad_hooks or ())
+    return [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]
 
 
 def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:

@@ -152,7 +152,7 @@ class NoiseHookOfOptimizer(ZooTask):
         return super().build_optimizer(model)
 
 
-@feature("Ranks and copies", "hooks on gradients that the first call of the loss registers", declares=("no mean over",))
+@feature("Ranks and copies", "hooks on gradients that the first call of the loss registers", declares=("hooks on",))
 class HooksOfLoss(ZooTask):
     def build_model(self) -> nn.Module:
         self.has_hooks = False

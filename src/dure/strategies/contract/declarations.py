@@ -57,6 +57,11 @@ def by_trial(traits: LossTraits) -> list[str]:
             f"state outside of model and task ({few(traits.outer_state)}): every process that computes the loss writes "
             "it, and neither a restart nor a resume brings it back (keep what the loss needs in attributes)"
         )
+    if traits.hooked_by_loss:
+        texts.append(
+            f"hooks on gradients that the loss registers ({few(traits.hooked_by_loss)}): neither a restart nor a "
+            "resume brings them back (register them in build_model or build_optimizer)"
+        )
     if traits.differs_by_rank:
         texts.append(
             f"the loss depends on the rank: {traits.differs_by_rank} (it uses more than samples and weights: the "

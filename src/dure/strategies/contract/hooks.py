@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dure.torchcompat import keep_gradient_hooks, num_gradient_hooks
+from dure.torchcompat import gradient_hooks_of, keep_gradient_hooks
 
 _REGISTERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, int]:
     """Return the parameters, and modules, with hooks that see gradients, and how many each has."""
-    found = {name: num_gradient_hooks(parameter) for name, parameter in model.named_parameters()}
+    found = {name: len(gradient_hooks_of(parameter)) for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         found[name or type(module).__name__] = len(module._backward_hooks) + len(module._backward_pre_hooks)
     return {name: number for name, number in found.items() if number}

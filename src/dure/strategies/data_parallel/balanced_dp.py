@@ -26,7 +26,7 @@ from dure.strategies.data_parallel.loss_replicas import Loss, LossReplicas, same
 from dure.strategies.division.divided_calls import check_parameters
 from dure.strategies.state.forward_state import ForwardAttributes
 from dure.strategies.state.module_replicas import Replica, replicate
-from dure.torchcompat import num_gradient_hooks
+from dure.torchcompat import gradient_hooks_of
 
 
 class BalancedDataParallel(DeviceReplicas):
@@ -109,7 +109,7 @@ class BalancedDataParallel(DeviceReplicas):
             attributes.put(name, found)
 
     def _check_hooks(self) -> None:
-        names = [name for name, parameter in self.model.named_parameters() if num_gradient_hooks(parameter)]
+        names = [name for name, parameter in self.model.named_parameters() if gradient_hooks_of(parameter)]
         if names and len(self.devices) > 1:
             raise TaskInvalid(
                 f"{names[0]} has a hook on its gradient, which would get the part of one device under balanced_dp: "

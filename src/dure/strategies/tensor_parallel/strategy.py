@@ -51,7 +51,7 @@ from dure.strategies.tensor_parallel.layers import (
 from dure.strategies.tensor_parallel.plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided
-from dure.torchcompat import default_generator, num_gradient_hooks, run_backward
+from dure.torchcompat import default_generator, gradient_hooks_of, run_backward
 from dure.units import format_bytes
 
 AXES = ("data", "tensor")
@@ -81,7 +81,7 @@ class TensorParallel(ShardedStrategy):
             f"{name} has a hook on its gradient, which would get the gradient of one data rank's samples: use a mesh "
             "of tensor ranks alone, or remove the hook"
             for name, parameter in model.named_parameters()
-            if axes["data"] > 1 and num_gradient_hooks(parameter)
+            if axes["data"] > 1 and gradient_hooks_of(parameter)
         ]
         if plan.faults or plan.styles:
             return plan.faults

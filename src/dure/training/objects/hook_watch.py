@@ -1,22 +1,28 @@
-"""Hooks of modules and optimisers, of which a change during the run is seen."""
+"""Hooks of modules, optimisers and parameters, of which a change during the run is seen."""
 
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from dure.strategies.state.namespaces import is_users
 from dure.strategies.state.object_state import HOOKS
+from dure.torchcompat import gradient_hooks_of
 
 
 class HookWatch:
     """The hooks that objects had when this was made."""
 
-    def __init__(self, owners: Mapping[str, object]) -> None:
+    def __init__(self, owners: Mapping[str, object], parameters: Mapping[str, Tensor]) -> None:
         """Look at hooks.
 
         Args:
             owners: Modules and optimisers by their paths.
+            parameters: Parameters by their paths.
         """
+        self._parameters = parameters
+        self._of_parameters = self._of_gradients()
         self._registers: dict[str, Any] = {
             f"{path}.{name}": vars(owner)[name]
             for path, owner in owners.items()
@@ -26,13 +32,27 @@ class HookWatch:
         self._ids = self._now()
         self._users = {path: _users(hooks) for path, hooks in self._registers.items()}
 
-    def changed(self) -> list[str]:
-        """Return the registers in which the user's own hooks are no longer as they were."""
+    def changed(self, *, is_thorough: bool = False) -> list[str]:
+        """Return the registers in which the user's own hooks are no longer as they were.
+
+        Args:
+            is_thorough: Whether hooks on the gradients of parameters, of which there are many, are looked at too.
+        """
+        found = []
+        if is_thorough:
+            now = self._of_gradients()
+            found = [path for path in {**now, **self._of_parameters} if now.get(path) != self._of_parameters.get(path)]
         ids = self._now()
-        if ids == self._ids:
-            return []
-        self._ids = ids
-        return [path for path, hooks in self._registers.items() if _users(hooks) != self._users[path]]
+        if ids != self._ids:
+            self._ids = ids
+            found += [path for path, hooks in self._registers.items() if _users(hooks) != self._users[path]]
+        return found
+
+    def _of_gradients(self) -> dict[str, list[int]]:
+        hooks = ((path, gradient_hooks_of(parameter)) for path, parameter in self._parameters.items())
+        return {
+            f"{path} (its gradient)": ids for path, own in hooks if own and (ids := [*map(id, filter(is_users, own))])
+        }
 
     def _now(self) -> list[int]:
         return [*chain.from_iterable(self._registers.values())]

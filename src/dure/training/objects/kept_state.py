@@ -56,7 +56,9 @@ class KeptState:
         self._trained = _trained(model)
         self._parameters = [MODULE_CONTENTS(module)[0] for module in model.modules()]
         self._flags = self._flags_now()
-        self._hooks = HookWatch({**modules, "optimizer": optimizer})
+        self._hooks = HookWatch(
+            {**modules, "optimizer": optimizer}, {f"model.{name}": each for name, each in model.named_parameters()}
+        )
         self._changed: set[Holder] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
         """State that cannot be kept, by its path, and why."""
@@ -88,7 +90,7 @@ class KeptState:
         self._changed |= self._built.take_changed(is_thorough=is_thorough)
         if self._count_unsaved() != self._num_unsaved:
             self._changed |= self._unsaved_holders() - self._first_unsaved
-        for path in self._hooks.changed():
+        for path in self._hooks.changed(is_thorough=is_thorough):
             self.lost[path] = f"{path} changed on the way: a hook of the task's own was registered or removed"
 
     def _unsaved_holders(self) -> set[Holder]:

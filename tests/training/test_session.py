@@ -65,6 +65,10 @@ WRONG = {
         {"build_model": lambda self: nn.Linear(2, 1).requires_grad_(False)},
         "T.build_model returned a model without trainable parameters: leave some with requires_grad=True",
     ),
+    "model in DataParallel": (
+        {"build_model": lambda self: nn.Sequential(nn.DataParallel(nn.Linear(2, 1)))},
+        r"a model that is divided over ranks or devices already \(0 is wrapped in DataParallel\): return the plain",
+    ),
     "optimizer": (
         {"build_optimizer": constant([0.1])},
         r"T.build_optimizer returned list: return a torch\.optim\.Optimizer",

@@ -292,6 +292,7 @@ def _built_model(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
     refuse_lazy(model, name)
+    refuse_divided(model, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
     return model
@@ -312,6 +313,34 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
         raise TaskInvalid(
             f"{name} returned a model whose {lazy[0]} has no shape yet (a lazy module): call the model once on a few "
             "samples in build_model, which gives it one"
+        )
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of torch, by name because importing some takes long, that divide work themselves."""
+
+
+def refuse_divided(model: nn.Module, name: str) -> None:
+    """Refuse a model that the task has divided over ranks or devices itself.
+
+    Args:
+        model: As a task built it.
+        name: Of the method that built it.
+
+    Raises:
+        TaskInvalid: Names the wrapper, or the first parameter that is a DTensor.
+    """
+    found = [
+        f"{path or 'the model'} is wrapped in {cls.__name__}"
+        for path, module in model.named_modules()
+        for cls in type(module).__mro__
+        if cls.__module__.startswith("torch.") and cls.__name__ in _WRAPPERS
+    ]
+    found += [f"{path} is a DTensor" for path, each in model.named_parameters() if hasattr(each, "device_mesh")]
+    if found:
+        raise TaskInvalid(
+            f"{name} returned a model that is divided over ranks or devices already ({found[0]}): return the plain "
+            "module, which dure divides itself"
         )
 
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.state.object_state import ObjectState
-from dure.strategies.state.used_globals import used_globals
+from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.used_globals import used_globals
 
 
 class Inner:

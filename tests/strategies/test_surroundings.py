@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dure.strategies.state.surroundings import Surroundings
+from dure.strategies.state.objects.surroundings import Surroundings
 
 
 def written(file: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dure.strategies.division.trial import Trial, is_equal
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 
 
 class Task:

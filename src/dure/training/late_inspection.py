@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.loss_inspection import tolerance_of
 from dure.training.rehearsal import few_evaluated
 from dure.training.session.session import Session

@@ -20,9 +20,9 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import is_equal
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
-from dure.strategies.state.surroundings import Surroundings
 from dure.training.best_metric import Best
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate

@@ -12,7 +12,7 @@ from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import step_hooks
 from dure.training.best_metric import Best
 from dure.training.inspection.thread_check import slowdown_of_threads

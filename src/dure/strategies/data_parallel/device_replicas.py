@@ -6,8 +6,8 @@ from dure.strategies.contract.declarations import few
 from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.device_threads import DeviceThreads
 from dure.strategies.state.module_replicas import replicate
-from dure.strategies.state.namespaces import ATOMS
-from dure.strategies.state.object_state import is_inside, plain_attributes
+from dure.strategies.state.objects.namespaces import ATOMS
+from dure.strategies.state.objects.object_state import is_inside, plain_attributes
 
 
 class DeviceReplicas(LocalSums):

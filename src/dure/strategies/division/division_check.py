@@ -24,7 +24,7 @@ from dure.strategies.state.containers import Path, are_same, items_of
 from dure.strategies.state.forward_state import ForwardAttributes
 from dure.strategies.state.module_replicas import replicate
 from dure.strategies.state.not_gathered import NotGathered
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.strategies.state.namespaces import ATOMS, is_users, with_dict
+from dure.strategies.state.objects.namespaces import ATOMS, is_users, with_dict
 
 _MOST_OBJECTS = 2000
 _MOST_LEVELS = 8

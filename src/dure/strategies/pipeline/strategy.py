@@ -46,7 +46,7 @@ from dure.strategies.sections.random_state import CommonSeeds, drawing_from
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
 

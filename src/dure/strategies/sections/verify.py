@@ -25,7 +25,7 @@ from dure.strategies.sections.plan import CURE, SectionPlan, first_batch
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.trace import Survey
 from dure.strategies.sections.values import describe
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "

@@ -32,7 +32,7 @@ from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.state.common_buffers import broadcast_buffers
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import run_backward
 from dure.units import format_bytes

@@ -22,7 +22,7 @@ from dure.strategies.contract.hooks import gradient_hooks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import LossFunction
 from dure.strategies.division.trial import Trial, is_equal
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws

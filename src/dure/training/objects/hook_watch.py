@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dure.strategies.state.namespaces import is_users
-from dure.strategies.state.object_state import HOOKS
+from dure.strategies.state.objects.namespaces import is_users
+from dure.strategies.state.objects.object_state import HOOKS
 from dure.torchcompat import gradient_hooks_of
 
 

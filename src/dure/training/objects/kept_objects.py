@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dure.strategies.state.foreign_objects import is_foreign
-from dure.strategies.state.generator_state import GENERATORS, generator_state
-from dure.strategies.state.namespaces import ATOMS, SEALED, with_dict
-from dure.strategies.state.object_state import plain_attributes
-from dure.strategies.state.state_places import key_text
-from dure.strategies.state.tensor_places import is_shared, memory_of
+from dure.strategies.state.objects.foreign_objects import is_foreign
+from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
+from dure.strategies.state.objects.namespaces import ATOMS, SEALED, with_dict
+from dure.strategies.state.objects.object_state import plain_attributes
+from dure.strategies.state.objects.state_places import key_text
+from dure.strategies.state.objects.tensor_places import is_shared, memory_of
 
 JSON_TYPES = (bool, int, float, str)
 SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque, WeakSet)}

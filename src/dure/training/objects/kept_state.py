@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from dure.documents import parse_json
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.state.namespaces import UnsavedBuffers
-from dure.strategies.state.object_state import Holder, ObjectState, is_inside
-from dure.strategies.state.used_globals import used_globals
+from dure.strategies.state.objects.namespaces import UnsavedBuffers
+from dure.strategies.state.objects.object_state import Holder, ObjectState, is_inside
+from dure.strategies.state.objects.used_globals import used_globals
 from dure.torchcompat import MODULE_CONTENTS
 from dure.training.checkpoints.state_tree import NamedTensors, decode, encode
 from dure.training.objects.hook_watch import HookWatch

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dure.strategies.state.generator_state import set_generator_state
-from dure.strategies.state.namespaces import with_dict
-from dure.strategies.state.tensor_places import memory_of
+from dure.strategies.state.objects.generator_state import set_generator_state
+from dure.strategies.state.objects.namespaces import with_dict
+from dure.strategies.state.objects.tensor_places import memory_of
 from dure.training.objects.kept_objects import FACTORIES, MAPPINGS, SEQUENCES, CannotKeep
 
 

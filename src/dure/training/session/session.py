@@ -25,7 +25,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
-from dure.strategies.state.used_globals import used_globals
+from dure.strategies.state.objects.used_globals import used_globals
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import tell
 from dure.torchcompat import import_late_parts, settle_engine

@@ -14,9 +14,9 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
-from dure.strategies.state.generator_state import GENERATORS, generator_state
-from dure.strategies.state.namespaces import ATOMS
-from dure.strategies.state.object_state import ObjectState
+from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
+from dure.strategies.state.objects.namespaces import ATOMS
+from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
 from dure.training.inspection.loss_inspection import LossInspection, silent

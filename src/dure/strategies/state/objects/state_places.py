@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dure.strategies.state.checksum import checksum
-from dure.strategies.state.generator_state import GENERATORS, generator_state, set_generator_state
-from dure.strategies.state.namespaces import ATOMS
+from dure.strategies.state.objects.generator_state import GENERATORS, generator_state, set_generator_state
+from dure.strategies.state.objects.namespaces import ATOMS
 from dure.torchcompat import bytes_of
 
 _MOST_ITEMS = 1_000

@@ -5,7 +5,7 @@ import threading
 import weakref
 from functools import partial
 
-from dure.strategies.state.namespaces import is_users, with_dict
+from dure.strategies.state.objects.namespaces import is_users, with_dict
 
 _LOOKED_INTO = (partial, threading.local, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _LOOKED_INTO_PACKAGES = ("argparse", "builtins", "collections", "itertools", "random", "types", "__main__")

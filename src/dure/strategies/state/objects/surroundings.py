@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dure.strategies.state.namespaces import is_users_module
+from dure.strategies.state.objects.namespaces import is_users_module
 
 _MOST_KEPT_BYTES = 64 * 2**20
 """Size of a file up to which its content is kept before something writes over it."""

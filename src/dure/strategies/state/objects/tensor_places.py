@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dure.strategies.state.objects.state_places import Place, are_same_items, comparable
 from dure.strategies.state.pieces import version_of
-from dure.strategies.state.state_places import Place, are_same_items, comparable
 from dure.torchcompat import MODULE_CONTENTS, bytes_of
 
 MOST_ELEMENTS = 1 << 20

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from dure.strategies.state.foreign_objects import hides_state, is_foreign
-from dure.strategies.state.namespaces import (
+from dure.strategies.state.objects.foreign_objects import hides_state, is_foreign
+from dure.strategies.state.objects.namespaces import (
     ATOMS,
     SEALED,
     FunctionState,
@@ -36,7 +36,7 @@ from dure.strategies.state.namespaces import (
     is_users,
     with_dict,
 )
-from dure.strategies.state.state_places import (
+from dure.strategies.state.objects.state_places import (
     DEFINITIONS,
     Place,
     attribute_place,
@@ -51,7 +51,7 @@ from dure.strategies.state.state_places import (
     some,
     variable_place,
 )
-from dure.strategies.state.tensor_places import (
+from dure.strategies.state.objects.tensor_places import (
     array_place,
     bytes_place,
     is_large,

@@ -9,7 +9,14 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dure.strategies.state.namespaces import ATOMS, SEALED, Namespace, class_variables, is_users, is_users_module
+from dure.strategies.state.objects.namespaces import (
+    ATOMS,
+    SEALED,
+    Namespace,
+    class_variables,
+    is_users,
+    is_users_module,
+)
 
 
 def used_globals(*classes: type) -> dict[str, object]:

@@ -1,0 +1,1 @@
+"""State of plain Python objects: seen when it changes, and put back."""

@@ -9,9 +9,9 @@ import torch
 
 from dure.failures.device_errors import device_error
 from dure.failures.report import describe_failure, leave_word
+from dure.failures.verdict import WorkerEnd, judge
 from dure.host.gpu_health import GpuHealth
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
-from dure.launch.worker.verdict import WorkerEnd, judge
 from dure.process.own_descriptors import keep
 
 ADVICE = (  # of torch 2.11 and 2.13

@@ -9,7 +9,7 @@ import pytest
 from dure.api import bench as library
 from dure.api.bench import BenchSettings, bench, explain, link_costs
 from dure.cli import main
-from dure.comm.bench import BUS_FACTORS, sizes_between
+from dure.comm.timing import BUS_FACTORS, sizes_between
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
 from dure.records.link_costs import default_path, fit_cost, read_costs
 from dure.report.bench_plot import check_plot

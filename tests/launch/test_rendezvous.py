@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DureError, EnvironmentLacks, Misuse, SpecInvalid, WorkerFailed
+from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes import peers as nodes_module
 from dure.launch.nodes import rendezvous
 from dure.launch.nodes.peers import Nodes, StoppedByPeer
 from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings, split_address
 from dure.launch.nodes.secret import read_secret
-from dure.launch.worker.verdict import WorkerEnd
 
 FACTS = {"script": "train.py", "seed": 0}
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dure.failures.verdict import WorkerEnd
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
-from dure.launch.worker.verdict import WorkerEnd
 
 
 def killed(rank=1, number=signal.SIGKILL):

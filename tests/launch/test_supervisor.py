@@ -16,7 +16,7 @@ import pytest
 from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.restart_policy import Restart
-from dure.launch.rounds.start import start_worker
+from dure.launch.rounds.start_rank import start_worker
 from dure.launch.rounds.supervisor import Outcome, as_decided, run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import Worker

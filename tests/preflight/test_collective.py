@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dure.comm.entrypoints.preflight import partners
-from dure.launch.worker.verdict import WorkerEnd
+from dure.failures.verdict import WorkerEnd
 from dure.preflight.collective import RankProgress, backend_of, judged, try_collective
 from dure.preflight.findings import Finding
 from dure.preflight.settings import PreflightSettings

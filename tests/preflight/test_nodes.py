@@ -16,6 +16,7 @@ from dure.launch.nodes.channel import Channel, HandshakeRefused
 from dure.launch.nodes.peers import Member, Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, join
 from dure.preflight import node_pairs as pairs
+from dure.preflight.all_checks import gather_long
 from dure.preflight.host_facts import Interface
 from dure.preflight.node_checks import (
     clock_check,
@@ -26,7 +27,6 @@ from dure.preflight.node_checks import (
     version_checks,
 )
 from dure.preflight.node_pairs import Attempt, try_pairs
-from dure.preflight.run import gather_long
 from tests.preflight.facts import GOOD, host
 
 SECRET = b"a secret of that length"

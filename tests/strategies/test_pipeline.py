@@ -19,8 +19,8 @@ from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests
+from dure.strategies.pipeline.pipeline import Pipeline, fault_of_backend
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
-from dure.strategies.pipeline.strategy import Pipeline, fault_of_backend
 from dure.strategies.table import STRATEGIES
 from examples.char_gpt import CharGPT
 from examples.digits import Digits

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dure.errors import SpecInvalid, WorkerFailed
-from dure.strategies.division.divisible import reason_not_to_divide
+from dure.strategies.division.optimizer_trial import reason_not_to_divide
 from dure.strategies.table import STRATEGIES
 from tests.commands import RunFiles
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of

@@ -18,7 +18,7 @@ import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import TaskInvalid
 from dure.strategies.contract.options import StrategyOptions
-from dure.strategies.tensor_parallel.strategy import TensorParallel
+from dure.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING as SUM_ROUNDING
 from tests.conformance.cases import train_case, weights_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.trial import Trial, is_equal
 
 
 class Task:

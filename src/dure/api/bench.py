@@ -11,11 +11,11 @@ from dure.comm.algorithms.base import REDUCE_OPS, ReduceOp
 from dure.comm.algorithms.table import ALGORITHMS, find_algorithm
 from dure.documents import parse_json
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
+from dure.failures.verdict import judge, stop_signal
 from dure.host.devices import check_devices, count_cores, resolve_device
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
-from dure.launch.worker.verdict import judge, stop_signal
 from dure.process.stop_signals import stop_exit_code
 from dure.records.link_costs import LinkCost, fit_cost, write_costs
 from dure.spec import unknown_name
@@ -52,7 +52,7 @@ class BenchResult:
     """Measurements of one `dure bench`."""
 
     rows: list[dict[str, Any]]
-    """`comm.bench.BenchRow` as plain values, with `algorithm_bytes_per_second` and `bus_bytes_per_second`."""
+    """`comm.timing.BenchRow` as plain values, with `algorithm_bytes_per_second` and `bus_bytes_per_second`."""
     costs: list[LinkCost]
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _algorithms_on(kind: str, wanted: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
-    from dure.comm.bench import sizes_between
+    from dure.comm.timing import sizes_between
 
     job = {
         "device": kind,

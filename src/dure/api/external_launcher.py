@@ -11,11 +11,11 @@ from dure.api.local import finish, run_folder, threads_for
 from dure.api.multi_node import facts_to_agree_on
 from dure.cluster.rank import Launched, RankInfo, meeting_point
 from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
+from dure.failures.verdict import WorkerEnd, judge, stop_signal
 from dure.host.devices import check_each_has_its_own, resolve_device
 from dure.host.gpu_health import visible_gpus
 from dure.launch.rounds.supervisor import Outcome
 from dure.launch.worker.child import interface_variables
-from dure.launch.worker.verdict import WorkerEnd, judge, stop_signal
 from dure.process.context import Place, StoreAddress
 from dure.process.parent_death import die_with_parent
 from dure.records.run_dir import SPEC, RunDir

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
+from dure.failures.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
 from dure.host.devices import count_cores, crowding
 from dure.launch.hangs.diagnosis import tell_of_hang
 from dure.launch.hangs.watchdog import HangPolicy
@@ -20,7 +21,6 @@ from dure.launch.rounds.signal_forwarding import signals_put_off
 from dure.launch.rounds.supervisor import Outcome, run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.fork_safety import reason_fork_would_fail
-from dure.launch.worker.verdict import Verdict, WorkerEnd, judge, left_early, stop_signal
 from dure.process.context import Place
 from dure.process.stop_signals import stop_exit_code
 from dure.records.run_dir import SPEC, SUMMARY, RunDir, default_name

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from dure.cluster.rank import Launched, meeting_point, read_launcher
 from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
+from dure.failures.verdict import judge, stop_signal
 from dure.host.devices import count_accelerators, count_cores, crowding
 from dure.launch.hangs.diagnosis import tell_of_hang
 from dure.launch.hangs.watchdog import HangPolicy
@@ -25,7 +26,6 @@ from dure.launch.rounds.request import Launch
 from dure.launch.rounds.restart_policy import Restart, RestartPolicy
 from dure.launch.rounds.supervisor import Outcome, run_workers
 from dure.launch.worker.child import Output, interface_variables, leave
-from dure.launch.worker.verdict import judge, stop_signal
 from dure.preflight.settings import PreflightSettings
 from dure.process.context import Place
 from dure.process.parent_death import die_with_parent

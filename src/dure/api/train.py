@@ -21,8 +21,8 @@ from dure.api.settings import absolute, check_same_task, settle
 from dure.api.trust import check_trusted, is_true
 from dure.cluster.rank import Launched, read_launcher
 from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
+from dure.failures.verdict import judge, left_early
 from dure.launch.worker.child import is_worker
-from dure.launch.worker.verdict import judge, left_early
 from dure.own_files import touch
 from dure.process.stop_signals import end_if_unanswered, stop_exit_code
 from dure.records.run_dir import SPEC, RunDir, saying

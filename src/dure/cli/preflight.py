@@ -71,7 +71,7 @@ def preflight(
     Ends with 3 when something is missing, each with its cure; warnings do not count. Nothing of it is left behind.
     """
     from dure.launch.nodes.rendezvous import node_settings
-    from dure.preflight.run import preflight as check_all
+    from dure.preflight.all_checks import preflight as check_all
     from dure.preflight.settings import PreflightSettings, check_settings
 
     faults: list[str] = []

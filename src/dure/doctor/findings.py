@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError
+from dure.failures.verdict import WorkerEnd, judge, read_failure
 from dure.launch.hangs.diagnosis import verdict_from_json
-from dure.launch.worker.verdict import WorkerEnd, judge, read_failure
 from dure.records.jsonl import last_record
 from dure.records.run_dir import SUMMARY, RunDir, saying
 from dure.records.run_list import RunOverview, overview

@@ -1,7 +1,7 @@
 """A preflight as the first part of a run, which does not start when something is missing."""
 
 from dure.errors import EnvironmentLacks
-from dure.preflight.run import preflight
+from dure.preflight.all_checks import preflight
 from dure.preflight.settings import PreflightSettings
 from dure.terminal import tell
 

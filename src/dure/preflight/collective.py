@@ -10,12 +10,12 @@ from typing import Any
 
 from dure.documents import parse_json
 from dure.errors import Interrupted
+from dure.failures.verdict import WorkerEnd, in_brief, stop_signal
 from dure.host.devices import count_accelerators, count_cores
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.supervisor import Outcome, run_workers
 from dure.launch.worker.child import Output
-from dure.launch.worker.verdict import WorkerEnd, in_brief, stop_signal
 from dure.launch.worker.worker_process import unnamed_file
 from dure.preflight.findings import Finding, failure, ok
 from dure.preflight.settings import PreflightSettings

@@ -217,7 +217,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         ),
         StrategyInfo(
             name="pipeline",
-            implementation="dure.strategies.pipeline.strategy:Pipeline",
+            implementation="dure.strategies.pipeline.pipeline:Pipeline",
             summary="the model in stages on several ranks, which work on different microbatches at once",
             divides="the model: consecutive blocks on each rank, cut where measured cost is even or by --cuts",
             synchronises="every microbatch: activations from stage to stage, their gradients back",
@@ -323,7 +323,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         ),
         StrategyInfo(
             name="parameter_server",
-            implementation="dure.strategies.parameter_server.strategy:ParameterServer",
+            implementation="dure.strategies.parameter_server.parameter_server:ParameterServer",
             summary="workers push gradients, servers without a device keep the parameters and step them",
             divides="each global batch over the workers; parameters and optimiser state over the servers, by rows",
             synchronises=(
@@ -361,7 +361,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         ),
         StrategyInfo(
             name="tensor_parallel",
-            implementation="dure.strategies.tensor_parallel.strategy:TensorParallel",
+            implementation="dure.strategies.tensor_parallel.tensor_parallel:TensorParallel",
             summary="Linear, Embedding and attention layers divided over ranks that work on the same samples",
             divides="layers over the tensor axis, each global batch over the data axis",
             synchronises="in every layer's forward and backward over the tensor axis; every step over the data axis",

@@ -14,7 +14,7 @@ from typing import Any
 
 from dure.cluster.rank import RankInfo
 from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
-from dure.launch.worker.verdict import STOP_ENDS
+from dure.failures.verdict import STOP_ENDS
 from dure.process.stop_signals import heeded_signals, signal_name, stop_exit_code
 from dure.submit.job import Job
 from dure.submit.ray_rank import Look, RayRank

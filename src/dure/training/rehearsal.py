@@ -15,14 +15,14 @@ from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.records.step_record import Metric
 from dure.strategies.contract.declarations import few as few_of
-from dure.strategies.contract.hooks import without_new_hooks
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.division.trial import is_equal
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
+from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
+from dure.strategies.state.trial import is_equal
 from dure.training.best_metric import Best
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
+from dure.host.thread_check import slowdown_of_threads
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
@@ -15,7 +16,6 @@ from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import step_hooks
 from dure.training.best_metric import Best
-from dure.training.inspection.thread_check import slowdown_of_threads
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop
 from dure.training.progress import Progress

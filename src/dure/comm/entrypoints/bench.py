@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dure.comm.bench import BenchPlan, measure
 from dure.comm.groups import open_group
+from dure.comm.timing import BenchPlan, measure
 from dure.failures.report import describe_failure
 from dure.process.context import Place
 from dure.terminal import LiveLine

@@ -8,8 +8,8 @@ from typing import Any
 
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.failures.frames import Frame
+from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes.channel import MESSAGE_LIMIT_BYTES
-from dure.launch.worker.verdict import WorkerEnd
 
 _LONGEST_TEXT = 3000
 """Longest traceback in a message, in characters; the whole one is in the log of its own node."""

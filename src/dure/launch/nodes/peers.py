@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dure.errors import DureError, WorkerFailed
+from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes.admission import Reception
 from dure.launch.nodes.channel import Channel, ChannelClosed
 from dure.launch.nodes.connections import Links
@@ -20,7 +21,6 @@ from dure.launch.nodes.member import Member, StoppedByPeer
 from dure.launch.nodes.messages import end_from_json, end_to_json, refusal_of, refused_error
 from dure.launch.nodes.roster import Roster
 from dure.launch.nodes.round_state import RoundNews
-from dure.launch.worker.verdict import WorkerEnd
 
 __all__ = ["Member", "Nodes", "StoppedByPeer"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dure.launch.worker.verdict import WorkerEnd
+from dure.failures.verdict import WorkerEnd
 
 
 @dataclass

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
+from dure.failures.verdict import WorkerEnd, stop_signal
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.nodes.failover import NOBODY
 from dure.launch.nodes.peers import Member, Nodes, StoppedByPeer
@@ -30,7 +31,6 @@ from dure.launch.rounds.round import (
 )
 from dure.launch.rounds.signal_forwarding import StoppedBeforeStart, passing_signals_on
 from dure.launch.rounds.stop_limit import has_left_snapshots, save_seconds, saving
-from dure.launch.worker.verdict import WorkerEnd, stop_signal
 from dure.launch.worker.worker_process import Worker
 
 _PREPARATION_SECONDS = 600.0

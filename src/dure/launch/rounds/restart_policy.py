@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dure.failures.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
 from dure.launch.hangs.diagnosis import HangVerdict
-from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
 
 
 @dataclass(frozen=True, kw_only=True)

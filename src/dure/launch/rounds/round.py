@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 
 from dure.errors import EnvironmentLacks
+from dure.failures.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.hangs.call_counts import CallCounts
 from dure.launch.hangs.diagnosis import HangVerdict, explain
 from dure.launch.hangs.probe import examine
@@ -19,12 +20,11 @@ from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.node_hang_survey import JointLook
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.signal_forwarding import pass_on_signal
-from dure.launch.rounds.start import start_worker
+from dure.launch.rounds.start_rank import start_worker
 from dure.launch.rounds.stop_limit import StopLimit
 from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.worker.leftovers import end_leftovers
 from dure.launch.worker.store_server import StoreServer
-from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd, stop_signal
 from dure.launch.worker.worker_process import Worker
 from dure.process.stop_signals import signals_held_back
 from dure.terminal import end_open_line

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dure.failures.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.rounds.request import Launch
-from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd
 from dure.process.heartbeat import PHASES, Heartbeats
 
 _SAVE_FRACTION = 1 / 2

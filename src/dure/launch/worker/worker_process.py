@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dure.documents import DocumentInvalid, parse_json
+from dure.failures.verdict import STOP_ENDS, WorkerEnd
 from dure.host.oom import OomWatch
 from dure.launch.worker.leftovers import mark_of, started_at
 from dure.launch.worker.questions import Questions
 from dure.launch.worker.stacks import crash_frames, is_stopped
-from dure.launch.worker.verdict import STOP_ENDS, WorkerEnd
 from dure.process.context import CUT, DEPARTURE
 
 _REPORT_LIMIT_BYTES = 2**20

@@ -27,7 +27,6 @@ from dure.strategies.contract.declarations import (
     by_trial,
     few,
 )
-from dure.strategies.contract.hooks import gradient_hooks
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.contract.options import StrategyOptions
@@ -35,6 +34,7 @@ from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, f
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
+from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, plain_settings, settings_of
 from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState

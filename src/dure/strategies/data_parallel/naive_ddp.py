@@ -8,11 +8,11 @@ from torch import nn
 
 from dure.comm.choice import open_chosen
 from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
-from dure.strategies.data_parallel.reduced_facts import ReducedFacts
 from dure.strategies.state.common_buffers import broadcast_buffers
 
 

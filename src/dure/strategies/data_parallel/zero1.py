@@ -18,7 +18,7 @@ from dure.errors import TaskInvalid
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.data_parallel.ddp import DDP
-from dure.strategies.division.divisible import reason_not_to_divide
+from dure.strategies.division.optimizer_trial import reason_not_to_divide
 from dure.strategies.division.step_hooks import fault_of_replaced_step, run_around_all
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
 from dure.strategies.state.pieces import Needs, rectangles

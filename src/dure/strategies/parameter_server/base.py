@@ -24,7 +24,7 @@ from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
-from dure.strategies.division.divisible import faults_of_parts, reason_not_to_cut
+from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.parameter_server.shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport, Transport

@@ -9,11 +9,11 @@ from torch import nn
 
 from dure.errors import DureError, TaskInvalid
 from dure.strategies.contract.batches import to_device
-from dure.strategies.contract.stand_in import call_of
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.division.trial import Trial
 from dure.strategies.sections.cuts import begins_of, cut_names, faults_of, registered_chain
+from dure.strategies.sections.stand_in import call_of
 from dure.strategies.sections.trace import Survey, survey
+from dure.strategies.state.trial import Trial
 
 CURE = "ddp or fsdp"
 SURVEYED_SAMPLES = 4

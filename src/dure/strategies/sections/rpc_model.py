@@ -27,10 +27,9 @@ from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.precision import Precision
-from dure.strategies.contract.stand_in import stand_in
+from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.data_parallel.reduced_facts import ReducedFacts
-from dure.strategies.division.divisible import faults_of_parts
+from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.costs import held_bytes
@@ -41,6 +40,7 @@ from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, l
 from dure.strategies.sections.random_state import CommonSeeds, drawing_from
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
 from dure.strategies.state.pieces import Needs

@@ -16,16 +16,16 @@ from dure.errors import TaskInvalid
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.stand_in import call_of, called_again, stand_in
 from dure.strategies.contract.step_facts import checked_loss
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.division.trial import Trial
 from dure.strategies.sections.absent_tensors import hollow
 from dure.strategies.sections.plan import CURE, SectionPlan, first_batch
 from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.trace import Survey
 from dure.strategies.sections.values import describe
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.trial import Trial
 
 SETS_GRADIENTS = (
     "the task's loss sets gradients itself (by a backward pass of its own, say), which a model in sections has on "

@@ -24,9 +24,9 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
+from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
-from dure.strategies.data_parallel.reduced_facts import ReducedFacts
-from dure.strategies.division.divisible import reason_not_to_cut
+from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.saved_state import StateSource, StrategyState

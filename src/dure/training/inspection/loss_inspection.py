@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.records.sums import Sum, exact_sum
-from dure.strategies.contract.hooks import gradient_hooks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import LossFunction
-from dure.strategies.division.trial import Trial, is_equal
+from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.call_watches import FedState, StateOfForward, StateOfModules
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.constant_draws import ConstantDraws, TooManyDraws

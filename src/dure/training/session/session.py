@@ -20,11 +20,11 @@ from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
 from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
-from dure.strategies.contract.hooks import without_new_hooks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
+from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import used_globals
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import tell

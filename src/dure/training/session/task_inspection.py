@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dure.strategies.contract.hooks import gradient_hooks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.division.trial import Trial, is_equal
 from dure.strategies.state.containers import tensors_in
+from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
 from dure.training.inspection.loss_inspection import LossInspection, silent

@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from dure.strategies.division.divisible import reason_not_to_cut, reason_not_to_divide
+from dure.strategies.division.optimizer_trial import reason_not_to_cut, reason_not_to_divide
 
 
 def model() -> nn.Module:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dure.training.inspection import thread_check
-from dure.training.inspection.thread_check import slowdown_of_threads
+from dure.host import thread_check
+from dure.host.thread_check import slowdown_of_threads
 
 
 class Torch:

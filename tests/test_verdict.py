@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
-from dure.launch.worker.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.process.stop_signals import signal_name
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
-from dure.strategies.contract.hooks import gradient_hooks
+from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 

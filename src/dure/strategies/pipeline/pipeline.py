@@ -27,12 +27,11 @@ from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
-from dure.strategies.contract.stand_in import call_of, called_again, stand_in
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
-from dure.strategies.data_parallel.reduced_facts import ReducedFacts
-from dure.strategies.division.divisible import faults_of_parts
+from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
@@ -44,6 +43,7 @@ from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, drawing_from
 from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState

@@ -1,7 +1,7 @@
 """Randomness that belongs to a sample: drawn from (seed, epoch, sample index) and nothing else.
 
 A sample must be augmented the same way on any number of ranks and loader workers. Two ways lead there:
-the fetch seeds Python's, NumPy's and torch's global generators for each sample (`seeded_for_sample`), and data
+the fetch seeds Python's, NumPy's and torch's global generators for each sample (`seed_for_sample`), and data
 sets that make a whole batch in one call draw with `sample_uniform`, which is a function of the index.
 """
 

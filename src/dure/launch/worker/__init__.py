@@ -1,1 +1,1 @@
-"""Process of one rank, from its start to the verdict about its end."""
+"""Process of one rank: its start, its stacks and answers while it runs, and what it leaves behind."""

@@ -1,4 +1,4 @@
-"""How long training is held up by a checkpoint: dure beside `torch.save` of the same state to the same disk.
+"""Stall of training by a checkpoint: dure compared with `torch.save` of the same state to the same disk.
 
     python benchmarks/checkpoint_stall.py                     both sizes, stall and whole runs; about three minutes
     python benchmarks/checkpoint_stall.py --only stall --rounds 5

@@ -63,10 +63,10 @@ class Shortest(dure.Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What there is at one moment; the names of the fields are the rows of the table."""
+    """Counts at one moment; the names of the fields are the rows of the table."""
 
     processes: int
-    """That carry the mark, this one not counted."""
+    """Processes that carry the mark, this one not counted."""
     listening_ports: int
     threads: int
     open_files: int
@@ -90,7 +90,7 @@ class Left:
         )
 
     def exceeds(self, other: "Left") -> bool:
-        """Whether there is more of anything."""
+        """Return whether there is more of anything."""
         return any(getattr(self, field.name) > getattr(other, field.name) for field in fields(self))
 
 

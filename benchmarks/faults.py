@@ -1,4 +1,4 @@
-"""How often what is promised of a run that is disturbed comes true: the table of `tests/faults`, again and again.
+"""Rate at which the promises of a disturbed run are kept: the table of `tests/faults`, again and again.
 
     python benchmarks/faults.py                  each row twenty times, each time at other moments
     python benchmarks/faults.py --repeat 2       to try it out

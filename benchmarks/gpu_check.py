@@ -1,4 +1,4 @@
-"""What can only be checked on a GPU: `make gpu-check`. Core dependencies only, no network.
+"""Checks that need a GPU: `make gpu-check`. Core dependencies only, no network.
 
 Weights against a loop by hand on the GPU: one rank on NCCL, two gloo ranks that share the GPU, two replicas in one
 process; every strategy, undisturbed and with a rank killed; bf16 and fp16; peak memory; and `resnet50_gpu.py`. Each
@@ -127,7 +127,7 @@ class Checks:
 
 
 class ChildFailed(Exception):
-    """What went wrong in a forked process."""
+    """Error in a forked process."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind, self.message = kind, message

@@ -1,4 +1,4 @@
-"""What dure costs beside the loop by hand, Accelerate and Lightning Fabric: per step, and from the shell to a step.
+"""Cost of dure over the loop by hand, Accelerate and Lightning Fabric: per step, and from the shell to a step.
 
     python benchmarks/overhead.py                     everything, about five minutes
     python benchmarks/overhead.py --only steps1       world size 1; steps2 and startup are the others

@@ -1,4 +1,4 @@
-"""What waiting less often brings: averaging at H = 16 beside compute alone, async beside sync with a slow worker.
+"""Gain of waiting less often: averaging at H = 16 against compute alone, async against sync with a slow worker.
 
     python benchmarks/relaxed.py                      both parts, about four minutes
 

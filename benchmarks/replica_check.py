@@ -1,4 +1,4 @@
-"""What comparing replicas costs: bytes per second of the checksum, and the fraction of a run's time.
+"""Cost of comparing replicas: bytes per second of the checksum, and the fraction of a run's time.
 
     python benchmarks/replica_check.py              about two minutes on two cores
     python benchmarks/replica_check.py --only sum   a few seconds

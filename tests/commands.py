@@ -150,7 +150,7 @@ class Command:
 
 
 def is_pump(process: psutil.Process) -> bool:
-    """Whether it is no rank: the process that takes what quiet ranks say, once one does."""
+    """Return whether it is no rank, but the process that takes the output of quiet ranks once there is some."""
     try:
         return any(word.endswith("log_pump.py") for word in process.cmdline())
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What every test gets: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
+"""Fixtures of every test: a check that it leaves nothing behind, and a skip where there is no CUDA device."""
 
 import os
 import tempfile

@@ -133,7 +133,7 @@ class Faulty(dure.Task):
         return TensorData(x, y)
 
     def is_longer(self) -> bool:
-        """Whether this rank alone has one sample more."""
+        """Return whether this rank alone has one sample more."""
         return self.fault == "longer" and int(os.environ.get("RANK", "0")) == self.rank and self.is_due()
 
     def eval_data(self) -> TensorData:

@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. Taken before, compared after (`tests/conftest.py`)."""
+"""Leaks of a test: nothing may be left behind. Snapshots before and after it are compared (`tests/conftest.py`)."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What the test process had at one moment."""
+    """State of the test process at one moment."""
 
     environment: dict[str, str]
     children: frozenset[psutil.Process]

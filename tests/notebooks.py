@@ -17,7 +17,7 @@ CELL_SECONDS = 60.0
 
 @dataclass
 class Cell:
-    """What one cell has shown."""
+    """Output of one cell."""
 
     streams: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
     error: str = ""

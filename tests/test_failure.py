@@ -1,4 +1,4 @@
-"""What a failed rank writes down: whose error it is, at which line."""
+"""Report of a failed rank: whose error it is, and at which line."""
 
 import errno
 import runpy

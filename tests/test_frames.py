@@ -1,4 +1,4 @@
-"""Whose code a file is."""
+"""Files as the user's code, a library's or dure's own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the driver says of one GPU: over a stand-in that has pynvml's own names, constants and errors."""
+"""Driver's reports on one GPU, through a stand-in that has pynvml's own names, constants and errors."""
 
 import threading
 import time

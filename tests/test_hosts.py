@@ -1,4 +1,4 @@
-"""What may be asked of a run on several hosts; the runs themselves are in `tests/faults/test_nodes.py`."""
+"""Settings of a run on several hosts; the runs themselves are in `tests/faults/test_nodes.py`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whether the kernel has ended a process for want of memory: groups of both versions as folders, and the host's."""
+"""Counts of processes that the kernel ended for want of memory: groups of both versions as folders, and the host's."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Machine:
-    """Where the kernel counts: this process's real groups, in a root of our own."""
+    """Counters of the kernel: this process's real groups, in a root of our own."""
 
     def __init__(self, folder: Path, version: int) -> None:
         self.root, self.vmstat, self.version = folder / "cgroup", folder / "vmstat", version

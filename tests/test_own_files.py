@@ -1,4 +1,4 @@
-"""Who may read a run, and that no link in its folder has another file written."""
+"""Readers of a run's files, and links in its folder: none lets another file be written."""
 
 import json
 import os

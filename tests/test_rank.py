@@ -1,4 +1,4 @@
-"""What launchers leave in the environment, and what dure reads in it."""
+"""Variables that launchers leave in the environment, and what dure reads in them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What reaches the terminal of names and messages that nobody chose with care."""
+"""Names and messages that nobody chose with care, as they reach the terminal."""
 
 import io
 import json

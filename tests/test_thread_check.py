@@ -1,4 +1,4 @@
-"""Whether a rank's threads wait for cores, with a torch that has neither: no test may start threads of torch's."""
+"""Check whether threads wait for cores, with a torch that has neither: no test may start threads of torch's."""
 
 from types import SimpleNamespace
 

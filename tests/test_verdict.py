@@ -1,4 +1,4 @@
-"""Who failed first: ends and records as data."""
+"""Verdicts on who failed first, from ends and records as data."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What can be tested of the benchmarks: how they compare, and what they say where there is no GPU."""
+"""Tests of the benchmarks without their measurements: how they compare, and what they print where there is no GPU."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What the tests let Slurm run, and how they compare it with an undisturbed run."""
+"""Jobs that the tests let Slurm run, and their comparison with an undisturbed run."""
 
 import json
 import socket

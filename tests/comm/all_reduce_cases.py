@@ -1,4 +1,4 @@
-"""What the all-reduce tests run on every rank, and what they ask of the answers."""
+"""Cases of all-reduce that the tests run on every rank, and checks of the answers."""
 
 import hashlib
 from collections import defaultdict
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one rank has to say of one all-reduce."""
+    """Answer of one rank to one all-reduce."""
 
     digest: str
     """Digest of the result's bits."""

@@ -1,4 +1,4 @@
-"""Which algorithm a run gets, and what happens where shared memory cannot be had."""
+"""Choice of a run's algorithm, and what happens where shared memory is not available."""
 
 import pytest
 

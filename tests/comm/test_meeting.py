@@ -1,4 +1,4 @@
-"""How ranks that a launcher started find each other."""
+"""Meeting of ranks that a launcher started."""
 
 import gc
 import itertools

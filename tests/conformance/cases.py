@@ -1,4 +1,4 @@
-"""How the battery runs a case, and what it reads from a run."""
+"""Cases of the battery: starting one, and reading its run."""
 
 import json
 from collections import defaultdict
@@ -77,7 +77,7 @@ def train_case(
 
 
 def is_layered(strategy: str) -> bool:
-    """Whether a strategy's task is to have the layered model."""
+    """Return whether a strategy's task needs the layered model."""
     return strategy in LAYERED
 
 
@@ -95,7 +95,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def are_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two sets of weights are equal bit by bit."""
+    """Return whether two sets of weights are equal bit by bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank stops all of them at that step, and is said in one sentence."""
+"""An error on one rank stops all of them at that step, and is reported in one sentence."""
 
 import json
 import math

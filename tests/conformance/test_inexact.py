@@ -1,4 +1,4 @@
-"""What strategies of another trajectory are held to: they learn, use every sample once, and agree when read."""
+"""Strategies of another trajectory: they learn, use every sample once, and agree when read."""
 
 import pytest
 import torch

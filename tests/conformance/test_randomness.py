@@ -1,4 +1,4 @@
-"""What is drawn for a sample is the same wherever it is drawn; what is drawn by a rank can be repeated."""
+"""Random numbers of a sample are the same wherever they are drawn; those of a rank can be repeated."""
 
 import functools
 

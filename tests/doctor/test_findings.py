@@ -1,4 +1,4 @@
-"""What `dure doctor` reads out of a run's folder."""
+"""Findings of `dure doctor` in a run's folder."""
 
 import json
 import re

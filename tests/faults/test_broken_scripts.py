@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 
 def marked_lines(script: Path, num_ranks: int) -> dict[int, set[int]]:
-    """By rank: where it is when the verdict is made, as marked in the script."""
+    """Return the lines in which each rank is when the verdict is made, as marked in the script."""
     lines: dict[int, set[int]] = {}
     for number, text in enumerate(script.read_text().splitlines(), 1):
         for rank in text.partition("# at: ")[2].split():
@@ -54,7 +54,7 @@ def marked_lines(script: Path, num_ranks: int) -> dict[int, set[int]]:
 
 
 def told_lines(text: str, script: Path) -> dict[int, set[int]]:
-    """By rank: where the verdict says that it is."""
+    """Return the lines in which each rank is according to the verdict."""
     at = rf"[^\n]*?{script.name}:(\d+) in"
     told = re.findall(rf"^  ranks? ([\d, ]*\d) {at}", text, re.M)
     told += re.findall(rf"^dure: rank (\d+) (?:[^\n]*\n  (?!rank))?{at}", text, re.M)

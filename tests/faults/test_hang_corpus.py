@@ -44,7 +44,7 @@ def cases() -> list[object]:
 
 
 def marked(path: Path, word: str) -> dict[int, set[int]]:
-    """By rank: the lines that are marked so."""
+    """Return the lines of each rank that are marked with a word."""
     lines: dict[int, set[int]] = {}
     for number, text in enumerate(path.read_text().splitlines(), 1):
         for rank in text.partition(f"# {word}: ")[2].partition("#")[0].split():

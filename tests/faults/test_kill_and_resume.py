@@ -32,7 +32,7 @@ GONE_AFTER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Way:
-    """How one attempt executes the run."""
+    """Strategy and number of processes of one attempt."""
 
     strategy: str
     nproc: int

@@ -1,4 +1,4 @@
-"""What the environment keeps secret stays out of every record, and nobody outside this host can connect."""
+"""Secrets in the environment stay out of every record, and nobody outside this host can connect."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What may happen to a run, as a table: each row beside the same run to which nothing happens.
+"""Table of what may happen to a run: each row is compared with the same run to which nothing happens.
 
     make faults REPEAT=20 PYTEST_ARGS=tests/faults/test_table.py
 

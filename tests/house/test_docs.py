@@ -1,4 +1,4 @@
-"""What the pages say of the repository is there."""
+"""Links, files and tables that the pages mention are there and up to date."""
 
 import re
 from pathlib import Path

@@ -37,7 +37,7 @@ def docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
 def test_docstrings_when_read_then_each_begins_with_its_noun_or_verb() -> None:
     found = {
         str(path.relative_to(ROOT)): lines
-        for folder in ("src", "examples")
+        for folder in ("src", "tests", "benchmarks", "examples")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if (lines := list(sideways(path.read_text(encoding="utf-8"))))
     }

@@ -1,4 +1,4 @@
-"""What ranks are at, asked of processes that answer as ranks do."""
+"""Probes of ranks, sent to processes that answer as ranks do."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who is to blame for a hang, from what each rank was at."""
+"""Blame for a hang, from what each rank was doing."""
 
 import bdb
 import json

@@ -1,4 +1,4 @@
-"""Who leads: one at a time, and who led before notices."""
+"""The leader's lease: one node holds it at a time, and one that has lost it notices."""
 
 import time
 

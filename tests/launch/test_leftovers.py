@@ -1,4 +1,4 @@
-"""Which processes count as left behind by a rank that is gone, and which are somebody else's."""
+"""Processes left behind by a rank that is gone, told apart from those of others."""
 
 import os
 import signal

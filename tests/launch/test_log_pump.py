@@ -1,4 +1,4 @@
-"""What ranks print: nothing can be forged, nothing is too long, nothing waits."""
+"""Output of ranks: nothing can be forged, nothing is too long, nothing waits."""
 
 import fcntl
 import os

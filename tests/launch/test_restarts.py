@@ -1,4 +1,4 @@
-"""Which failures are answered with a restart, and how often."""
+"""Restarts: after which failures, and how often."""
 
 import signal
 from dataclasses import replace

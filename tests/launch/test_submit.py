@@ -1,4 +1,4 @@
-"""What `dure submit` hands to clusters, and what it refuses to hand over."""
+"""Jobs that `dure submit` hands to clusters, and those that it refuses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""When silence is a hang."""
+"""Silence of ranks that counts as a hang, and silence that does not."""
 
 import os
 

@@ -40,7 +40,7 @@ TOTAL = 80 * 2**30
 
 
 class Nvml:
-    """What of pynvml is asked. A function that is not here says `Not Supported`, as an older driver would."""
+    """Functions of pynvml that dure calls. Any other raises `Not Supported`, as under an older driver."""
 
     def __init__(self, *cards: Card, why_not: int | None = None) -> None:
         self.cards, self.why_not, self.is_open = cards, why_not, False

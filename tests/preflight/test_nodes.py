@@ -1,4 +1,4 @@
-"""What nodes have in common, and the ways between them; those over a real network are in `test_network.py`."""
+"""Checks of what nodes have in common, and of the ways between them; those over a network are in `test_network.py`."""
 
 import errno
 import socket

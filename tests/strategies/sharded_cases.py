@@ -1,4 +1,4 @@
-"""What the tests of strategies with shards share: a strategy on forked ranks, and counts of what it holds and sends."""
+"""Cases of strategies with shards: a strategy on forked ranks, and counts of what it holds and sends."""
 
 from collections.abc import Callable
 from typing import Any

@@ -55,7 +55,7 @@ def test_warm_up_equals_ddp(strategy, trained, tmp_path):
 
 
 class Plain(Regression):
-    """By plain SGD, whose steps are linear in the gradient."""
+    """Task with plain SGD, whose steps are linear in the gradient."""
 
     def build_optimizer(self, model):
         return SGD(model.parameters(), lr=0.1, weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""What strategies share: weights of losses, counts, clipping, wrong returns."""
+"""Code that strategies share: weights of losses, counts, clipping, wrong returns."""
 
 import math
 from contextlib import nullcontext

@@ -61,7 +61,7 @@ class Noted(list):
 
 
 class Defined:
-    """What the `attrs` library makes, without it."""
+    """A class as the `attrs` library makes it, without the library."""
 
     __attrs_attrs__ = (SimpleNamespace(name="x"),)
 

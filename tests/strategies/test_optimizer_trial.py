@@ -1,4 +1,4 @@
-"""Which optimisers may be given a part of their parameters, found out by trying."""
+"""Trials of optimisers: which of them may be given a part of their parameters."""
 
 from functools import partial
 from itertools import pairwise

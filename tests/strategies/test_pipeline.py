@@ -217,7 +217,7 @@ class Dropping(Regression):
 
 
 class Output:
-    """What a library's model may return."""
+    """Output as a library's model may return it."""
 
     def __init__(self, logits):
         self.logits = logits

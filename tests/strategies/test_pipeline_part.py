@@ -1,4 +1,4 @@
-"""What a rank keeps of a model and of its optimiser, in bytes and in names."""
+"""A rank's part of a model and of its optimiser, in bytes and in names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What stages exchange: any nested value of tensors goes through flat buffers and comes out the same, gradients too."""
+"""Values that stages exchange: any nest of tensors passes through flat buffers unchanged, gradients too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a watched forward pass tells of a model: order, what passes by the blocks, what they keep for backward."""
+"""Facts from a watched forward pass: order of blocks, what passes them by, what they keep for backward."""
 
 import gc
 import weakref

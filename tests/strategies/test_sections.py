@@ -1,4 +1,4 @@
-"""Where a model can be cut, and where it is best cut."""
+"""Cuts of a model: the possible ones, and the best."""
 
 import dataclasses
 import itertools

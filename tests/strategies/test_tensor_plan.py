@@ -1,4 +1,4 @@
-"""Which layers the rules divide, and what is said of those that they do not."""
+"""Layers that the rules divide, and the reasons given for those that they do not."""
 
 import re
 

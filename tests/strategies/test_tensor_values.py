@@ -125,7 +125,7 @@ class ChangedInput(nn.Module):
 
 
 class ChangedLayers(nn.Module):
-    """What layers of each kind return, changed in place."""
+    """Layers of each kind, whose outputs are changed in place."""
 
     def __init__(self) -> None:
         super().__init__()

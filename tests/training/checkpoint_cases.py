@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: a small trained model, a snapshot of it, and ranks as threads."""
+"""Cases of the checkpoint tests: a small trained model, a snapshot of it, and ranks as threads."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Which backend ranks talk over when nobody names one."""
+"""Choice of the backend where nobody names one."""
 
 import pytest
 

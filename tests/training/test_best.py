@@ -1,4 +1,4 @@
-"""Which evaluation is the best."""
+"""Choice of the best evaluation."""
 
 import math
 

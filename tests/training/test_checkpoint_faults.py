@@ -1,4 +1,4 @@
-"""What happens to checkpoints: flipped bits, cut files, crashes, full disks, a rank that fails."""
+"""Damage to checkpoints: flipped bits, cut files, crashes, full disks, a rank that fails."""
 
 import json
 import os

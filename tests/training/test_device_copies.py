@@ -25,7 +25,7 @@ from tests.training.test_snapshot_state import Net, momentum, session_of
 
 
 class Streams:
-    """What streams are asked to do, in order; copies are done when their event is waited for."""
+    """Log of the calls to streams, in order; copies are done when their event is waited for."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""How often snapshots are taken."""
+"""Interval between snapshots in memory."""
 
 import pytest
 

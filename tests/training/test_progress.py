@@ -1,4 +1,4 @@
-"""What rank 0 shows: live or plain lines, nothing when quiet, and no failure when nobody reads."""
+"""Progress that rank 0 shows: live or plain lines, nothing when quiet, and no failure when nobody reads."""
 
 import io
 import os

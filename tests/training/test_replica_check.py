@@ -1,4 +1,4 @@
-"""How often replicas are compared, and how what differs is found and told."""
+"""Interval between comparisons of replicas, and how a difference is found and reported."""
 
 import threading
 

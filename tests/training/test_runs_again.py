@@ -1,4 +1,4 @@
-"""What a run's folder remembers: options in full, and what happens where its checkpoints are gone."""
+"""Run folders that are used again: options are kept in full; checkpoints may be gone."""
 
 import json
 import os

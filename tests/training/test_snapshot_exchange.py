@@ -1,4 +1,4 @@
-"""Which snapshot ranks of several hosts go on from: one that all have, whole, of one history."""
+"""Choice of the snapshot from which several hosts go on: one that all have, whole, of one history."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""When a further signal is impatience, where nobody supervises."""
+"""Further stop signals as impatience, where nobody supervises."""
 
 import signal
 

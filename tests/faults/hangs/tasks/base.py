@@ -1,4 +1,4 @@
-"""What the tasks here have in common: they stop getting on in their fourth step, or are only slow in it."""
+"""Base of the tasks here: they stop getting on in their fourth step, or are only slow in it."""
 
 import os
 
@@ -34,7 +34,7 @@ class Fits(dure.Task):
         return 5 if self.is_slow else 1000
 
     def is_time(self, name, number=12, rank=1):
-        """Whether this is the call of that name and number, on one rank."""
+        """Count a call, and return whether it has that number among those of its name, on that rank."""
         self.calls = getattr(self, "calls", {})
         self.calls[name] = self.calls.get(name, 0) + 1
         return self.calls[name] == number and os.environ["RANK"] == str(rank)

@@ -44,9 +44,9 @@ class Campaign:
         self.places, self.seed = places, seed
         self.counts: Counter[str] = Counter()
         self.kept: dict[str, Counter[str]] = defaultdict(Counter)
-        """Cases in which no promise was broken, by fault and strategy, …"""
+        """Cases in which no promise was broken, by fault and strategy."""
         self.drawn: dict[str, Counter[str]] = defaultdict(Counter)
-        """… and all."""
+        """Cases that were run, by fault and strategy."""
         self.broken: list[tuple[Case, str]] = []
         self._controls: dict[tuple[object, ...], Weights] = {}
 

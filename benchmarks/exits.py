@@ -36,7 +36,7 @@ from dure.data import TensorData
 
 HERE = Path(__file__).resolve()
 MARK = "EXITS_BENCHMARK_MARK"
-"""In the environment of everything that is started here, with a value of its own."""
+"""Variable in the environment of everything that is started here, with a value of its own."""
 OF_TORCH = ("torchinductor_", "torchelastic_")
 """Temporary folders that torch keeps: one for what it compiles, and one that torchrun leaves of each run."""
 GRACE_SECONDS = 5.0

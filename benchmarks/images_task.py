@@ -16,7 +16,7 @@ import dure
 
 NUM_CLASSES = 10
 NUM_IMAGES = 2048
-"""Kept in memory; a longer epoch repeats them."""
+"""Images kept in memory; a longer epoch repeats them."""
 LEARNING_RATE = 1e-3
 
 

@@ -22,7 +22,7 @@ class Comparison:
 
     name: str
     median: float
-    """In the unit of the measured values."""
+    """Median in the unit of the measured values."""
     difference: float
     """Median of the paired differences to the baseline."""
     ratio: float
@@ -77,7 +77,7 @@ class Turns:
         self._left = 0
         self._start: float | None = None
         self.on_own_turn = _nothing
-        """Called when dure's turn begins."""
+        """Callback when dure's turn begins."""
         self.seconds: dict[str, list[float]] = {name: [] for name in [*others, "dure"]}
         """Per step, one value per round."""
 

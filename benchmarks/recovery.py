@@ -1,4 +1,4 @@
-"""From the kill of a rank to the next step: dure beside a script by hand under torchrun; and what being ready costs.
+"""Time from the kill of a rank to the next step: dure and a script by hand under torchrun; and the cost of being ready.
 
     python benchmarks/recovery.py                       100 kills under dure, 10 under torchrun; about eight minutes
     python benchmarks/recovery.py --kills 10 --only dure
@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[object, ...]] = {
     "restarts, no snapshots": ("--snapshot-every", 10**6),
     "restarts, snapshots": (),
 }
-"""In all of them ranks tell where they are (heartbeats) and the supervisor watches."""
+"""Flags of each way. In all of them ranks send heartbeats and the supervisor watches."""
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from recovery import BATCH, _lines, _start, _until
 
 FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
 STEP_SECONDS = 0.0215
-"""About what a step takes here, to know how many fill the time."""
+"""Approximate time of a step here, to know how many fill the time."""
 HANG_AFTER_SECONDS = 2
 LONGEST_PAUSE_SECONDS = 15.0
 LEAST_EFFECTIVE = 0.95

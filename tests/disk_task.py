@@ -14,7 +14,7 @@ from dure.training.checkpoints import rank_shard as checkpoint_share
 
 class OnBadDisk(Faulty):
     write_seconds: float = 0.0
-    """That every file of a checkpoint takes longer."""
+    """Delay of every file of a checkpoint."""
     bad_rank: int = 0
     """The rank whose files cannot be written."""
     bad_save: int = 0

@@ -34,7 +34,7 @@ class Snapshot:
     listening: frozenset[tuple[str, int]]
     threads: frozenset[threading.Thread]
     unforkable: str | None
-    """Why ranks could not be forked from here: OpenMP's threads, once started, sleep until the process ends."""
+    """Reason why ranks could not be forked from here: OpenMP's threads, once started, sleep until the process ends."""
 
 
 def take_snapshot() -> Snapshot:

@@ -1,4 +1,4 @@
-"""Those who come to a run's ports and are none of its processes."""
+"""Strangers at a run's ports: connections from none of its processes."""
 
 import os
 import socket

@@ -301,7 +301,7 @@ class SequenceNumber:
 
     def __init__(self) -> None:
         self._group: Callable[[], object] = object
-        """Weakly: a group that is kept alive keeps its threads and ports."""
+        """Weak reference: a group that is kept alive keeps its threads and ports."""
         self._device: torch.device | None = None
 
     def now(self) -> int:

@@ -19,13 +19,13 @@ from tests.training.checkpoint_cases import flip_bit
 
 STEPS = {"samples": 88, "global_batch_size": 11, "record_samples": True}
 STEP = 6
-"""At which one bit of a weight flips, in runs that use the same samples as the others."""
+"""Step at which one bit of a weight flips, in runs that use the same samples as the others."""
 SMALL, LARGE = 20, 51
 """Bits of a float64's mantissa: flipped, they change it by about 1e-10, and by a third or a half of it."""
 
 
 class Bent(Regression):
-    """Its learning rate is another one from a number of samples on: the weights part first, the losses a step later."""
+    """Task whose learning rate changes after some samples: the weights part first, the losses a step later."""
 
     bent_from: int = 0
 

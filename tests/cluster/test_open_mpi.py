@@ -1,4 +1,4 @@
-"""Under a real mpirun of Open MPI."""
+"""Ranks under a real mpirun of Open MPI."""
 
 import os
 import shutil

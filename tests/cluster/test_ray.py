@@ -1,4 +1,4 @@
-"""On a real Ray: a local cluster, and two nodes of one on this host."""
+"""Runs on a real Ray: a local cluster, and two nodes of one on this host."""
 
 import importlib.util
 import json

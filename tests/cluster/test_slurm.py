@@ -1,4 +1,4 @@
-"""Under a real Slurm: ranks of srun, batch scripts, requeues."""
+"""Jobs under a real Slurm: ranks of srun, batch scripts, requeues."""
 
 import pytest
 

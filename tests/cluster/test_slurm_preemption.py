@@ -1,4 +1,4 @@
-"""Under a real Slurm, where what is in a partition of a higher tier takes the nodes of what is in a lower one."""
+"""Preemption under a real Slurm: jobs in a partition of a higher tier take the nodes of those in a lower one."""
 
 import getpass
 import signal

@@ -35,9 +35,9 @@ class Call:
     size: int
     fault: str = ""
     rank: int = 0
-    """On which rank it goes wrong."""
+    """Rank on which it goes wrong."""
     line: int = 0
-    """After how many lines of our own it is interrupted."""
+    """Lines of our own after which it is interrupted."""
 
 
 def random_script(seed: int, world_size: int, num_calls: int = 6) -> list[Call]:

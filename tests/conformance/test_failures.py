@@ -74,7 +74,7 @@ def test_a_loss_that_is_not_finite_stops_all_at_that_step_and_names_rank_step_an
 
 
 class Uncounted(Regression):
-    """Its third batch counts nothing."""
+    """Task whose third batch counts nothing."""
 
     def train_data(self):
         x, y, mask = super().train_data().tensors

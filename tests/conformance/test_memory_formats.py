@@ -17,7 +17,7 @@ LAYOUTS = {
 }
 """Ranks and settings of strategies that add up gradients along one axis only."""
 FLATTENING = ("naive_ddp", "tensor_parallel")
-"""Those that have sent contiguous gradients back."""
+"""Strategies that have sent contiguous gradients back."""
 EXACT = [name for name, info in STRATEGIES.items() if info.is_exact]
 
 

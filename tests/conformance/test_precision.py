@@ -28,7 +28,7 @@ AS_HALVES = {"bf16": 0.03, "fp16": 0.004}
 
 
 class Steep(Regression):
-    """Its loss is so large that fp16's first scales overflow, and steps are skipped until the scale has come down."""
+    """Task whose loss is so large that fp16's first scales overflow: steps are skipped until the scale is small."""
 
     def loss(self, model, batch):
         return super().loss(model, batch) * 300.0

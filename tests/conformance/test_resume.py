@@ -112,7 +112,7 @@ def test_a_run_may_grow_and_is_then_the_longer_run(tmp_path):
 
 
 class Unscheduled(Regression):
-    """Its learning rate does not know how long the run is."""
+    """Task whose learning rate does not know how long the run is."""
 
     def build_schedule(self, optimizer, total_samples):
         return None

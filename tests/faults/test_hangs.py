@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.alone]
 HANG_AFTER_SECONDS = 3.0
 """Longer than a first step takes where nothing has been imported yet."""
 MOST_SECONDS_LATER = 5.0
-"""Within which a hang is told once it has lasted so long."""
+"""Limit within which a hang is reported once it has lasted so long."""
 
 
 class Hangs(Regression):

@@ -24,7 +24,7 @@ EPOCHS, SAMPLES, BATCH = 3, 97, 8
 BASE = ("train", TASK, "--global-batch-size", BATCH, "--epochs", EPOCHS, "--record-samples", "--name", "run", "--quiet")
 PACE = ("--task.pause-seconds", 0.004, "--checkpoint-every-samples", 24)
 TOLERANCE = 1e-10
-"""Between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
+"""Difference between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
 
 GONE_AFTER_SECONDS = 5.0
 """Promised limit for a run whose launcher was killed; it takes some hundredths of that."""

@@ -104,7 +104,7 @@ def last_step(run: RunFiles) -> int:
 
 
 EPOCHS = 40
-"""As many as five kills, and what goes on after each, take."""
+"""Number of epochs that five kills, and what goes on after each, take."""
 
 
 @pytest.mark.faults

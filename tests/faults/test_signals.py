@@ -228,7 +228,7 @@ while True:
     time.sleep(0.01)
 """
 MOST_SECONDS = 5.0
-"""From the signal to the end of all. A launcher that only waits for the others would give them thirty."""
+"""Limit from the signal to the end of all. A launcher that only waits for the others would give them thirty."""
 
 
 def signal_script(prewarmed: Prewarmed, folder: Path, target: str, number: int, *words: str) -> Command:

@@ -36,9 +36,9 @@ NOTICED = (
 )  # fmt: skip
 """Events of a run to which something happened."""
 MOST_SILENCE_SECONDS = 15.0
-"""After which the hosts of a run whose cable is cut have parted."""
+"""Silence after which the hosts of a run whose cable is cut have parted."""
 GONE_SECONDS = 5.0
-"""Within which a supervisor that was killed leaves no process."""
+"""Limit within which a supervisor that was killed leaves no process."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Row:
     is_resumed: bool = False
     """True if the run ends early and goes on with `--resume`."""
     within_seconds: float
-    """From the step before to the next step; for a run that ends, from what happened to its end."""
+    """Limit from the step before to the next step; for a run that ends, from what happened to its end."""
     repeats_steps: int = 0
     """Most steps that may be done twice."""
     difference: float = 0.0
-    """Between weights and those of the control; 0 is bit by bit."""
+    """Largest difference between weights and those of the control; 0 is bit by bit."""
     pause_seconds: float = 0.02
     """Shortest time of a step until the run is to hurry, so that the run lasts until the disturbance."""
     instead: str = ""
@@ -177,7 +177,7 @@ def cable_cut(seconds: float) -> Happening:
 KILL, TERM, INT, USR1, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGSTOP
 ONE_RESTART = {"restart": 1}
 GOES_ON = {"events": ONE_RESTART, "within_seconds": 3.0, "repeats_steps": 1}
-"""After the death of a rank: the issue's bounds for a worker that is killed at any moment."""
+"""Bounds after the death of a rank, for a worker that is killed at any moment."""
 ENDS = {"is_resumed": True, "within_seconds": 5.0}
 STOPS = {**ENDS, "events": {"interrupted": 1}, "says": "continue with `dure train --resume"}
 ONCE = ("--task.once", "went-wrong", "--task.fault", "raise", "--task.step", 20, "--task.rank", 1)

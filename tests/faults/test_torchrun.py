@@ -1,4 +1,4 @@
-"""Under torchrun: its ranks, one run folder, its exit codes, its signals."""
+"""Runs under torchrun: its ranks, one run folder, its exit codes, its signals."""
 
 import json
 import os

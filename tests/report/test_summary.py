@@ -1,4 +1,4 @@
-"""From events to a summary: what was lost with a rank, and what a resumed run made good."""
+"""Summaries from events: what was lost with a rank, and what a resumed run made good."""
 
 import pytest
 

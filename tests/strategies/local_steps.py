@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class ByHand:
-    """As many models as ranks in one process, each with an optimiser of its own."""
+    """Models, as many as ranks, in one process, each with an optimiser of its own."""
 
     def __init__(self, task: Any, num_ranks: int, settings: dict[str, Any]) -> None:
         self.task, self.settings, self.num_ranks = task, settings, num_ranks

@@ -230,7 +230,7 @@ def test_requests_wait_for_the_next_averaging_and_reach_all_ranks_there(requests
 
 
 class Signalled(Regression):
-    """Its second rank gets a signal in its fifth step, the first time."""
+    """Task whose second rank gets a signal in its fifth step, the first time."""
 
     sent: str = ""
     """A file that says so."""
@@ -293,7 +293,7 @@ def test_a_loss_that_is_not_finite_is_named_by_its_own_rank_and_ends_the_run(eve
 
 
 class Uncounted(Regression):
-    """In its third batch the second rank's share counts nothing."""
+    """Task in whose third batch the second rank's share counts nothing."""
 
     def train_data(self):
         x, y, mask = super().train_data().tensors
@@ -323,7 +323,7 @@ def test_resume_in_the_same_place_is_bit_equal_with_dropout(strategy, tmp_path):
 
 
 class Steep(Regression):
-    """On its second rank the loss is larger, or counts more, than on the others."""
+    """Task whose loss is larger, or counts more, on the second rank than on the others."""
 
     steepness: float = 1.0
     num_items: float = 1.0

@@ -31,7 +31,7 @@ class RecomputingAgain(Recomputing):
 
 
 class ReadingLater(Net):
-    """Its own backward reads a weight when it runs."""
+    """Model whose own backward reads a weight when it runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self.first
@@ -84,7 +84,7 @@ class AskingForParameters(Net):
 
 
 class Overridden(Net):
-    """Its layers' forward is replaced on the objects, as libraries that offload or quantise do."""
+    """Model whose layers' forward is replaced on the objects, as by libraries that offload or quantise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +506,7 @@ class Growing(Net):
 
 
 class Leaking(Net):
-    """Its hook keeps a value where replicas have no copies: in a variable of a function."""
+    """Model whose hook keeps a value where replicas have no copies: in a variable of a function."""
 
     def __init__(self) -> None:
         super().__init__()

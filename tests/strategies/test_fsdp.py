@@ -205,7 +205,7 @@ def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
 
 
 class Encoded(Regression):
-    """Its loss calls a method of the model other than forward, and reads a weight."""
+    """Task whose loss calls a method of the model other than forward, and reads a weight."""
 
     def build_model(self):
         return Encoder(super().build_model())

@@ -133,7 +133,7 @@ def test_weights_with_other_than_as_many_servers_as_workers_equal_one_process(se
 
 
 class Chosen(Regression):
-    """Under an optimiser by its name in torch."""
+    """Task with an optimiser by its name in torch."""
 
     name: str = "Adagrad"
 
@@ -179,7 +179,7 @@ def test_weights_of_one_worker_at_its_own_pace_equal_one_process(trained, tmp_pa
 
 
 class Gentle(Regression):
-    """So small steps that nothing depends on their order."""
+    """Task with steps so small that nothing depends on their order."""
 
     def build_optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=1e-5, weight_decay=0.1)
@@ -197,7 +197,7 @@ def test_a_step_of_all_workers_at_their_own_pace_moves_the_weights_as_far_as_one
 
 
 class LinearDigits(Digits):
-    """Without convolutions, whose backward in fp16 takes half a second on a CPU without instructions for it."""
+    """Digits without convolutions, whose backward in fp16 takes half a second on a CPU without instructions for it."""
 
     def build_model(self):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))

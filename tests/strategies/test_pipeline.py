@@ -316,7 +316,7 @@ def test_a_frozen_first_stage_gets_gradients_that_it_does_not_need(tmp_path):
 
 
 class Steep(Regression):
-    """Its loss is so large that fp16's first scales overflow, in some stages and not in others."""
+    """Task whose loss is so large that fp16's first scales overflow, in some stages and not in others."""
 
     def loss(self, model, batch):
         return super().loss(model, batch) * 3000.0

@@ -133,7 +133,7 @@ def test_a_recomputation_that_hides_the_graph_is_found_by_its_gradients():
 
 
 class Remembering(nn.Module):
-    """Its second block uses what its first one keeps."""
+    """Model whose second block uses what its first one keeps."""
 
     def __init__(self):
         super().__init__()

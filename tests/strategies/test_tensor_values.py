@@ -1,4 +1,4 @@
-"""Whatever a model or a loss does with divided values and weights, the result is that of one process, or a sentence."""
+"""Divided values and weights, whatever a model or a loss does with them: one process's result, or a sentence."""
 
 import copy
 from collections import OrderedDict
@@ -360,7 +360,7 @@ class Residual(nn.Module):
 
 
 class HandTied(Words):
-    """Its output layer is the embedding's weight."""
+    """Model whose output layer is the embedding's weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.hidden(x), self.embedding.weight) + self.hidden(x) @ self.embedding.weight.t()

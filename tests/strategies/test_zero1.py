@@ -139,7 +139,7 @@ def scale_gradients(optimizer, scale):
 
 
 class Warmer(optim.SGD):
-    """Its constructor takes what neither its defaults nor its groups hold."""
+    """Optimiser whose constructor takes what neither its defaults nor its groups hold."""
 
     def __init__(self, params, temperature, *, scale):
         super().__init__(params, lr=temperature * 0.1)
@@ -196,7 +196,7 @@ class Decaying(optim.SGD):
 
 
 class Unscheduled(Grouped):
-    """Its learning rate is the optimiser's own affair."""
+    """Task whose learning rate is the optimiser's own affair."""
 
     def build_schedule(self, optimizer, total_samples):
         return None

@@ -1,4 +1,4 @@
-"""From indices to batches: each sample's draws are its own, in whatever company it is fetched."""
+"""Batches from indices: each sample's draws are its own, in whatever company it is fetched."""
 
 import multiprocessing
 import random

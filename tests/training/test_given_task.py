@@ -26,7 +26,7 @@ ROWS = TensorData(torch.arange(12.0).view(6, 2), torch.zeros(6))
 
 
 class Small(dure.Task):
-    """Its loss says what it was made with: `scale` times 1."""
+    """Task whose loss says what it was made with: `scale` times 1."""
 
     scale: float = 1.0
 
@@ -55,7 +55,7 @@ class InheritsInit(OwnInit):
 
 
 class Twice(Small):
-    """Its attribute is not what it was given."""
+    """Task whose attribute is not what it was given."""
 
     def __post_init__(self):
         self.scale = 2 * self.scale

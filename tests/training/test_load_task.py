@@ -1,4 +1,4 @@
-"""From a reference to a task and back, and what is said when that cannot be."""
+"""Tasks from references and back, and the errors where there is none."""
 
 import math
 import re
@@ -146,7 +146,7 @@ def test_an_option_that_is_no_finite_number_survives_the_record(value, tmp_path)
 
 
 class Limited(SmallTask):
-    """Its loss is zero if its option came through as it was."""
+    """Task whose loss is zero if its option came through as it was."""
 
     limit: float = 1.0
 

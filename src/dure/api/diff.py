@@ -81,7 +81,7 @@ class Difference:
     steps_without_loss: int
     """Steps of which neither run has a loss, because both left them out; that counts as the same."""
     weights: list[WeightsDifference]
-    """At every position at which both have a whole checkpoint, from the first on: nowhere else is it known."""
+    """Differences at every position at which both have a whole checkpoint; nowhere else are they known."""
     damaged: list[DamagedCheckpoint]
     """Checkpoints that would have been compared."""
 

@@ -24,7 +24,7 @@ from dure.strategies.table import STRATEGIES
 from dure.training.task.given_task import given_task
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
-"""Between hosts: what is of one host, or a path on it. The number of hosts is compared before."""
+"""Fields that may differ between hosts: facts of one host, or paths on it. The number of hosts is compared before."""
 
 
 def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSettings | None:

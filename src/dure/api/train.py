@@ -35,7 +35,7 @@ from dure.training.task.given_task import given_task, giving
 from dure.training.task.task import Task
 
 AUTO = "auto"
-"""In place of the folder of a run to go on with."""
+"""Value in place of a folder to resume from: the run of this name goes on, if it has begun."""
 
 
 @errors_in_arguments()

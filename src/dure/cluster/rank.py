@@ -14,8 +14,8 @@ PORTS = range(10_000, 30_000)
 """Ports at which ranks meet if none was named: below the ephemeral ports of the kernel, above those of services."""
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""From here on step numbers of Slurm stand for a batch script, an interactive shell and other things that no srun
-asked for (slurm.h)."""
+"""Lowest step number of Slurm that stands for a batch script, an interactive shell or another thing that no srun asked
+for (slurm.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Said:
 
     names: tuple[str, ...]
     read: Callable[[Environment], str | None]
-    """None when nothing is said."""
+    """Function that returns the number as text, or None where the variables are silent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +225,7 @@ LAUNCHERS = (
         port=_variable("MASTER_PORT"),
     ),
 )
-"""Every launcher once, the innermost first: torchrun may run inside an `srun`, never the other way round."""
+"""Launchers, the innermost first: torchrun may run inside an `srun`, never the other way round."""
 
 
 # --- reading it

@@ -132,13 +132,13 @@ class ProcessGroup(Group):
             is_one_host: Whether all ranks are on one host, where sockets of subgroups stay on the loopback interface.
         """
         self.process_group = process_group
-        """None for the default group."""
+        """Group of torch; None for the default group."""
         self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._is_one_host = is_one_host
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.backend: str = dist.get_backend(process_group)
-        """As torch names it."""
+        """Name of the backend in torch."""
         why_gloo = getattr(process_group or dist.group.WORLD, "why_gloo", "")
         shared = f"sockets (gloo), not shared memory: {why_gloo}" if why_gloo else ""
         self.transport = shared or _TRANSPORTS.get(self.backend.rpartition(":")[2], self.backend)

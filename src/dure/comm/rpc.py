@@ -17,7 +17,7 @@ from dure.errors import SpecInvalid
 INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
 """TensorPipe's own."""
 _CLOSE_SECONDS = 30.0
-"""For all to come to the end; they have met shortly before."""
+"""Time for all to come to the end; they have met shortly before."""
 
 
 def agent_name(rank: int) -> str:

@@ -14,7 +14,7 @@ from dure.errors import PeerLost
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
 _BEAT_SECONDS = 1.0
-"""Between two signs of life, and between two looks for those of others."""
+"""Interval between two signs of life, and between two looks for those of others."""
 FIRST_NOTICE_SECONDS = 10.0
 """Seconds after which a step is reported, and again each time they have doubled."""
 

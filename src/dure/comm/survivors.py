@@ -26,7 +26,7 @@ _LOST, _SIZE = -1, 0
 
 
 class SurvivorsGroup(Group):
-    """Those ranks of a group that live.
+    """Ranks of a group that live.
 
     `rank` and `world_size` count members only, and change when one is lost; the leader must live.
     """
@@ -47,7 +47,7 @@ class SurvivorsGroup(Group):
         self._leader = leader
         self._expendable = frozenset(expendable)
         self._dead: set[int] = set()
-        """On the leader, those of whose death it knows already."""
+        """Dead members that the leader knows of already; empty elsewhere."""
         self._renumber()
 
     def _renumber(self) -> None:

@@ -22,9 +22,9 @@ from dure.errors import SpecInvalid
 from dure.torchcompat import all_gather_single, reduce_scatter_single
 
 LEAST_SECONDS = 0.05
-"""A size is repeated until it has taken so long,"""
+"""Time that the repeats of one size take together, at least."""
 LEAST_REPEATS, MOST_REPEATS = 3, 2000
-"""but not less or more often than this."""
+"""Bounds of the number of repeats, whatever time they take."""
 
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda world_size: 2 * (world_size - 1) / world_size,

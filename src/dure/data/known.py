@@ -14,7 +14,7 @@ from dure.errors import DataInvalid, EnvironmentLacks
 from dure.torchcompat import import_torchvision
 
 TEST_EVERY = 5
-"""Every fifth digit of each class is for testing."""
+"""Interval at which digits of each class are for testing."""
 
 
 def digits(train: bool, transform: BatchTransform | None = None) -> TensorData:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from dure.errors import DataInvalid
 
 BatchTransform = Callable[[tuple[Tensor, ...], Sequence[int]], tuple[Tensor, ...]]
-"""From a batch and its data indices to the batch that is trained on.
+"""Function from a batch and its data indices to the batch that is trained on.
 
 What it draws must come from `sample_uniform(indices)`, so that a sample is changed in the same way whatever
 the batch, rank or loader worker it is in.

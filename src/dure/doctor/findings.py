@@ -33,7 +33,7 @@ class Finding:
     severity: str
     """`error`: the run did not get to its end; `warning`: it did, or may, but something was wrong; `note`."""
     what: str
-    """In one sentence or a few lines; the first says it."""
+    """Finding in one sentence or a few lines; the first says it."""
     evidence: tuple[str, ...] = ()
     """Files of the run that show it."""
     remedy: str | None = None

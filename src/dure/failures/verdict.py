@@ -1,4 +1,4 @@
-"""From what the ranks left behind to one answer: who failed first, where, and who only followed."""
+"""Verdict on the end of ranks, from what they left behind: who failed first, where, and who only followed."""
 
 import signal
 from collections.abc import Iterator, Mapping

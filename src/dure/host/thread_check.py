@@ -5,7 +5,7 @@ import time
 import torch
 
 _ELEMENTS = 2**16
-"""Enough for torch to divide an operation over two threads, and so few that it takes microseconds."""
+"""Size of an operation: torch divides it over two threads, and it takes microseconds."""
 _CALLS = 50
 _ROUNDS = 10
 _MOST_SECONDS = 0.1

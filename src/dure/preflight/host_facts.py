@@ -64,7 +64,7 @@ class Ports:
     last: int
     num_used: int
     error: str | None = None
-    """Why none could be had."""
+    """Reason why none could be had."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ class StoreAddress:
     port: int
     prefix: str
     listen_fd: int | None = None
-    """On the rank that serves the store: a bound, listening socket handed down by the supervisor."""
+    """Bound, listening socket that the supervisor hands to the rank that serves the store; None on the others."""
 
 
 CUT = "cut"
-"""In a rank's report: it is no failure, but asks that its host fall silent for so many seconds."""
+"""Key in a rank's report that is no failure: it asks that its host fall silent for so many seconds."""
 DEPARTURE = "departure"
-"""In a rank's report: it is no failure, but where a script left by sys.exit, and with what message."""
+"""Key in a rank's report that is no failure: it tells where a script left by sys.exit, and with what message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ class Pace:
 
     count: int = 0
     seconds: float = 0.0
-    """In all."""
+    """Sum of the silences."""
     longest_seconds: float = 0.0
 
 

@@ -31,9 +31,9 @@ class RunOverview:
     num_devices: _Count | None = None
     samples: _Count | None = None
     best: dict[str, str | _Count | float | None] | None = None
-    """As in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
+    """Best evaluation, as in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
     fault: str | None = None
-    """Why it is `unreadable`."""
+    """Reason why it is `unreadable`."""
 
 
 _CHECKED = TypeAdapter(RunOverview)

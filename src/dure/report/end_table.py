@@ -12,7 +12,7 @@ from dure.terminal import indented
 from dure.units import format_seconds
 
 MOST_ROWS = 24
-"""More evaluations than this are thinned out evenly; the first, the best and the last always stay."""
+"""Most evaluations shown; more are thinned out evenly, and the first, the best and the last always stay."""
 
 FAR = 1000
 """Columns of a terminal without an edge, to measure how wide a table would like to be."""

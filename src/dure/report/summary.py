@@ -1,4 +1,4 @@
-"""From a run's records to its summary: a function of files, so it can be made again for any run."""
+"""Summary of a run from its records: a function of files, so it can be made again for any run."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest

@@ -9,7 +9,7 @@ _LIKENESS = 0.6
 """Ratio from which a name may be what was meant."""
 _MOST_NEAR = 3
 _FEW = 20
-"""So many names are listed, all of them."""
+"""Most names that are listed in full."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], otherwise: str = "nothing is called so") -> str:

@@ -50,9 +50,9 @@ class _Source:
 
     values: Mapping[str, Any]
     say: Callable[[str], str]
-    """Names the source of one setting, for people."""
+    """Function that names the source of one setting, for people."""
     spell: Callable[[str], str] = str
-    """Writes a setting's name as this source has it."""
+    """Function that writes a setting's name as this source has it."""
     more: tuple[str, ...] = ()
     """Names beside the settings that its faults may point to."""
     is_chosen: bool = True

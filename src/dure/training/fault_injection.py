@@ -64,7 +64,7 @@ class PlannedFailure(RuntimeError):
     """Exception of the fault `raise`."""
 
     is_planned = True
-    """Or it would be taken for an error in dure."""
+    """Mark without which it would be taken for an error in dure."""
 
 
 class PlannedOutOfMemory(torch.OutOfMemoryError):
@@ -146,7 +146,7 @@ def _missed(faults: Iterable[Fault], run: RunDir) -> Iterator[Fault]:
 
 
 class PlannedFaults:
-    """Those of one rank that have not happened yet."""
+    """Faults of one rank that have not happened yet."""
 
     def __init__(self, faults: list[Fault], rank: int, run: RunDir, cut: Callable[[float], None] = time.sleep) -> None:
         """Take those of a rank; `cut` lets its host fall silent for so many seconds."""

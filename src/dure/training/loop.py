@@ -83,7 +83,7 @@ class LaunchedStep:
     measured: dict[str, float] | Callable[[], dict[str, float]] | None = None
     sent_bytes: int = 0
     skipped: LossNotFinite | None = None
-    """Why the weights were left as they were."""
+    """Reason why the weights were left as they were; None if they were not."""
 
     def forget(self, seconds: float) -> None:
         """Leave out of the time of the step what was just done that is no part of it."""
@@ -99,7 +99,7 @@ class StepOutcome(NamedTuple):
     record: StepRecord
     requests: Requests
     skipped: LossNotFinite | None = None
-    """Why it changed no weights, if it did not."""
+    """Reason why it changed no weights; None if it did."""
 
 
 class Boundary(NamedTuple):
@@ -154,9 +154,9 @@ class TrainingLoop:
         self.lag = 0 if is_known_first else 1
         """Steps between launching one and knowing its facts."""
         self.begin_step = begin_step
-        """Told of each step before it is computed: what is planned to go wrong goes wrong here."""
+        """Callback before each step is computed: planned faults happen in it."""
         self.before_change = before_change
-        """Called when gradients are there and weights still as they were; returns the seconds that took."""
+        """Callback when gradients are there and weights still as they were; returns the seconds that it took."""
         self._pending: deque[LaunchedStep] = deque()
         self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
         """Steps whose samples are asked for, the one under way in front."""

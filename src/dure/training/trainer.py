@@ -85,7 +85,7 @@ class Conductor:
         self._before_step: ObjectState | None = None
         self._num_watched = 0
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
-        """As the loop's; None while there is no loop."""
+        """Function that returns the loop's microbatch under way; None while there is no loop."""
 
     @property
     def is_first(self) -> bool:

@@ -69,7 +69,7 @@ class Worker:
         """Samples that a device computed at once in the step that failed."""
         self.group: Group | None = None
         self.gpus: tuple[int, ...] = ()
-        """As CUDA counts them here."""
+        """GPUs of this rank, as CUDA counts them here."""
 
     def main(self) -> int:
         """Do the job; return the exit code, with what went wrong written into the run folder."""

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     "tee": "what ranks print is always shown and kept in runs/NAME/logs",
     "t": "what ranks print is always shown and kept in runs/NAME/logs",
 }
-"""Why it needs none."""
+"""Flags of torchrun without effect, each with the reason why none is needed."""
 
 REFUSED = {
     "log-dir": "logs are in the run's folder: use --runs-dir DIR and --name NAME, for DIR/NAME/logs",

@@ -27,7 +27,7 @@ class Halving(NamedTuple):
     """One step of a participant."""
 
     peer: int
-    """Its partner, as a participant's number."""
+    """Number of its partner among the participants."""
     kept: slice
     """The elements that it goes on with."""
     sent: slice

@@ -15,7 +15,7 @@ from dure.errors import PeerLost
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 20.0
-"""Between threads nothing takes as long, unless the algorithm is wrong."""
+"""Limit that no correct algorithm reaches between threads."""
 
 
 class ThreadWire(CountedWire):

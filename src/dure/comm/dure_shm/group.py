@@ -46,7 +46,7 @@ class QueuedGroup(dist.ProcessGroup):
         self._pid = os.getpid()
         self._memory: SharedMemory | None = None
         self.why_gloo = ""
-        """Why the memory is not used, or nothing."""
+        """Reason why the memory is not used; empty if it is."""
         try:
             self._memory = open_shared_memory(
                 self._exchange,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dure.comm.shared_memory.memory import NUM_WINDOWS, SharedMemory
 
 Phase = Callable[[int, int], None]
-"""Does its part of a round, given where the round starts and the window that it was begun in."""
+"""Function for one phase of a round, called with the start of the round and the window in which it was begun."""
 
 
 def in_rounds(memory: SharedMemory, total: int, length: int, phases: Sequence[Phase], call: int) -> None:

@@ -1,4 +1,4 @@
-"""From what every rank was at to one answer: who waits in which call at which line, who is elsewhere, and where."""
+"""Diagnosis of a hang from the state of all ranks: who waits in which call at which line, who is elsewhere, where."""
 
 import linecache
 import os
@@ -50,10 +50,10 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class HangVerdict:
-    """Why no step finishes."""
+    """Verdict on why no step finishes."""
 
     text: str
-    """For people: the first line names who is to blame and who waits, the rest where each rank is."""
+    """Verdict for people: the first line names who is to blame and who waits, the rest where each rank is."""
     culprits: tuple[int, ...]
     """Ranks that the others wait for; empty where none can be named."""
     is_certain: bool

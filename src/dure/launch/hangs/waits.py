@@ -34,7 +34,7 @@ class Wait:
     op: str
     group: str
     sequence: int | None = None
-    """None where torch does not count it."""
+    """Number of the call in its group; None where torch does not count it."""
     recorded: Collective | None = None
     role: str | None = None
     peer: int | None = None

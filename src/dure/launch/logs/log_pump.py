@@ -31,7 +31,7 @@ _END_SECONDS = 2.0
 """Seconds that ranks and their children, which hold the pipes, have for their last output once the supervisor is gone
 or has let go of this process."""
 _MOST_LEFT_BYTES = 2**21
-"""More than a pipe holds."""
+"""Most bytes that are read of what is left in a pipe: more than one holds."""
 _USUAL_COLUMNS = 80
 _REDRAW_SECONDS = 0.5
 """Time between two states of a line where each is kept: a notebook saves all that its cells were sent."""

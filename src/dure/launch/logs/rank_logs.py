@@ -126,7 +126,7 @@ class RankLogs:
         self._pass_on()
 
     def leave(self) -> None:
-        """In a forked rank, let go of what belongs to the supervisor and to the other ranks."""
+        """Let go, in a forked rank, of what belongs to the supervisor and to the other ranks."""
         for pump in self._pumps:
             pump.leave()
         if self._relay is not None:

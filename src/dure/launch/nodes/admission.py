@@ -15,7 +15,7 @@ from dure.launch.nodes.round_state import RoundNews
 
 _MOST_UNNAMED = 16
 _UNNAMED_SECONDS = 10.0
-"""Within which who has proved itself says who it is."""
+"""Limit within which an authenticated peer has to identify itself."""
 
 
 class Peers(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from dure.launch.nodes.channel import Channel, ChannelClosed
 
 QUIET_SECONDS = 2.5
-"""Without a word for so long, ranks that do not get on may be waiting for that node."""
+"""Silence of a node after which ranks that do not get on may be waiting for it."""
 _FLUSH_SECONDS = 5.0
 
 

@@ -23,7 +23,7 @@ _LEASE = "lease.json"
 _LEASE_BYTES = 1024
 RENEW_SECONDS = 0.5
 STALE_SECONDS = 2.0
-"""Without a change for so long, nobody leads."""
+"""Time without a change of the lease after which nobody leads."""
 
 
 @dataclass(frozen=True, kw_only=True)

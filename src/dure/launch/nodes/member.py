@@ -10,10 +10,10 @@ class Member:
     node_rank: int
     host: str
     address: str
-    """Its own, on the way to the leader; for node 0 the rendezvous'."""
+    """Address of its own, on the way to the leader; for node 0 that of the rendezvous."""
     num_ranks: int
     clock_behind_seconds: float = 0.0
-    """Behind the leader's clock."""
+    """Seconds by which its clock is behind the leader's."""
 
     def __str__(self) -> str:
         """Name it for people."""

@@ -26,7 +26,7 @@ __all__ = ["Member", "Nodes", "StoppedByPeer"]
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
-"""Without a word for so long, a node of a run that needs all counts as lost."""
+"""Silence after which a node counts as lost, in a run that needs all."""
 LOST_SECONDS = 13.0
 """The same where the others go on without it: the whole must be over within 15 s."""
 LEADER_LOST_SECONDS = 10.5
@@ -36,7 +36,7 @@ Where a cut lets one direction through, that node hears one more beat than the l
 limits are more than two beats apart.
 """
 _PREPARATION_SECONDS = 600.0
-"""Before the ranks run, a launcher that imports says nothing for a while."""
+"""Limit before the ranks run: a launcher that imports sends nothing for a while."""
 
 
 class Nodes(Roster, Links):
@@ -155,7 +155,7 @@ class Nodes(Roster, Links):
             self.pump()
 
     def watch(self) -> None:
-        """From here on every node has to say something each second."""
+        """Expect a message from every node each second, from here on."""
         if not self._is_running:
             self._is_running = True
             for channel in self._channels.values():

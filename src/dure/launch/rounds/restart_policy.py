@@ -51,7 +51,7 @@ class Restarts:
         self.policy = policy
         self.count = 0
         self.refusal: str | None = None
-        """Why the last failure was not answered with a restart, where there is more to say than the failure."""
+        """Reason why the last failure was not answered with a restart, where there is more to say than the failure."""
         self._times: deque[float] = deque()
         self._last: tuple[int | None, int, str] | None = None
 

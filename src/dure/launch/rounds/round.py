@@ -51,11 +51,11 @@ class Outcome:
     signal: int | None
     """The first signal that asked the run to stop, if any."""
     refusal: str | None = None
-    """Why the ranks were not started once more, where the failure alone does not say it."""
+    """Reason why the ranks were not started once more, where the failure alone does not say it."""
     hang: HangVerdict | None = None
-    """Why the supervisor ended ranks that were not getting on."""
+    """Verdict for which the supervisor ended ranks that were not getting on."""
     lost: str | None = None
-    """The sentence about a node that went away, or did not go on."""
+    """Sentence about a node that went away, or did not go on."""
     is_cut_off: bool = False
     """True if this node could not reach the one that leads when it ended."""
 

@@ -9,9 +9,9 @@ from dure.launch.rounds.request import Launch
 from dure.process.heartbeat import PHASES, Heartbeats
 
 _SAVE_FRACTION = 1 / 2
-"""Part of the grace time that is left for saving what ranks that do not end have in memory..."""
+"""Fraction of the grace time that is left for saving what ranks that do not end have in memory."""
 _SAVE_SECONDS = 10.0
-"""...and the most of it."""
+"""Most time that is left for it."""
 _SAID_AFTER_SECONDS = 0.3
 """Time after which people learn what a stop waits for; most steps are over by then."""
 

@@ -30,15 +30,15 @@ class LossTraits:
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
     rebound_parameters: tuple[str, ...] = ()
-    """Those of them that it gives other memory (`p.data = ...`)."""
+    """Parameters among `changed_parameters` that it gives other memory (`p.data = ...`)."""
     writes_in_evaluation: tuple[str, ...] = ()
     """Parameters that the loss or the metrics write to in an evaluation."""
     is_evaluable: bool = False
     """True if loss and metrics take training samples in an evaluation, too."""
     learned_writes: tuple[str, ...] = ()
-    """Those of them that it gives values which depend on what is in the samples."""
+    """Parameters among `changed_parameters` whose new values depend on what is in the samples."""
     repeated_writes: tuple[str, ...] = ()
-    """Those of them that every further call changes again."""
+    """Parameters among `changed_parameters` that every further call changes again."""
     learned_state: tuple[str, ...] = ()
     """Plain state of the task, the model or the optimiser that the loss changes by what is in the samples."""
     counted_state: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class LossTraits:
     hooked_parameters: tuple[str, ...] = ()
     """Parameters, and modules, with hooks that see gradients."""
     hooked_by_loss: tuple[str, ...] = ()
-    """Those of them on which the loss itself registers such hooks."""
+    """Parameters and modules among these on which the loss itself registers such hooks."""
     fails_alone: str | None = None
     """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
     nonlinear_gradients: bool = False

@@ -71,9 +71,9 @@ class LossTerm:
     """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
 
     root: Tensor
-    """Differentiable: the loss weighted for this step, not yet scaled for fp16."""
+    """Differentiable loss, weighted for this step, not yet scaled for fp16."""
     loss: Tensor
-    """As the task returned it; `loss * factor` is the loss summed over the items."""
+    """Loss as the task returned it; `loss * factor` is the loss summed over the items."""
     factor: float
     count: "Tensor | int | float"
 

@@ -25,7 +25,7 @@ UNIT = "unit"
 """Name of `Compression.unit` in a checkpoint."""
 
 NEEDS_STABLE_SCALE = ("topk", "int8", "powersgd")
-"""Those that carry an error over to the next step."""
+"""Compressions that carry an error over to the next step."""
 
 
 class StepSums:

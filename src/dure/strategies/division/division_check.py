@@ -35,9 +35,9 @@ class Comparison:
     """Values of one kind (the output, or one attribute) for which joining the parts needs care."""
 
     shared: set[Path] = field(default_factory=set)
-    """Without samples, though as long as a device's part."""
+    """Values without samples, though as long as a device's part."""
     wrong: set[Path] = field(default_factory=set)
-    """Not what one device has."""
+    """Values that differ from what one device has."""
 
 
 @dataclass

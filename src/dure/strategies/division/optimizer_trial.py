@@ -20,7 +20,7 @@ NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole
 _PER_GROUP = 2
 _MOST_PER_DIMENSION = 4
 _NUM_STEPS = 12
-"""Some optimisers act on a sense of the whole only after a few steps."""
+"""Steps of a trial: some optimisers act on a sense of the whole only after a few."""
 _SCALES = (1.0, 0.01, 100.0)
 """Sizes of gradients in turn, other ones for neighbours: some act only where a norm, or the largest, passes a bound."""
 

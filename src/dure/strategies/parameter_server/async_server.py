@@ -23,8 +23,8 @@ from dure.strategies.parameter_server.async_worker import InPace, PullNumbers, P
 from dure.strategies.parameter_server.base import Server
 
 _MARGIN_STEPS = 3
-"""Between the step that the fastest loader has planned and the first in which shares are dealt anew. One is planned
-while the word is under way, and a step may have fewer microbatches than the one before."""
+"""Steps between the one that the fastest loader has planned and the first in which shares are dealt anew. One is
+planned while the message is under way, and a step may have fewer microbatches than the one before."""
 _NO_LIMIT = timedelta(days=3650)
 """A listener waits through evaluations; who waits for a push has a limit of its own."""
 

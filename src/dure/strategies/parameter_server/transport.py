@@ -38,7 +38,7 @@ class Transport(ABC):
 
 
 class C10dTransport(Transport):
-    """Over the default process group: gloo's pair of sockets between the two ranks."""
+    """Transport over the default process group: gloo's pair of sockets between the two ranks."""
 
     def send(self, message: Tensor, rank: int) -> UnderWay:
         """Begin `isend`. Communication: the message's bytes to one rank, not blocking."""

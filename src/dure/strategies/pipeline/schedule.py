@@ -19,7 +19,7 @@ from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.sections.values import Lanes, lane_dtype
 
 Compute = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
-"""From stage, microbatch and received buffers to the buffers to send; from the last stage a float64 scalar."""
+"""Function from stage, microbatch and received buffers to the buffers to send; for the last stage, a float64 scalar."""
 
 
 class _Section(nn.Module):

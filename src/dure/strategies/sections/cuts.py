@@ -23,7 +23,7 @@ class Barrier:
 
     first: int
     last: int
-    """No cut before any of the calls `first + 1` to `last`."""
+    """Last of the calls `first + 1` to `last`, before none of which there may be a cut."""
     why: str
 
 

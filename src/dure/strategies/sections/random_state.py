@@ -29,7 +29,7 @@ class CommonSeeds:
         self._begin: Tensor | None = None
         """State of the generator since which nothing but seeds has been drawn."""
         self._state: Tensor | None = None
-        """Its state after the last seed."""
+        """State of the generator after the last seed."""
 
     def draw(self) -> int:
         """Draw the next seed."""

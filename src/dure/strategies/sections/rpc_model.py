@@ -396,7 +396,7 @@ class RpcModel(ReducedFacts):
 
 
 _here: list[RpcModel] = []
-"""This process's strategy: what is called from elsewhere finds no object but a module's."""
+"""Strategy of this process, in a list: what is called from elsewhere finds no object but a module's."""
 
 
 def _run_section(call: Call, received: Any) -> Any:

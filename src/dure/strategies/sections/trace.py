@@ -25,7 +25,7 @@ _READS = frozenset(
 """Operations that turn a tensor's values into Python's, on which the code after them may depend."""
 
 _END = 10**9
-"""After every call."""
+"""Number of a call after every other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class _Rehearsal:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._present: int | None = None
         self._chains: list[list[list[tuple[Tensor, Tensor]]]] = []
-        """For each call of the model and each section, the tensors that it gave, with the leaves that took over."""
+        """Tensors that each section gave in each call of the model, with the leaves that took over."""
         self._gradients: dict[str, Tensor] = {}
 
     def whole(self) -> _Outcome:

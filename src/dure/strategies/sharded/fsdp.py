@@ -390,10 +390,10 @@ class Gathered:
         # every shard is as long as the first, which is the longest
         shards = [(p, -(-p.size(0) // num_shards) * (p.numel() // p.size(0) if p.numel() else 0)) for p in parameters]
         self.gather_bytes = (num_shards - 1) * sum(n * (lowered or p.dtype).itemsize for p, n in shards)
-        """Sent by each rank for one all_gather."""
+        """Bytes that each rank sends for one all_gather."""
         reduced = sum(n * (torch.float32 if lowered else p.dtype).itemsize for p, n in shards if p.requires_grad)
         self.reduce_bytes = (num_shards - 1) * reduced + 2 * (num_replicas - 1) * reduced // num_replicas
-        """Sent by each rank for the reduce_scatter and the all_reduce over replicas."""
+        """Bytes that each rank sends for the reduce_scatter and the all_reduce over replicas."""
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

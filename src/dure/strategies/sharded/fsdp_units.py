@@ -12,7 +12,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Containers of repeated blocks. Subclasses have a forward of their own, so they are blocks themselves."""
 
 _LEAST_BYTES = 128 * 2**10
-"""Below this a message is mostly latency: 128 KiB take 30 us at 4 GB/s, about what a message takes to be sent."""
+"""Size below which a message is mostly latency: 128 KiB take 30 us at 4 GB/s, about what sending any message takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ class ShardedStrategy(ReducedFacts):
         self.trainable = self.shards.parameters
         names = [name for name, p in named if p.requires_grad]
         self._own: list[tuple[str, Tensor]] = [*zip(names, self.trainable, strict=True), *frozen]
-        """This rank's part of every parameter."""
+        """Parts of all parameters that this rank has."""
 
     def unscale_gradients(self) -> None:
         """Unscale, and let every rank skip the step in which any rank's gradient overflowed.

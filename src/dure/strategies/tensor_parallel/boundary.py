@@ -43,7 +43,7 @@ class Traffic:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.sent_bytes = 0
-        """Since it was last set to zero, forward passes with gradients and their backward alone."""
+        """Bytes since it was last set to zero; only of forward passes with gradients and of their backward."""
 
     def count(self, value: DTensor, source: Placement, target: Placement) -> None:
         """Add what it takes to bring a value from one placement to another."""

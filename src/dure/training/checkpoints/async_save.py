@@ -77,13 +77,13 @@ class PendingSave:
         self._is_cancelled = threading.Event()
         self._files: dict[str, Any] | None = None
         self._parts: list[dict[str, Any]] | None = None
-        """Every rank's files, once this rank knows them."""
+        """Files of all ranks, once this rank knows them."""
         self._error: Exception | None = None
-        """This rank's own."""
+        """Error of this rank itself."""
         self._heard: Exception | None = None
-        """Another rank's, of which the thread on rank 0 knows."""
+        """Error of another rank, of which the thread on rank 0 knows."""
         self._saved: SavedCheckpoint | None = None
-        """On rank 0, once it is."""
+        """Checkpoint that was saved, on rank 0; None before it is."""
         self._held: tuple[float, float | None] = (0.0, started)
         """Seconds that training was held up, and since when it is now; one value, because two threads use it."""
         self._began_to_write = 0.0
@@ -163,7 +163,7 @@ class PendingSave:
             raise _Cancelled("nobody waits for this checkpoint any more")
 
     def _finish(self) -> None:
-        """On rank 0, make the checkpoint visible when every rank's files are there."""
+        """Make the checkpoint visible, on rank 0, when every rank's files are there."""
         try:
             parts = self._await_parts()
             name = self._writer.commit(parts, self._metrics, self._is_best)

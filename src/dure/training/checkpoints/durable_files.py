@@ -15,7 +15,7 @@ from dure.units import format_bytes
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 FULL_WORDS = "found no space left"
-"""In every sentence about a disk that turned out to be full while a file was written."""
+"""Words in every sentence about a disk that turned out to be full while a file was written."""
 
 Buffer = bytes | bytearray | memoryview
 

@@ -20,11 +20,11 @@ from dure.training.checkpoints.safetensors_file import DTYPES
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_MAX_BYTES = 256 * 2**20
-"""About a million tensors; more is no manifest, and reading it would only fill the memory."""
+"""Size of a manifest of about a million tensors; reading more would only fill the memory."""
 FORMAT_VERSION = 1
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)$")]
-"""No slash and no leading dot: a manifest cannot name a file outside its directory."""
+"""Name without a slash or a leading dot: a manifest cannot name a file outside its directory."""
 Size = Annotated[int, Field(ge=0)]
 
 

@@ -52,10 +52,10 @@ class Share:
     state: bytes = b""
     """The JSON of everything that is no tensor; rank 0 writes it."""
     steady: frozenset[str] = frozenset()
-    """As a `Snapshot` has it."""
+    """Names as in `Snapshot.steady`."""
 
     finite: frozenset[str] = frozenset()
-    """As a `Snapshot` has it."""
+    """Names as in `Snapshot.finite`."""
 
     def pieces(self) -> PieceTable:
         """Return the tensors that are pieces as plain JSON values, for the other ranks."""

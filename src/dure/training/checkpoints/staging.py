@@ -21,9 +21,9 @@ from dure.training.checkpoints.rank_shard import Share
 
 _ALIGNMENT = 64
 _BLOCK_BYTES = 2 * 2**20
-"""That one thread copies at a time: about half a millisecond, the longest that one waits for another at the end."""
+"""Bytes that a thread copies at a time: about half a millisecond, the longest that one waits for another at the end."""
 _SMALL_BYTES = 2**18
-"""Below this, handing a tensor to another thread costs more than copying it."""
+"""Size below which handing a tensor to another thread costs more than copying it."""
 _MOST_HELPERS = 3
 
 Block = tuple[int, int, int]

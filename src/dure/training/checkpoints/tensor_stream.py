@@ -29,7 +29,7 @@ from dure.training.checkpoints.safetensors_file import (
 )
 
 BLOCK_BYTES = 8 * 2**20
-"""Read and hashed at once."""
+"""Bytes that are read and hashed at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

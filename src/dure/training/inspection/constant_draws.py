@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 _MOST_DRAWS = 10_000
-"""Draws of one call of a loss; one that draws until a condition holds would go on for ever..."""
+"""Most draws of one call of a loss; one that draws until a condition holds would go on for ever."""
 _MOST_SECONDS = 4.0
-"""...or, where much is computed between two of them, for very long."""
+"""Most time of such a call, where much is computed between two draws."""
 
 
 class TooManyDraws(BaseException):

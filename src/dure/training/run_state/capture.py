@@ -17,9 +17,9 @@ from dure.training.session.session import Session
 from dure.training.task.identity import refusal
 
 _OWN = "strategy."
-"""Before the names of what a strategy keeps for one rank."""
+"""Prefix of the names of what a strategy keeps for one rank."""
 _STREAM = "stream"
-"""Under this name a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
+"""Name under which a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Progression:
     evaluated_samples: int = -1
     """Position of the last evaluation."""
     loss_sum: float = 0.0
-    """Since the last evaluation, as is the count."""
+    """Sum of the losses since the last evaluation, as is the count."""
     loss_count: float = 0.0
 
 

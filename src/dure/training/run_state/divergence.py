@@ -16,7 +16,7 @@ from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.state.checksum import checksum
 
 _PIECES = 64
-"""Into which a tensor is cut in each round: five rounds find one of 10^9 elements."""
+"""Pieces into which a tensor is cut in each round: five rounds find one of 10^9 elements."""
 _SHOWN_TENSORS = 3
 
 

@@ -37,7 +37,7 @@ _SETTINGS = ("check_replicas_every", "on_divergence")
 
 
 class Pace:
-    """After how many steps to compare again."""
+    """Number of steps after which to compare again."""
 
     def __init__(self, every: int | None) -> None:
         """Take a given number of steps, or None for as many as keep it below `MOST_FRACTION` of the time."""

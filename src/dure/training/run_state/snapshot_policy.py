@@ -32,9 +32,9 @@ from dure.training.snapshots.writer import SnapshotWriter
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
-"""Fraction of the run's time that snapshots may take if nothing else is asked for, …"""
+"""Fraction of the run's time that snapshots may take if nothing else is asked for."""
 MOST_FOR_EVERY_STEP = 0.04
-"""… unless this fraction is enough for one after each step: then at most one step is ever done again."""
+"""Fraction that they may take if it is enough for one after each step: then at most one step is ever done again."""
 MOST_OF_MEMORY = 0.5
 """Fraction of the host's free memory that snapshots may take."""
 _FIRST_AGREEMENT = 8
@@ -90,9 +90,9 @@ class MemorySaver:
         self._steps = 0
         self._next_agreement = _FIRST_AGREEMENT
         self._seconds: list[float] = []
-        """Seconds of each snapshot since ranks last agreed, …"""
+        """Seconds of each snapshot since ranks last agreed."""
         self._step_seconds: list[float] = []
-        """… and of each step."""
+        """Seconds of each step since then."""
         self._is_beside: bool | None = None
         """True if tensors on devices are copied during the next forward and backward; None before the first copy."""
         self._watched: tuple[list[Tensor], int] | None = None

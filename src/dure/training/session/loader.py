@@ -1,4 +1,4 @@
-"""From data indices to batches on a device, the same on any number of ranks and loader workers."""
+"""Loader from data indices to batches on a device, the same on any number of ranks and loader workers."""
 
 import os
 import random

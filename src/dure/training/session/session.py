@@ -1,4 +1,4 @@
-"""From a spec to everything a rank needs to train or evaluate, in the order in which it must happen."""
+"""Session of a rank: all that it needs to train or evaluate, made from a spec in the order in which it must happen."""
 
 import dataclasses
 import inspect

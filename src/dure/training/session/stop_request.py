@@ -9,7 +9,7 @@ from typing import Self
 from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
 
 _SECOND_AFTER_SECONDS = 0.5
-"""Sooner, it is the same wish twice: torchrun and a terminal both deliver one Ctrl-C to every rank."""
+"""Time within which a second signal is the same wish: torchrun and a terminal both deliver one Ctrl-C to every rank."""
 
 
 class StoppedAtOnce(BaseException):
@@ -36,7 +36,7 @@ class StopSignals:
         self._before: dict[int, object] = {}
 
     def defer(self) -> None:
-        """From here on a signal waits for the next step."""
+        """Let signals wait for the next step, from here on."""
         self._is_deferred = True
 
     def __enter__(self) -> Self:

@@ -27,7 +27,7 @@ class DeviceCopies:
         self._steady: list[tuple[Tensor, int]] = []
         """Tensors copied beside training, with torch's count of their changes when that began."""
         self._sources: list[Tensor] = []
-        """Kept until they are copied: their memory would be given to others."""
+        """Tensors that are kept until they are copied: their memory would be given to others."""
 
     @property
     def is_complete(self) -> bool:

@@ -74,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """As which rank of which ranks somebody writes."""
+    """Rank, number of ranks and round of whoever writes."""
 
     round: int = 0
     world_size: int = 1
@@ -136,7 +136,7 @@ class SavedShare:
     """A rank's share of a snapshot, read back."""
 
     share: Share
-    """Its tensors are views of the memory, valid until the next snapshot."""
+    """Share whose tensors are views of the memory, valid until the next snapshot."""
     is_spread: bool = False
 
 

@@ -26,7 +26,7 @@ from dure.training.snapshots.memory import (
 )
 
 _SMALL_BYTES = 2**18
-"""Below this, asking torch for a copy costs more than the copying itself."""
+"""Size below which asking torch for a copy costs more than the copying itself."""
 
 
 @dataclass(kw_only=True)
@@ -41,12 +41,12 @@ class _Copies:
     """Addresses to and from, and bytes, of small tensors on the host."""
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
-    """Tensors that are left to torch, …"""
+    """Tensors that are left to torch."""
     away_targets: list[Tensor] = field(default_factory=list)
     away: list[Tensor] = field(default_factory=list)
-    """… and those on accelerators, …"""
+    """Tensors on accelerators."""
     away_numbers: list[int] = field(default_factory=list)
-    """… with their places in the layout."""
+    """Places of these in the layout."""
 
     def add(self, target: Tensor, source: Tensor, number: int) -> None:
         """Choose how a tensor is copied."""

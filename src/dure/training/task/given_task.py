@@ -36,7 +36,7 @@ class GivenTask:
 
     cls: type[Task]
     task: Task | None
-    """None if only the class was passed."""
+    """Object that was passed; None if only the class was."""
     reference: str
     options: Mapping[str, Any]
     """Options of the object, as JSON."""

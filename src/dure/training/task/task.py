@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 Schedule = Callable[[int], float]
-"""From samples seen to the factor on every parameter group's first learning rate."""
+"""Function from samples seen to the factor on every parameter group's first learning rate."""
 
 
 @dataclass_transform(kw_only_default=True)

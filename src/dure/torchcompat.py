@@ -518,11 +518,19 @@ def share_step_hooks(
 
 
 @contextmanager
-def kept_global_step_hooks() -> Iterator[None]:
-    """Forget the hooks on the step of every optimiser that are registered inside (private in torch)."""
+def kept_global_hooks() -> Iterator[None]:
+    """Forget the hooks on the steps of all optimisers and the calls of all modules that are registered inside.
+
+    They are in dictionaries that are private in torch.
+    """
+    modules: Any = torch.nn.modules.module
     hooks: list[dict[int, Any]] = [
         _OPTIMIZERS._global_optimizer_pre_hooks,
         _OPTIMIZERS._global_optimizer_post_hooks,
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
     ]
     before = [dict(registered) for registered in hooks]
     try:

@@ -36,9 +36,9 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
     _check_that_task_arrives(spec)
     if STRATEGIES[spec.strategy or "single"].checks_model:
-        from dure.torchcompat import kept_global_step_hooks  # imports torch
+        from dure.torchcompat import kept_global_hooks  # imports torch
 
-        with kept_global_step_hooks():  # ranks that are forked from here register theirs once more
+        with kept_global_hooks():  # ranks that are forked from here register theirs once more
             _check_model(spec)
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dure.torchcompat import gradient_hooks_of, keep_gradient_hooks
+from dure.torchcompat import gradient_hooks_of, keep_gradient_hooks, kept_global_hooks
 
 _REGISTERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -27,7 +27,8 @@ def without_new_hooks(model: nn.Module) -> Iterator[None]:
         (hooks, hooks.copy()) for module in model.modules() for hooks in (vars(module)[name] for name in _REGISTERS)
     ]
     try:
-        yield
+        with kept_global_hooks():
+            yield
     finally:
         for take_out in undo:
             take_out()

@@ -73,6 +73,7 @@ class Trial:
         self._stack = ExitStack()
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._stack.enter_context(kept_global_randomness(self._device))
+        self._stack.enter_context(torchcompat.kept_global_hooks())
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)
         self._generators = GeneratorStates.now(self._device)

@@ -773,6 +773,31 @@ def own_attributes(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in ("_local_tensor", "_spec")}
 
 
+_OF_ONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "NODE_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+}
+"""Environment variables of ranks, as the only process of a run has them."""
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Let code see the environment of a run of one process, without a process group (private in torch)."""
+    member: Any = dist.GroupMember
+    group, before = member.WORLD, {name: os.environ[name] for name in _OF_ONE if name in os.environ}
+    os.environ.update((name, _OF_ONE[name]) for name in before)
+    member.WORLD = None
+    try:
+        yield
+    finally:
+        member.WORLD = group
+        os.environ.update(before)
+
+
 @contextmanager
 def replaced_collectives(instead: Callable[[str], Any]) -> Iterator[None]:
     """Let the collectives of torch.distributed, whoever has imported them, call a function with their names.

@@ -14,6 +14,7 @@ from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.records.step_record import Metric
+from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedTensors
@@ -23,6 +24,7 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.trial import is_equal
+from dure.torchcompat import as_one_process
 from dure.training.best_metric import Best
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
@@ -58,9 +60,67 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         )
     copied.put_back()
     before.put_back()
+    if strategy.group.world_size > 1:
+        _compare_schedules(session, schedule)
+        before.put_back()
     for buffer, value in buffers:
         buffer.copy_(value)
     return None if schedule is None else partial(strategy.computed, schedule), found
+
+
+def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
+    """Refuse a schedule that depends on the rank, and declare one that depends on the number of ranks.
+
+    Communication: one gathered JSON message.
+
+    Raises:
+        TaskInvalid: Names two ranks and their factors.
+    """
+    strategy = session.strategy
+    with _only_asked(strategy):
+        here = _factors(strategy, schedule, session.total_samples)
+    everyones = strategy.group.all_gather_json(here)
+    for rank, factors in enumerate(everyones):
+        if difference := _first_difference(everyones[0], factors, "on rank 0", f"on rank {rank}"):
+            raise TaskInvalid(
+                f"{difference}: compute it from the samples alone, and not from the number of a rank or a host's files"
+            )
+    if strategy.group.rank == 0 and here:
+        with _only_asked(strategy), as_one_process(), suppress(Exception):
+            given = session.task.build_schedule(strategy.optimizer, session.total_samples)
+            alone = _factors(strategy, given, session.total_samples)
+            if difference := _first_difference(here, alone, "here", "in one process"):
+                session.notes.append(depends_on_ranks(difference))
+
+
+@contextmanager
+def _only_asked(strategy: Strategy) -> Iterator[None]:
+    """Put back generators, and what a schedule may set in the optimiser."""
+    with (
+        kept_global_randomness(*strategy.devices),
+        _kept_groups(strategy.optimizer),
+        _kept_groups(strategy.built_optimizer),
+    ):
+        yield
+
+
+def _first_difference(one: dict[str, float], other: dict[str, float], where: str, elsewhere: str) -> str | None:
+    if bool(one) != bool(other):
+        return f"the task has a schedule {where if one else elsewhere} and none {elsewhere if one else where}"
+    for seen, factor in one.items():
+        if other.get(seen, factor) != factor:
+            return f"the schedule gives {factor:g} {where} and {other[seen]:g} {elsewhere} for {seen} samples seen"
+    return None
+
+
+def _factors(strategy: Strategy, schedule: Schedule | None, total: int) -> dict[str, float]:
+    """Return what a schedule gives at some samples seen; what it raises is met by the step that comes to it."""
+    factors: dict[str, float] = {}
+    if schedule is not None:
+        with suppress(Exception):
+            for seen in sorted({0, total // 10, total // 3, 2 * total // 3, total}):
+                factors[str(seen)] = float(strategy.computed(schedule, seen))
+    return factors
 
 
 @contextmanager

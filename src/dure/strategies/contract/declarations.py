@@ -67,7 +67,14 @@ def by_trial(traits: LossTraits) -> list[str]:
             f"the loss depends on the rank: {traits.differs_by_rank} (it uses more than samples and weights: the "
             "number of the rank or the process, the host, the time)"
         )
+    if traits.differs_by_world:
+        texts.append(depends_on_ranks(traits.differs_by_world))
     return texts
+
+
+def depends_on_ranks(figures: str) -> str:
+    """Return the declaration about a task that reads how many ranks there are."""
+    return f"the task depends on the number of ranks: {figures} (it reads WORLD_SIZE or asks torch.distributed)"
 
 
 def by_data(traits: LossTraits) -> list[str]:

@@ -71,6 +71,8 @@ class LossTraits:
     changes these."""
     differs_by_rank: str | None = None
     """Figures that show that the loss of the same samples is another one on another rank; None if it is not."""
+    differs_by_world: str | None = None
+    """Figures that show that the loss, or the optimiser, is another one where the process is alone; None if not."""
     collective: str | None = None
     """Name of a collective operation of torch.distributed that the loss or the metrics call; None if none was seen."""
 

@@ -253,6 +253,29 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def difference_of_settings(
+    one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], where: str, elsewhere: str
+) -> str | None:
+    """Return the first setting that differs between two results of `plain_settings`, or None.
+
+    Args:
+        one: Settings by group.
+        other: Others.
+        where: Words for the first.
+        elsewhere: Words for the second.
+    """
+    if len(one) != len(other):
+        return f"the optimiser has {len(one)} groups {where} and {len(other)} {elsewhere}"
+    for number, (group, others) in enumerate(zip(one, other, strict=True)):
+        of_group = f" in group {number}" if len(one) > 1 else ""
+        for name in {**group, **others}:
+            if group.get(name) != others.get(name):
+                return (
+                    f"{name} of the optimiser is {group.get(name)} {where} and {others.get(name)} {elsewhere}{of_group}"
+                )
+    return None
+
+
 def _plain_setting(value: Any) -> Any:
     if isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value

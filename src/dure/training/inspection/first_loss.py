@@ -22,10 +22,26 @@ def difference_of_ranks(everyones: Sequence[FirstLoss]) -> str | None:
     Args:
         everyones: By rank.
     """
+    known = [(rank, one) for rank, one in enumerate(everyones) if one.value is not None]
+    for rank, one in known[1:]:
+        if difference := _difference(known[0][1], one, f"on rank {known[0][0]}", f"on rank {rank}"):
+            return difference
+    return None
+
+
+def difference_of_worlds(here: FirstLoss, alone: FirstLoss) -> str | None:
+    """Return figures of a loss that is another one where the process is alone, or None.
+
+    Args:
+        here: With the run's ranks.
+        alone: Without.
+    """
+    return _difference(here, alone, "here", "in one process")
+
+
+def _difference(one: FirstLoss, other: FirstLoss, where: str, elsewhere: str) -> str | None:
     for name, what, factor in (("value", "it", 1), ("gradient", "the norm of its gradient", 10)):
-        known = [(rank, value, one) for rank, one in enumerate(everyones) if (value := getattr(one, name)) is not None]
-        for rank, value, one in known[1:]:
-            first, other, _ = known[0]
-            if abs(value - other) > factor * one.tolerance * max(abs(value), abs(other)):
-                return f"{what} is {other:.6g} on rank {first} and {value:.6g} on rank {rank} for the same samples"
+        a, b = getattr(one, name), getattr(other, name)
+        if a is not None and b is not None and abs(a - b) > factor * one.tolerance * max(abs(a), abs(b)):
+            return f"{what} is {a:.6g} {where} and {b:.6g} {elsewhere} for the same samples"
     return None

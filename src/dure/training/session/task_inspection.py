@@ -16,9 +16,11 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal
+from dure.torchcompat import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
-from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
+from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
 from dure.training.inspection.loss_inspection import LossInspection, silent
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import SampleOrder
@@ -65,6 +67,7 @@ def _inspected_alone(
 ) -> tuple[LossTraits, FirstLoss]:
     if not _fits(strategy, model):
         return LossTraits(reason_unknown="the whole model does not fit the device, to be tried"), FirstLoss()
+    is_one_of_many = strategy.group.world_size > 1
     fetch = _fetch_of(loader, order)
     once = [tensor.clone() for tensor in tensors_in(fetch(range(min(2, order.num_samples))))]
     states = [*_generator_states(loader.data)]
@@ -72,8 +75,12 @@ def _inspected_alone(
         inspection = inspection_of(strategy, task, model, loader, order)
         traits = inspection.traits(order.num_samples)
         if not traits.has_failed and not traits.collective:
-            traits = _traits_with_optimizer(strategy, task, model, loader, order) or traits
+            settings, with_optimizer = _rehearsed_optimizer(strategy, task, model, loader, order)
+            traits = with_optimizer or traits
             traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
+            if is_one_of_many:
+                difference = _difference_of_worlds(strategy, task, model, inspection, order, settings)
+                traits = replace(traits, differs_by_world=difference)
     # after the loss, which may have written into what the data set holds
     again = list(tensors_in(fetch(range(min(2, order.num_samples)))))
     is_same = len(once) == len(again) and all(map(is_equal, once, again))
@@ -103,22 +110,42 @@ def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
         model.to("cpu")
 
 
-def _traits_with_optimizer(
+def _rehearsed_optimizer(
     strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
-) -> LossTraits | None:
-    """Return the loss's traits once the optimiser is built; None if building it changes nothing that a loss may use.
+) -> tuple[Any, LossTraits | None]:
+    """Build the optimiser in a trial; return its settings, and the loss's traits once it is built.
 
-    It may register hooks, freeze parameters, or set what the loss reads.
+    Building it may register hooks, freeze parameters, or set what the loss reads. There are no traits if it does none
+    of these, and neither settings nor traits if it fails: the strategy will meet that.
     """
     with silent(), Trial(model, strategy.objects):
         before = ObjectState({**strategy.objects, "model": model})
         found = _hooks_and_frozen(model)
         try:
-            task.build_optimizer(model)
-        except Exception:
-            return None  # the strategy will meet it
+            with no_collectives():  # other ranks build none now
+                settings = plain_settings(task.build_optimizer(model))
+        except (Exception, CollectiveCalled):
+            return None, None
         if before.changed() or _hooks_and_frozen(model) != found:
-            return inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
+            return settings, inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
+    return settings, None
+
+
+def _difference_of_worlds(
+    strategy: Strategy, task: Task, model: nn.Module, inspection: LossInspection, order: SampleOrder, settings: Any
+) -> str | None:
+    """Return figures of a loss, or of an optimiser's settings, that depend on the number of ranks; None if none do."""
+    here = inspection.first_loss
+    with as_one_process():
+        inspection.call_once(order.num_samples)
+        alone, inspection.first_loss = inspection.first_loss, here
+        if difference := difference_of_worlds(here, alone):
+            return f"of the loss, {difference}"
+        with silent(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
+            with no_collectives():
+                alone_settings = plain_settings(task.build_optimizer(model))
+            if settings is not None:
+                return difference_of_settings(settings, alone_settings, "here", "in one process")
     return None
 
 

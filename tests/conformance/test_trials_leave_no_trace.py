@@ -1,12 +1,16 @@
 """A run on one device is the loop by hand, whatever the loss keeps where: trials before it leave nothing behind."""
 
 import functools
+import io
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.utils.prune
+from torch import nn
 
 from tests.conformance.cases import largest_difference, train_case, weights_of
 from tests.conformance.zoo.feature import NUM_SAMPLES, ZooTask, chain, data
@@ -26,6 +30,11 @@ def bounded_factor_of(key):
 
 def helper():
     pass
+
+
+class ScaledTanh(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x)
 
 
 class Trained(ZooTask):
@@ -126,6 +135,73 @@ class HookOfFirstLoss(Trained):
         return super().loss(model, batch)
 
 
+class ReplacedForward(Trained):
+    def build_optimizer(self, model):
+        forward = model[2].forward
+        model[2].forward = lambda x: 1.1 * forward(x)
+        return super().build_optimizer(model)
+
+
+class ReplacedMethodOfClass(Trained):
+    def build_optimizer(self, model):
+        forward = ScaledTanh.forward
+        ScaledTanh.forward = lambda self, x: 1.1 * forward(self, x)
+        return super().build_optimizer(model)
+
+    def build_model(self):
+        model = super().build_model()
+        model[3] = ScaledTanh()
+        return model
+
+
+class GlobalHook(Trained):
+    def build_optimizer(self, model):
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: 1.1 * output if isinstance(module, nn.Tanh) else None
+        )
+        return super().build_optimizer(model)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class ParametrizedByOptimizer(Trained):
+    def build_optimizer(self, model):
+        nn.utils.parametrize.register_parametrization(model[2], "weight", Doubled())
+        return super().build_optimizer(model)
+
+
+class PrunedByOptimizer(Trained):
+    def build_optimizer(self, model):
+        nn.utils.prune.l1_unstructured(model[2], "weight", amount=0.3)
+        return super().build_optimizer(model)
+
+
+class FileInMemory(Trained):
+    def build_model(self):
+        self.file = io.BytesIO(b"1.0")
+        return super().build_model()
+
+    def loss(self, model, batch):
+        factor = float(self.file.getvalue()) * 1.1
+        self.file.seek(0)
+        self.file.write(str(factor).encode())
+        return super().loss(model, batch) * factor
+
+
+class Event(Trained):
+    def build_model(self):
+        self.has_begun = threading.Event()
+        return super().build_model()
+
+    def loss(self, model, batch):
+        factor = 1.0 if self.has_begun.is_set() else 3.0
+        self.has_begun.set()
+        return super().loss(model, batch) * factor
+
+
 class AppendedFile(Trained):
     def loss(self, model, batch):
         with open("calls.txt", "a") as file:
@@ -149,9 +225,12 @@ class SavedTensor(Trained):
         return super().loss(model, batch) * factor
 
 
+SCALED_TANH = ScaledTanh.forward
 TASKS = [
     *(CachedInFunction, CachedInBoundedFunction, CachedInMethod, AttributeOfParameter, AttributeOfFunction),
     *(CachedBefore, CachedBeforeInBounded, HookOfOptimizer, HookOfFirstLoss),
+    *(ReplacedForward, ReplacedMethodOfClass, GlobalHook, ParametrizedByOptimizer, PrunedByOptimizer),
+    *(FileInMemory, Event),
     *(EnvironmentVariable, AppendedFile, WrittenFile, SavedTensor),
 ]
 
@@ -168,6 +247,8 @@ def forget():
     for cached in (factor_of, bounded_factor_of, CachedInMethod.kept):
         cached.cache_clear()
     vars(helper).clear()
+    ScaledTanh.forward = SCALED_TANH
+    nn.modules.module._global_forward_hooks.clear()
     os.environ.pop("ZOO_CALLS", None)
     for path in Path().glob("*.[tp]*t"):
         path.unlink()
@@ -180,7 +261,7 @@ def by_hand(task):
         optimizer.zero_grad()
         task.loss(model, (x, y)).backward()
         optimizer.step()
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("cls", TASKS, ids=lambda cls: cls.__name__)

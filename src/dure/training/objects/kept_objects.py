@@ -1,6 +1,8 @@
 """Plain Python state as tensors and plain values: counters and the like that no `state_dict` knows."""
 
 import ctypes
+import io
+import threading
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
@@ -230,6 +232,15 @@ class Keeper:
     def _buffer(self, value: Any, path: str, is_known: bool) -> Any:
         return {"buffer": _as_tensor(value), "type": value.typecode if isinstance(value, array) else "bytearray"}
 
+    def _stream(self, value: Any, path: str, is_known: bool) -> Any:
+        if type(value) not in (io.BytesIO, io.StringIO) or value.closed:
+            raise _unknown(value, path)
+        content = value.getvalue()
+        return {"stream": content if isinstance(content, str) else _as_tensor(content), "at": value.tell()}
+
+    def _event(self, value: Any, path: str, is_known: bool) -> Any:
+        return {"flag": value.is_set()}
+
     def _generator(self, value: Any, path: str, is_known: bool) -> Any:
         if not is_known:
             raise _made_on_the_way(value, path)
@@ -332,6 +343,8 @@ class Keeper:
         ((dict, WeakKeyDictionary), _mapping),
         (np.ndarray, _array),
         ((bytearray, array), _buffer),
+        ((io.BytesIO, io.StringIO), _stream),
+        (threading.Event, _event),
         (GENERATORS, _generator),
         ((Queue, ContextVar), _other_threads),
         (Dataset, _dataset),

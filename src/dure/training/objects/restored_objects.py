@@ -1,6 +1,8 @@
 """Plain Python state brought back from the tensors and plain values that `kept_objects` made of it."""
 
 import copy
+import io
+import threading
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -104,6 +106,10 @@ class Restorer:
                 return _array(content)
             case {"buffer": _, "type": kind}:
                 return bytearray() if kind == "bytearray" else array(kind)
+            case {"stream": text, "at": _}:
+                return io.StringIO() if isinstance(text, str) else io.BytesIO()
+            case {"flag": _}:
+                return threading.Event()
             case {"partial": [function, args, keywords]}:
                 return partial(self.value(function), *self.value(args), **self.value(keywords))
             case {"parts": _, "like": path}:
@@ -144,6 +150,18 @@ class Restorer:
     def _fill_buffer(self, target: Any, content: Mapping[str, Any]) -> None:
         kind, values = content["type"], _as_bytes(content["buffer"])
         target[:] = values if kind == "bytearray" else array(kind, values)
+
+    def _fill_stream(self, target: Any, content: Mapping[str, Any]) -> None:
+        target.seek(0)
+        target.truncate()
+        target.write(content["stream"] if isinstance(content["stream"], str) else _as_bytes(content["stream"]))
+        target.seek(content["at"])
+
+    def _fill_event(self, target: Any, content: Mapping[str, Any]) -> None:
+        if content["flag"]:
+            target.set()
+        else:
+            target.clear()
 
     def _fill_memory(self, target: Any, content: Mapping[str, Any]) -> None:
         memory = memory_of(target)
@@ -192,6 +210,8 @@ _FILLS: dict[str, Callable[[Restorer, Any, Mapping[str, Any]], None]] = {
     "pairs": Restorer._fill_mapping,
     "array": Restorer._fill_array,
     "buffer": Restorer._fill_buffer,
+    "stream": Restorer._fill_stream,
+    "flag": Restorer._fill_event,
     "memory": Restorer._fill_memory,
     "generator": Restorer._fill_generator,
     "partial": Restorer._fill_partial,

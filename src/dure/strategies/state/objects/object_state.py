@@ -6,7 +6,9 @@ own. It is found by walking over attributes and containers, as far as these are 
 
 import functools
 import gc
+import io
 import operator
+import threading
 import types
 import weakref
 from array import array
@@ -43,12 +45,14 @@ from dure.strategies.state.objects.state_places import (
     cache_place,
     comparable,
     container_place,
+    event_place,
     generator_place,
     key_text,
     optimizer_place,
     queue_place,
     skips_state,
     some,
+    stream_place,
     variable_place,
 )
 from dure.strategies.state.objects.tensor_places import (
@@ -430,6 +434,9 @@ _OF_PYTHONS: dict[Any, Callable[[str, Any], Place]] = {
     array: bytes_place,
     Queue: queue_place,
     ContextVar: variable_place,
+    io.BytesIO: stream_place,
+    io.StringIO: stream_place,
+    threading.Event: event_place,
 }
 _TORCHS_OWN = {
     nn.Module: frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_forward_hooks_with_kwargs"},

@@ -3,9 +3,11 @@
 import copy
 import functools
 import gc
+import io
 import itertools
 import operator
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -210,6 +212,35 @@ def queue_place(path: str, waiting: "Queue[Any]") -> Place:
         lambda: None,
         lambda: comparable(list(waiting.queue)),
         is_put_back=False,
+    )
+
+
+def stream_place(path: str, stream: "io.BytesIO | io.StringIO") -> Place:
+    """Return the place of a file in memory: what is in it, and where it is read and written next."""
+
+    def now() -> tuple[Any, int]:
+        return (None, 0) if stream.closed else (stream.getvalue(), stream.tell())
+
+    before = now()
+
+    def put_back() -> None:
+        if not stream.closed:
+            stream.seek(0)
+            stream.truncate()
+            stream.write(before[0])
+            stream.seek(before[1])
+
+    return Place(path, lambda: now() != before, put_back, now, is_put_back=not stream.closed)
+
+
+def event_place(path: str, event: threading.Event) -> Place:
+    """Return the place of an event's flag."""
+    before = event.is_set()
+    return Place(
+        path,
+        lambda: event.is_set() != before,
+        lambda: event.set() if before else event.clear(),
+        event.is_set,
     )
 
 

@@ -5,7 +5,6 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 """
 
 import ast
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -799,10 +798,13 @@ def as_one_process() -> Iterator[None]:
 
 
 @contextmanager
-def replaced_collectives(instead: Callable[[str], Any]) -> Iterator[None]:
-    """Let the collectives of torch.distributed, whoever has imported them, call a function with their names.
+def replaced_collectives(instead: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
+    """Let the collectives of torch.distributed, whoever has imported them, be functions that another one gives.
 
     Each is a function in a wrapper that logs errors, and the wrapper finds it in its closure (private in torch).
+
+    Args:
+        instead: Takes a collective's name and the function, and returns the one to call.
     """
     cells: list[tuple[Any, Any]] = []
     for name, function in vars(torch.distributed.distributed_c10d).items():
@@ -810,7 +812,7 @@ def replaced_collectives(instead: Callable[[str], Any]) -> Iterator[None]:
         if is_logged and hasattr(function, "__wrapped__"):
             cell = function.__closure__[function.__code__.co_freevars.index("func")]
             cells.append((cell, cell.cell_contents))
-            cell.cell_contents = functools.partial(lambda name, *args, **kwargs: instead(name), name)
+            cell.cell_contents = instead(name, cell.cell_contents)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD, Optimizer
 
 import dure
-from tests.conformance.zoo.feature import Samples, ZooTask, chain, data, feature
+from tests.conformance.zoo.feature import HIDDEN, OUT, Samples, ZooTask, chain, data, feature
 
 RANK = ("depends on the rank",)
 
@@ -185,3 +185,94 @@ class OptimizerInBackward(ZooTask):
         for parameter in own:
             parameter.register_post_accumulate_grad_hook(step)
         return StepsInBackward(model.parameters(), lr=0.1)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+WORLD = ("depends on the number of ranks",)
+
+
+@feature("Ranks and copies", "a learning rate scaled by the number of ranks", declares=WORLD)
+class RateByWorldSize(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.05 * world_size(), momentum=0.9)
+
+
+@feature("Ranks and copies", "a batch that `collate` scales by the number of ranks", declares=WORLD)
+class BatchByWorldSize(ZooTask):
+    def collate(self, samples: Any) -> Any:
+        x, y = super().collate(samples)
+        return x * (0.9 + 0.1 * world_size()), y
+
+
+@feature("Ranks and copies", "a schedule by the number of ranks", declares=WORLD)
+class ScheduleByWorldSize(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        slope = 0.2 * int(os.environ.get("WORLD_SIZE", "1"))
+        return lambda samples_seen: max(0.0, 1 - slope * samples_seen / total_samples)
+
+
+@feature("Ranks and copies", "a schedule by the number of the rank")
+class ScheduleByRank(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        slope = 0.2 * rank()
+        return lambda samples_seen: max(0.0, 1 - slope * samples_seen / total_samples)
+
+
+@feature("Ranks and copies", "a hook on the optimiser's step that adds gradients up over ranks")
+class ReducingStepHook(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = super().build_optimizer(model)
+
+        def reduce(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            for parameter in model.parameters() if dist.is_initialized() else ():
+                dist.all_reduce(parameter.grad)
+
+        optimizer.register_step_pre_hook(reduce)
+        return optimizer
+
+
+@feature("Ranks and copies", "a new head given to the model in `build_optimizer`")
+class HeadOfOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        model[6] = nn.Linear(HIDDEN, OUT).double()
+        with torch.no_grad():
+            for parameter in model[6].parameters():
+                parameter.fill_(0.1)
+        return super().build_optimizer(model)
+
+
+@feature("Ranks and copies", "parameters given to the optimiser in the order of a set")
+class ParametersInSet(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(list(set(model.parameters())), lr=0.1, momentum=0.9)
+
+
+@feature("Ranks and copies", "a term that begins after so many samples, which the task counts", declares=("task.seen",))
+class CountedSamples(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.seen = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.seen += len(batch[0]) * model.training
+        decay = sum(parameter.square().sum() for parameter in model.parameters()) if self.seen > 25 else 0.0
+        return super().loss(model, batch) + 0.01 * decay
+
+
+@feature(
+    "Ranks and copies", "a `forward` that is replaced on the way", declares=("forward changed on the way", "task.calls")
+)
+class ForwardReplacedLater(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        if self.calls == 4:
+            forward = model[1].forward
+            model[1].forward = lambda x: 1.2 * forward(x)
+        return super().loss(model, batch)

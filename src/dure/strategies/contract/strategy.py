@@ -4,6 +4,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -30,12 +31,13 @@ from dure.strategies.contract.declarations import (
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.contract.options import StrategyOptions
+from dure.strategies.contract.own_collectives import no_collectives_of_users
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.optimizer import optimizer_to_names, plain_settings, settings_of
+from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
 from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
 
@@ -68,6 +70,8 @@ class Strategy(ABC):
     """True if groups of parameters may be added to the optimiser during the run."""
     undoes_writes = False
     """True if parameters that the loss writes to would lose what it wrote, on some or all ranks."""
+    orders_parameters = False
+    """Whether ranks divide the optimiser's parameters in the order that its groups have."""
     holds_memory = False
     """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
     lost."""
@@ -149,13 +153,19 @@ class Strategy(ABC):
         """
         if self.group.world_size == 1:
             return
-        everyones = self.group.all_gather_json(plain_settings(self.optimizer))
-        unlike = next((rank for rank, settings in enumerate(everyones) if settings != everyones[0]), None)
-        if unlike is not None:
-            raise TaskInvalid(
-                f"build_optimizer gave {type(self.optimizer).__name__} other settings on rank {unlike} than on rank 0: "
-                "compute them in build_model, where weights are whole, and not from the number of a rank"
-            )
+        order = order_digest(self.model, self.optimizer) if self.orders_parameters else None
+        everyones = self.group.all_gather_json([plain_settings(self.optimizer), order])
+        for rank, (settings, theirs) in enumerate(everyones):
+            if settings != everyones[0][0]:
+                raise TaskInvalid(
+                    f"build_optimizer gave {type(self.optimizer).__name__} other settings on rank {rank} than on rank "
+                    "0: compute them in build_model, where weights are whole, and not from the number of a rank"
+                )
+            if theirs != everyones[0][1]:
+                raise TaskInvalid(
+                    f"build_optimizer gave {type(self.optimizer).__name__} the parameters in another order on rank "
+                    f"{rank} than on rank 0: give them in the model's order (a set has another one in each process)"
+                )
 
     @classmethod
     def role_for(cls, group: Group, options: StrategyOptions) -> "type[Strategy]":
@@ -196,7 +206,9 @@ class Strategy(ABC):
         self._num_steps += 1
         is_watched = self._num_steps <= _WATCHED_STEPS and self.group.world_size > 1
         before = GeneratorStates.now(*self.devices) if is_watched else None
-        self.precision.step(self.optimizer)
+        name = type(self.built_optimizer).__name__
+        with no_collectives_of_users(name) if is_watched else nullcontext():
+            self.precision.step(self.optimizer)
         if before is not None and not before.is_same_as(GeneratorStates.now(*self.devices)):
             self.optimizer_draws = True
             if self.draws and self.replica() is not None:

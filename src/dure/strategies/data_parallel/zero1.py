@@ -31,6 +31,8 @@ class ZeRO1(DDP):
     holds_memory = True
     follows_groups = False
 
+    orders_parameters = True
+
     @classmethod
     def import_late_parts(cls) -> None:
         """Import the divided optimisers: 0.8 s of processor time in every rank."""

@@ -24,6 +24,7 @@ from dure.errors import TaskInvalid
 from dure.host.devices import resolve_device
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch, map_tensors
+from dure.strategies.contract.declarations import few
 from dure.strategies.contract.module_patterns import shortened
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
@@ -169,7 +170,7 @@ class FSDP(ShardedStrategy):
 
     def distribute(self) -> None:
         """Watch which parameters are used, and hand the shards to the optimiser."""
-        self._refuse_copies()
+        self._refuse_changes()
         # gradients are only ever added: every loss is divided by the global count already
         for module in self._sharded():
             module.set_gradient_divide_factor(1.0)
@@ -192,8 +193,14 @@ class FSDP(ShardedStrategy):
         self._reshard()
         super().distribute()
 
-    def _refuse_copies(self) -> None:
-        """Refuse copies of the model, or of weights, that `build_optimizer` made: they have shards in their place."""
+    def _refuse_changes(self) -> None:
+        """Refuse parameters that `build_optimizer` added to a model in shards, and copies that it made of others."""
+        added = [name for name, p in self.model.named_parameters() if p.dim() and not isinstance(p, DTensor)]
+        if added:
+            raise TaskInvalid(
+                f"build_optimizer adds or replaces parameters ({few(added)}), and fsdp divides the model before it: do "
+                "that in build_model, or use ddp"
+            )
         own = {id(part) for part in (*self.model.modules(), *self.model.parameters())}
         for path, value in ObjectState(self.objects).first.items():
             tensors = value.parameters() if isinstance(value, nn.Module) else [value]

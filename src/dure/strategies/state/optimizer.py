@@ -4,6 +4,8 @@ Torch numbers parameters in the order in which the optimiser got them. Names sur
 and another number of ranks, and a reader of the checkpoint can tell what belongs to what.
 """
 
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -251,6 +253,13 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         {name: _plain_setting(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def order_digest(model: nn.Module, optimizer: Optimizer) -> str:
+    """Return a digest of the order in which an optimiser has the parameters of a model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    return hashlib.blake2b(json.dumps(order).encode(), digest_size=16).hexdigest()
 
 
 def difference_of_settings(

@@ -118,7 +118,7 @@ class LossInspection:
     def _traits(self, num_samples: int) -> LossTraits:
         started = time.monotonic()
         few = min(num_samples, NUM_SAMPLES)
-        half = (few + 1) // 2
+        half = _num_first(few)
         if opaque := self._opaque():
             return LossTraits(reason_unknown=f"{opaque[0]} is an iterator, whose position could not be put back")
         try:
@@ -134,7 +134,7 @@ class LossInspection:
         try:
             started = time.monotonic()
             second = self._tried(range(half, few), as_in_training=True) if few > half and not is_slow else first
-            seconds_each = (time.monotonic() - started) / half
+            seconds_each = (time.monotonic() - started) / max(1, few - half)
             tried = range(few if is_quick else half)
             not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self._is_divided else _Later()
@@ -184,7 +184,7 @@ class LossInspection:
         """
         if not self._opaque():
             with contextlib.suppress(Exception, CollectiveCalled):
-                self.first_loss = self._first_loss(self._first(range((min(num_samples, NUM_SAMPLES) + 1) // 2)))
+                self.first_loss = self._first_loss(self._first(range(_num_first(min(num_samples, NUM_SAMPLES)))))
 
     def _opaque(self) -> Sequence[str]:
         return ObjectState({**self._objects, "model": self._model}).opaque
@@ -552,6 +552,14 @@ class _Tried(NamedTuple):
             for name, _ in module.named_buffers(recurse=False)
         }
         return {name: value for name, value in self.trial.buffers.items() if name not in known}
+
+
+def _num_first(num_samples: int) -> int:
+    """Return how many of the first samples are one of two groups: another number than the rest, if there are enough.
+
+    What is counted by samples is told from what is counted by calls.
+    """
+    return (num_samples + 1) // 2 + (num_samples >= 6)
 
 
 def _parts_of(places: range) -> list[range]:

@@ -1,10 +1,11 @@
-"""Hooks of modules, optimisers and parameters, of which a change during the run is seen."""
+"""Hooks of modules, optimisers and parameters, and modules' functions, of which a change during the run is seen."""
 
 from collections.abc import Mapping
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dure.strategies.state.objects.namespaces import is_users
 from dure.strategies.state.objects.object_state import HOOKS
@@ -12,7 +13,7 @@ from dure.torchcompat import gradient_hooks_of
 
 
 class HookWatch:
-    """The hooks that objects had when this was made."""
+    """The hooks, and the functions and classes of modules, that objects had when this was made."""
 
     def __init__(self, owners: Mapping[str, object], parameters: Mapping[str, Tensor]) -> None:
         """Look at hooks.
@@ -21,6 +22,8 @@ class HookWatch:
             owners: Modules and optimisers by their paths.
             parameters: Parameters by their paths.
         """
+        self._owners = owners
+        self._definitions = self._definitions_now()
         self._parameters = parameters
         self._of_parameters = self._of_gradients()
         self._registers: dict[str, Any] = {
@@ -36,16 +39,28 @@ class HookWatch:
         """Return the registers in which the user's own hooks are no longer as they were.
 
         Args:
-            is_thorough: Whether hooks on the gradients of parameters, of which there are many, are looked at too.
+            is_thorough: Whether hooks on the gradients of parameters, of which there are many, and functions that are
+                attributes are looked at too.
         """
         found = []
         if is_thorough:
-            now = self._of_gradients()
-            found = [path for path in {**now, **self._of_parameters} if now.get(path) != self._of_parameters.get(path)]
+            found += _differing(self._definitions, self._definitions_now())
+            found += _differing(self._of_parameters, self._of_gradients())
         ids = self._now()
         if ids != self._ids:
             self._ids = ids
             found += [path for path, hooks in self._registers.items() if _users(hooks) != self._users[path]]
+        return found
+
+    def _definitions_now(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for path, owner in self._owners.items():
+            if isinstance(owner, nn.Module):
+                found[f"{path}.__class__"] = type(owner)
+                functions = {
+                    n: v for n, v in vars(owner).items() if isinstance(v, _FUNCTIONS) and not n.startswith("_")
+                }
+                found |= {f"{path}.{name}": value for name, value in functions.items()}
         return found
 
     def _of_gradients(self) -> dict[str, list[int]]:
@@ -56,6 +71,14 @@ class HookWatch:
 
     def _now(self) -> list[int]:
         return [*chain.from_iterable(self._registers.values())]
+
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+
+
+def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    # equal methods may be two objects
+    return [path for path in {**one, **other} if one.get(path) != other.get(path)]
 
 
 def _users(hooks: Mapping[int, Any]) -> list[int]:

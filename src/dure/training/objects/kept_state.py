@@ -91,7 +91,9 @@ class KeptState:
         if self._count_unsaved() != self._num_unsaved:
             self._changed |= self._unsaved_holders() - self._first_unsaved
         for path in self._hooks.changed(is_thorough=is_thorough):
-            self.lost[path] = f"{path} changed on the way: a hook of the task's own was registered or removed"
+            self.lost[path] = (
+                f"{path} changed on the way: the task registered or removed a hook, or replaced a function"
+            )
 
     def _unsaved_holders(self) -> set[Holder]:
         return {(path, name) for path, buffers in self._unsaved.items() for name in buffers}

@@ -767,6 +767,22 @@ def keep_gradient_hooks(tensor: Tensor) -> Callable[[], None]:
     return undo
 
 
+@contextmanager
+def without_gradient_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let no function that waits for a gradient of one of the tensors be called inside (private in torch)."""
+    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for tensor in tensors:
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(tensor, name):
+                taken.append((hooks, dict(hooks)))
+                hooks.clear()  # the engine keeps this very dictionary
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.update(before)
+
+
 def own_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that a tensor was given, without those that torch's own classes of tensors have."""
     return {name: value for name, value in vars(tensor).items() if name not in ("_local_tensor", "_spec")}

@@ -19,6 +19,7 @@ from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
+from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
@@ -183,7 +184,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     weights, settings = _weights(session), settings_of(strategy.built_optimizer)
     limited = _limited_embeddings(session)
     surroundings = Surroundings()
-    with surroundings.watched(), without_new_hooks(model):
+    definitions = Definitions(model, strategy.objects)
+    with surroundings.watched(), without_new_hooks(model, strategy.built_optimizer):
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
@@ -193,6 +195,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     if settings_of(strategy.built_optimizer) != settings:
         written.append("the optimiser's settings")
     before.put_back()
+    definitions.put_back()
     if strategy.group.world_size == 1:  # other ranks may be writing to the same files
         surroundings.put_back()
     limits = [name for name in written if name in limited]

@@ -425,6 +425,12 @@ class Strategy(ABC):
                 "together what ranks computed, so leave that out, and return dure.Sum(total, count) where a loss is "
                 "divided by a count over all ranks (for nn.SyncBatchNorm: nn.BatchNorm with --sync-batchnorm)"
             )
+        sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
+        if sparse and self.group.world_size > 1:
+            faults.append(
+                f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
+                "and values in buffers and make it of these in forward"
+            )
         if self.undoes_writes and (written := self.traits.changed_parameters):
             faults.append(write_fault(written, self.info.name))
         elif self.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):

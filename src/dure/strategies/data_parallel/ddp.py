@@ -23,7 +23,7 @@ from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.state.common_buffers import broadcast_buffers
-from dure.torchcompat import has_finished_reduction, run_backward, wrap_ddp
+from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks, wrap_ddp
 
 _UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
 
@@ -147,7 +147,8 @@ class DDP(Strategy):
         Communication: one all_reduce of the gradients.
         """
         zero, carried = self.engine(None, 1)
-        run_backward(zero, (carried, torch.zeros_like(carried)))
+        with without_gradient_hooks([*self.model.parameters()]):  # the task's own may count, or average, what they see
+            run_backward(zero, (carried, torch.zeros_like(carried)))
         for parameter in self.objective.parameters():
             parameter.grad = None
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.optim import Optimizer
 
 from dure.torchcompat import gradient_hooks_of, keep_gradient_hooks, kept_global_hooks
 
 _REGISTERS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, int]:
@@ -19,13 +21,14 @@ def gradient_hooks(model: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """Take out the hooks on gradients and on calls of modules that are registered inside."""
+def without_new_hooks(model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
+    """Take out the hooks on gradients, on calls of modules and on optimisers' steps that are registered inside."""
     undo = [keep_gradient_hooks(parameter) for parameter in model.parameters()]
     # no others: FSDP registers those of its state_dict in its first forward pass
     registers = [
         (hooks, hooks.copy()) for module in model.modules() for hooks in (vars(module)[name] for name in _REGISTERS)
     ]
+    registers += [(hooks, hooks.copy()) for each in optimizers for hooks in (vars(each)[name] for name in _OF_STEPS)]
     try:
         with kept_global_hooks():
             yield

@@ -1,6 +1,5 @@
 """A trial: code that runs the model or the task for a look at it, and leaves no trace."""
 
-import types
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -12,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.objects.namespaces import Namespace
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 
@@ -76,13 +75,12 @@ class Trial:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._stack.enter_context(kept_global_randomness(self._device))
         self._stack.enter_context(torchcompat.kept_global_hooks())
+        self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)
         self._generators = GeneratorStates.now(self._device)
-        self._modules = [(module, type(module), dict(vars(module)), _registered(module)) for module in model.modules()]
-        users = {type(each) for each in (*model.modules(), *self._objects.values()) if not isinstance(each, Namespace)}
-        classes = dict.fromkeys(base for cls in users for base in cls.__mro__ if base is not object)
-        self._classes = [(cls, dict(vars(cls))) for cls in classes]
+        self._modules = [(module, dict(vars(module)), _registered(module)) for module in model.modules()]
+        self._definitions = Definitions(model, self._objects)
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
         self._hooks = [torchcompat.keep_gradient_hooks(parameter) for parameter in model.parameters()]
         self._num_hooks = gradient_hooks(model)
@@ -138,15 +136,12 @@ class Trial:
     def _put_back(self) -> None:
         for undo in self._hooks:
             undo()
-        for module, cls, attributes, registered in self._modules:
-            if type(module) is not cls:  # which parametrizations replace
-                module.__class__ = cls
+        self._definitions.put_back()
+        for module, attributes, registered in self._modules:
             _put_back_entries(vars(module), attributes)
             for kind, entries in registered.items():
                 vars(module)[kind].clear()
                 vars(module)[kind].update(entries)
-        for cls, members in self._classes:
-            _put_back_members(cls, members)
         for buffer, before in self._buffers.values():
             if not is_equal(buffer, before):
                 buffer.copy_(before)
@@ -173,21 +168,6 @@ def _put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
     for name, value in before.items():
         if name not in now or now[name] is not value:
             now[name] = value
-
-
-def _put_back_members(cls: type, before: Mapping[str, Any]) -> None:
-    """Let a class have the functions that it had; its variables are plain state, which is put back with the rest."""
-    now = vars(cls)
-    for name in [*before.keys(), *(now.keys() - before.keys())]:
-        held, had = now.get(name), before.get(name)
-        if held is not had and (isinstance(held, _DEFINITIONS) or isinstance(had, _DEFINITIONS)):
-            if name in before:
-                setattr(cls, name, had)
-            else:
-                delattr(cls, name)
-
-
-_DEFINITIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
 def _registered(module: nn.Module) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class LossInspection:
             num_samples: Samples that there are, at least 1.
         """
         try:
-            return self._traits(num_samples)
+            with self._alone():
+                return self._traits(num_samples)
         except CollectiveCalled as called:
             return LossTraits(reason_unknown="the loss calls other ranks", collective=called.name)
 
@@ -183,8 +184,11 @@ class LossInspection:
             num_samples: Samples that there are, at least 1.
         """
         if not self._opaque():
-            with contextlib.suppress(Exception, CollectiveCalled):
+            with contextlib.suppress(Exception, CollectiveCalled), self._alone():
                 self.first_loss = self._first_loss(self._first(range(_num_first(min(num_samples, NUM_SAMPLES)))))
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return no_collectives() if self._is_alone else contextlib.nullcontext()
 
     def _opaque(self) -> Sequence[str]:
         return ObjectState({**self._objects, "model": self._model}).opaque
@@ -217,10 +221,7 @@ class LossInspection:
         batches = self._fetch(places), self._fetch(places)
         with silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
             self._model.train()
-            with torch.no_grad():
-                for parameter in self._model.parameters():  # a teacher may begin as its pupil's copy
-                    if parameter.is_floating_point():
-                        parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
+            perturb(self._model)  # a teacher may begin as its pupil's copy
             self._loss(self._model, batches[0])
             once = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
             try:
@@ -353,7 +354,11 @@ class LossInspection:
         Returns:
             Figures, or None, and the place after the last sample that was looked at.
         """
-        return self._wide(begin, num_samples, 0.0)
+        try:
+            with self._alone():
+                return self._wide(begin, num_samples, 0.0)
+        except CollectiveCalled:
+            return None, num_samples  # the other ranks make that call in their steps
 
     def _wide(self, begin: int, end: int, seconds_each: float) -> tuple[str | None, int]:
         """Compare the loss of more samples with those of their parts, without gradients, for as long as there is time.
@@ -436,8 +441,7 @@ class LossInspection:
         trial = Trial(
             self._model, self._objects, seed=0, watches_writes=self._watches_writes, keeps_caches=keeps_caches
         )
-        alone = no_collectives() if self._is_alone else contextlib.nullcontext()
-        with silent(), trial, alone, draws or contextlib.nullcontext():
+        with silent(), trial, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
@@ -481,6 +485,14 @@ class LossInspection:
             return {}  # training will meet it
         named = self._model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def perturb(model: nn.Module) -> None:
+    """Change all parameters a little, by random numbers; to be called within a trial."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1 + 0.01 * torch.rand_like(parameter))
 
 
 def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:

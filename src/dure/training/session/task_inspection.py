@@ -21,7 +21,7 @@ from dure.strategies.state.trial import Trial, is_equal
 from dure.torchcompat import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
-from dure.training.inspection.loss_inspection import LossInspection, silent
+from dure.training.inspection.loss_inspection import LossInspection, perturb, silent
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import SampleOrder
 from dure.training.task.task import Task
@@ -202,22 +202,25 @@ def _generator_states(data: Any, depth: int = 4) -> Iterator[str]:
 def _tried_in_evaluation(
     strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
 ) -> dict[str, Any]:
-    """Return which parameters the metrics write to without gradients, and whether training samples can be evaluated."""
+    """Return which parameters loss and metrics write to in an evaluation, and whether they take training samples."""
     alone = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
+    written: dict[str, None] = {}
     try:
-        with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False) as trial, alone():
-            model.eval()
-            with torch.no_grad(), strategy.precision.autocast():
-                task.metrics(model, fetch(range(2)))
-        with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False):
-            model.eval()
-            with torch.no_grad(), strategy.precision.autocast():
-                task.loss(model, fetch(range(2)))
+        for call in (task.metrics, task.loss):
+            with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False), alone():
+                model.eval()
+                perturb(model)  # a momentum encoder that begins as a copy would be written the values that it has
+                before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+                with torch.no_grad(), strategy.precision.autocast():
+                    call(model, fetch(range(2)))
+                now = dict(model.named_parameters())
+                changed = [name for name, value in before.items() if name in now and not is_equal(now[name], value)]
+                written |= dict.fromkeys(changed)
     except CollectiveCalled as called:
         return {"collective": called.name}
     except Exception:
         return {}  # the evaluation's own data may be of another kind
-    return {"writes_in_evaluation": tuple(trial.parameters), "is_evaluable": True}
+    return {"writes_in_evaluation": tuple(written), "is_evaluable": True}
 
 
 def _num_bytes(model: nn.Module) -> int:

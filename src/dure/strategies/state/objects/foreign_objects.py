@@ -23,6 +23,8 @@ _HARMLESS = frozenset((
     "traceback", "typing", "uuid", "warnings", "weakref", "xml", "zoneinfo",
 ))
 # fmt: on
+_ENGINES = ("torch.distributed", "torch._ops", "torch._library")
+"""Packages of torch whose objects are machinery: groups, and operators of the user's own."""
 _HARMLESS_MODULES = tuple(
     f"multiprocessing.{name}" for name in ("connection", "context", "pool", "process", "synchronize")
 )
@@ -35,7 +37,7 @@ def is_foreign(value: object) -> bool:
     if isinstance(value, _LOOKED_INTO):
         return False
     is_pythons = package in sys.stdlib_module_names and package not in _LOOKED_INTO_PACKAGES
-    return is_pythons or module.startswith("torch.distributed")
+    return is_pythons or module.startswith(_ENGINES)
 
 
 def hides_state(value: object) -> bool:
@@ -45,5 +47,5 @@ def hides_state(value: object) -> bool:
     if package in ("builtins", "torch", "numpy"):
         return isinstance(value, memoryview)
     if is_foreign(value):
-        return package not in _HARMLESS and not module.startswith(_HARMLESS_MODULES)
+        return package not in _HARMLESS and not module.startswith((*_HARMLESS_MODULES, *_ENGINES[1:]))
     return with_dict(value) is None and not is_users(type(value))

@@ -342,7 +342,7 @@ def test_slow_loss_is_compared_on_fewer_samples_and_a_very_slow_one_is_called_on
         return model(x).sum()
 
     monkeypatch.setattr("dure.training.inspection.loss_inspection._MOST_SECONDS", 0.0)
-    assert "for 4 samples at once" in traits_of(loss).not_additive
+    assert "for 5 samples at once" in traits_of(loss).not_additive
     assert max(calls) == 4
     calls.clear()
     monkeypatch.setattr("dure.training.inspection.loss_inspection._SLOWEST_CALL_SECONDS", 0.0)

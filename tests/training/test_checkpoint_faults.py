@@ -93,7 +93,7 @@ def test_checkpoint_when_somebody_made_it_to_do_harm_is_refused_and_memory_does_
     for path, lie in zip(paths, malice.LIES.values(), strict=True):
         lie(path)
     reader = [sys.executable, malice.__file__, *paths]
-    said = subprocess.run(reader, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    said = subprocess.run(reader, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110)
     assert said.returncode == 0, said.stderr
     for lie, line in zip(malice.LIES, said.stdout.splitlines(), strict=True):
         what, grown = json.loads(line)

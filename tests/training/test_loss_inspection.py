@@ -236,7 +236,8 @@ def test_loss_that_changes_from_call_to_call_is_not_taken_for_one_that_leaves_sa
     assert traits_of(loss, x=MANY).not_additive is None
 
 
-def test_part_in_which_nothing_is_counted_is_found():
+def test_part_in_which_nothing_is_counted_is_found(monkeypatch):
+    monkeypatch.setattr(loss_inspection, "time", SimpleNamespace(monotonic=lambda: 0.0))  # as above
     x = X.clone()
     x[0] = 0
     assert "nan for the same samples" in traits_of(of_nonzero, x=x).not_additive

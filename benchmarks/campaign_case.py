@@ -96,6 +96,7 @@ class Case:
     strategy: str
     options: tuple[str, ...]
     nproc: int
+    """Devices of all hosts."""
     start: str
     num_workers: int
     microbatch_size: int | None

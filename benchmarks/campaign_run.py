@@ -121,12 +121,12 @@ def places(folder: Path, *, with_hosts: bool, can_mount: bool) -> Iterator[Place
             subprocess.run(["umount", disk], check=False)
 
 
-def words(case: Case, folder: Path) -> tuple[object, ...]:
-    """Return the command of an undisturbed run."""
+def words(case: Case, folder: Path, num_hosts: int = 1) -> tuple[object, ...]:
+    """Return the command of an undisturbed run, as it is given on each host."""
     microbatch = () if case.microbatch_size is None else ("--microbatch-size", case.microbatch_size)
     return (
         *("train", TASK, "--name", "run", "--quiet", "--record-samples", "--threads", 1, "--device", "cpu"),
-        *("--strategy", case.strategy, "--nproc", case.nproc, *case.options, *microbatch),
+        *("--strategy", case.strategy, "--nproc", case.nproc // num_hosts, *case.options, *microbatch),
         *(
             "--global-batch-size",
             BATCH,
@@ -160,7 +160,7 @@ def disturbed_words(case: Case, folder: Path, runs: Path) -> tuple[object, ...]:
         call = FIRST_CALLS + int(fault.fraction * (STEPS - FIRST_CALLS))
         more = (*more, "--task.fault", IN_THE_TASK[fault.kind], "--task.rank", fault.rank, "--task.step", call)
         more = (*more, "--task.once", folder / "went-wrong")
-    return (*words(case, runs), *more)
+    return (*words(case, runs, len(LINKS) if case.is_on_hosts else 1), *more)
 
 
 def carry_out(case: Case, places: Places, folder: Path) -> Seen:
@@ -207,6 +207,8 @@ def resume(case: Case, seen: Seen, places: Places, folder: Path) -> None:
     """Go on with the run, the same way or another."""
     (folder / "hurry").touch()
     argv: tuple[object, ...] = ("train", "--resume", seen.run.path, "--quiet", "--hang-after", 30)
+    if case.is_on_hosts:  # the resumed run is on one
+        argv = (*argv, "--nproc", case.nproc)
     if case.resumed_as is not None:
         argv = (*argv, "--strategy", case.resumed_as[0], "--nproc", case.resumed_as[1])
     seen.resumed = places.server.start(folder, *argv)

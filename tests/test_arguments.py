@@ -7,7 +7,7 @@ import pytest
 import dure
 from dure.cli import main
 from dure.errors import RunInvalid, SpecInvalid
-from dure.spec import RunSpec, flag_name
+from dure.spec import SETTINGS, flag_name
 from dure.spec.arguments import as_arguments
 from tests.training.test_session import Small, train
 
@@ -40,7 +40,7 @@ def test_sentence_when_it_is_said_to_python_then_flags_are_arguments(said, in_py
     assert as_arguments(said) == in_python
 
 
-@pytest.mark.parametrize("name", RunSpec.model_fields)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_flag_of_a_setting_when_it_is_said_to_python_then_none_is_left(name):
     assert "--" not in as_arguments(f"use another {flag_name(name)}, or {flag_name(name)} 3")
 

@@ -12,7 +12,9 @@ from dure.spec import (
     GROUPS,
     IDENTITY_FIELDS,
     LENGTH_FIELDS,
+    OTHER_NAMES,
     PLACE_FIELDS,
+    SETTINGS,
     ResolvedSpec,
     RunSpec,
     flag_name,
@@ -31,6 +33,7 @@ def settle(
     config: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
     base: RunSpec | None = None,
+    total_devices: int | None = None,
 ) -> ResolvedSpec:
     task = {} if base else {"task": "train.py:Digits"}
     return resolve(
@@ -40,6 +43,7 @@ def settle(
         task_defaults=defaults or {},
         strategies=STRATEGIES,
         base=base,
+        total_devices=total_devices,
     )
 
 
@@ -209,7 +213,7 @@ def test_setting_when_another_tool_has_it_then_what_takes_its_place_is_said_as_t
 
 
 def test_foreign_names_when_read_then_none_is_a_setting_and_each_place_is_one() -> None:
-    names = {*RunSpec.model_fields, "resume", "show_spec"}
+    names = {*SETTINGS, *OTHER_NAMES, "resume", "show_spec"}
     assert not names & set(_SENTENCES)
     for name in _SENTENCES:
         assert place_of(name, names, flag_name) is not None, name
@@ -304,12 +308,12 @@ def test_resume_when_the_place_is_given_then_flags_are_refused_and_the_shells_ha
 
 
 def test_groups_when_read_then_hold_every_field_once() -> None:
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted(RunSpec.model_fields)
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(SETTINGS)
 
 
 def test_kinds_of_fields_when_read_then_cover_every_field() -> None:
     kinds = (*IDENTITY_FIELDS, *EXECUTION_FIELDS, *LENGTH_FIELDS, *PLACE_FIELDS)
-    assert sorted(kinds) == sorted(RunSpec.model_fields)
+    assert sorted(kinds) == sorted(SETTINGS)
 
 
 def test_fields_when_listed_then_each_has_help_and_a_rule_in_words() -> None:
@@ -339,3 +343,47 @@ def test_resume_when_the_run_was_on_several_hosts_then_where_they_were_is_not_ke
 
 def test_resume_when_the_run_began_with_a_preflight_then_that_is_not_kept(begun: RunSpec) -> None:
     assert settle(base=begun.model_copy(update={"preflight": True})).spec.preflight is False
+
+
+# --- devices of each host, and of all
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "strategy"),
+    [
+        ({"nproc": 4}, 4, "ddp"),
+        ({"nproc": 4, "nnodes": 2}, 8, "ddp"),
+        ({"nnodes": "2"}, 2, "ddp"),
+        ({"nproc": 2, "nnodes": "1:4"}, 8, "ddp"),
+        ({"nproc": 1, "nnodes": "1:1"}, 1, "single"),
+    ],
+)
+def test_world_size_when_there_are_hosts_then_each_has_nproc(flags: Any, world_size: int, strategy: str) -> None:
+    spec = settle(flags).spec
+    assert (spec.num_devices, spec.strategy) == (world_size, strategy)
+
+
+def test_nproc_when_it_is_given_by_its_other_name_in_any_source_then_it_is_that(tmp_path: Path) -> None:
+    everywhere = (
+        {"flags": {"nproc_per_node": "3"}},
+        {"environ": {"DURE_NPROC_PER_NODE": "3"}},
+        {"config": toml(tmp_path, "nproc_per_node = 3")},
+    )
+    assert [settle(**source).spec.nproc for source in everywhere] == [3, 3, 3]
+    assert settle({"nproc": 2}, environ={"DURE_NPROC_PER_NODE": "3"}).spec.nproc == 2
+    (fault,) = faults_of(environ={"DURE_NPROC": "2", "DURE_NPROC_PER_NODE": "3"})
+    assert fault == "DURE_NPROC is 2 but DURE_NPROC_PER_NODE, its other name, is 3: give one of them"
+
+
+def test_fact_of_the_record_when_it_is_given_as_a_setting_then_it_is_unknown() -> None:
+    assert "unknown setting 'total_devices'" in faults_of({"total_devices": 4})[0]
+    assert "'DURE_TOTAL_DEVICES'" in faults_of(environ={"DURE_TOTAL_DEVICES": "4"})[0]
+
+
+def test_mesh_when_the_run_goes_on_on_as_many_hosts_then_it_stays_and_otherwise_gives_way() -> None:
+    flags = {"nproc": 2, "nnodes": 2, "strategy": "fsdp", "mesh": "replica=2,shard=2"}
+    begun = settle(flags).spec
+    assert settle({"nnodes": 2}, base=begun).spec.mesh == "replica=2,shard=2"
+    assert settle(base=begun).spec.mesh is None
+    with pytest.raises(SpecInvalid, match=r"the world size is 6 \(nnodes 3 x nproc 2\) but mesh replica 2 x shard 2"):
+        settle({**flags, "nnodes": 3})

@@ -47,7 +47,7 @@ def test_srun_when_a_rank_fails_then_the_cause_is_shown(slurm, dure, tmp_path):
 def test_srun_when_settings_cannot_be_then_one_rank_says_so(slurm, dure, tmp_path):
     done = slurm.run("srun", "-N1", "-n2", *dure, *BASE, "--nproc", "3", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("nproc is 3 but srun started 2 processes: leave --nproc out, srun decides") == 1
+    assert done.stderr.count("nproc is 3 but srun started 2 processes here: leave --nproc out, srun decides") == 1
 
 
 def test_srun_when_it_starts_one_task_then_that_may_start_ranks_of_its_own(slurm, dure, control, tmp_path):

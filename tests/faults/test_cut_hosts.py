@@ -29,7 +29,7 @@ def mended(switched: SwitchedHosts) -> Iterator[None]:
 
 
 def start(hosts: SwitchedHosts, folder: Path, node: int, *, epochs: int = 40, ahead_seconds: float = 0) -> Command:
-    words = train("run", *paused(folder, 3), epochs=epochs)
+    words = train("run", *paused(folder), epochs=epochs)
     return hosts.start(node, folder, *words, nnodes="1:3", script=DURE, CLOCK_AHEAD_SECONDS=str(ahead_seconds))
 
 
@@ -137,7 +137,7 @@ def test_host_when_it_reboots_while_others_are_awaited_then_it_comes_again_and_a
     switched: SwitchedHosts, tmp_path
 ):
     def begin(node: int) -> Command:
-        return switched.start(node, tmp_path, *train("run", "--nproc", 3, epochs=2), nnodes="3", script=DURE)
+        return switched.start(node, tmp_path, *train("run", "--nproc", 1, epochs=2), nnodes="3", script=DURE)
 
     commands = [begin(0), begin(1)]
     commands[0].wait_for(lambda: num_joined(switched) == 1, "node 1")

@@ -31,7 +31,7 @@ def train(name: str, *more: object, epochs: int = EPOCHS) -> tuple[object, ...]:
     return (*usual, "--name", name, "--epochs", epochs, *more)
 
 
-def paused(folder: Path, nproc: int = 2) -> tuple[object, ...]:
+def paused(folder: Path, nproc: int = 1) -> tuple[object, ...]:
     """Return words for a run that lasts until it is to hurry."""
     return ("--task.pause-seconds", 0.05, "--task.paused-until", folder / "hurry", "--nproc", nproc)
 
@@ -85,7 +85,7 @@ def undisturbed(hosts: Hosts, folder: Path, epochs: int = EPOCHS) -> Path:
 def test_ranks_when_they_are_killed_on_any_host_then_the_weights_are_those_of_the_undisturbed(
     hosts: Hosts, tmp_path, strategy
 ):
-    more = ("--nproc", 4, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
+    more = ("--nproc", 2, "--strategy", strategy, "--task.dropout", 0.2, "--task.adam", "true", "--max-restarts", 9)
     more = (*more, "--quiet", "--task.pause-seconds", 0.02)
     control = hosts.both(tmp_path, *train("control", *more, epochs=4))
     assert ended(control) == [0, 0], [command.err for command in control]
@@ -148,7 +148,7 @@ def test_leader_when_it_stands_still_then_the_other_leads_and_it_comes_back_as_o
 def test_three_hosts_when_the_leader_is_killed_and_then_too_few_are_left_then_they_wait_and_go_on(
     hosts: Hosts, tmp_path
 ):
-    words = train("run", *paused(tmp_path, 6), epochs=40)
+    words = train("run", *paused(tmp_path, 2), epochs=40)
 
     def start(node: int) -> Command:
         return hosts.start(node, tmp_path, *words, nnodes="2:3", at=min(node, 1))

@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_training_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(hosts, tmp_path, nproc):
-    commands = hosts.both(tmp_path, *TRAIN, "--nproc", nproc, "--record-samples")
+    commands = hosts.both(tmp_path, *TRAIN, "--nproc", nproc // 2, "--record-samples")
     assert ended(commands) == [0, 0], [command.err for command in commands]
     alone = hosts.start(0, tmp_path, *UNNAMED, "--epochs", 2, "--name", "alone", "--nproc", nproc, several=False)
     assert alone.wait() == 0, alone.err
@@ -63,7 +63,7 @@ def test_training_when_it_is_on_two_hosts_then_its_weights_are_those_of_one(host
 def test_run_when_it_was_on_one_host_then_it_goes_on_on_two(hosts, tmp_path):
     alone = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2, several=False)
     assert alone.wait() == 0, alone.err
-    commands = hosts.both(tmp_path, "train", "--resume", "runs/run", "--epochs", 3, "--nproc", 4, "--no-quiet")
+    commands = hosts.both(tmp_path, "train", "--resume", "runs/run", "--epochs", 3, "--nproc", 2, "--no-quiet")
     assert ended(commands) == [0, 0], [command.err for command in commands]
     assert commands[1].err == "dure: node 1 takes part in run; node 0 shows how it goes\n"
     assert "epoch 3" in commands[0].err
@@ -96,7 +96,7 @@ def test_rank_when_it_fails_on_the_other_host_then_both_name_it_and_end(hosts, t
 
 
 def test_training_when_a_rank_is_killed_on_one_host_then_the_other_ends_within_two_seconds(hosts, tmp_path):
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 4, "--max-restarts", 0)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 2, "--max-restarts", 0)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
     time.sleep(0.5)
     os.kill(commands[0].ranks(2)[1], signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_training_when_launchers_are_asked_to_stop_then_both_say_so_and_nothing_
     hosts, tmp_path, number, code, asked
 ):
     run = RunFiles(tmp_path / "runs/run")
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 1)
     run.wait_for("training", commands[0])
     time.sleep(0.5)
     for node in asked:
@@ -132,7 +132,7 @@ def test_stop_when_ranks_hang_then_the_last_step_is_saved_within_the_grace_time_
     fault = ("--task.fault", "hang", "--task.rank", 1, "--task.step", 9, "--task.once", hung)
     more = ("--record-samples", "--on-hang", "wait", "--grace-seconds", 8, *fault)
     loud = (word for word in TRAIN if word != "--quiet")
-    commands = hosts.both(tmp_path, *loud, "--nproc", 2, *more)
+    commands = hosts.both(tmp_path, *loud, "--nproc", 1, *more)
     commands[1].wait_for(hung.exists, "the hang")
     time.sleep(0.3)
     sent = time.monotonic()
@@ -158,7 +158,7 @@ def test_stop_when_ranks_hang_then_the_last_step_is_saved_within_the_grace_time_
 
 def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_the_grace_time(hosts, tmp_path):
     fault = ("--task.fault", "hang", "--task.place", "build_model", "--task.rank", 1, "--task.once", tmp_path / "hung")
-    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 2, "--grace-seconds", 2, *fault)
+    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 1, "--grace-seconds", 2, *fault)
     commands[1].wait_for((tmp_path / "hung").exists, "the hang")
     sent = time.monotonic()
     commands[0].send(signal.SIGUSR1)
@@ -169,7 +169,7 @@ def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_t
 
 def test_rank_when_it_is_held_on_one_host_then_a_second_look_confirms_it_and_all_start_again(hosts, tmp_path):
     run = RunFiles(tmp_path / "runs/run")
-    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 2, "--hang-after", 2, "--task.pause-seconds", 0.05)
+    commands = hosts.both(tmp_path, *TRAIN, "--nproc", 1, "--hang-after", 2, "--task.pause-seconds", 0.05)
     commands[0].wait_for(lambda: len(run.records(0)) > 3, "some steps")
     os.kill(commands[1].ranks(1)[0], signal.SIGSTOP)
     assert ended(commands) == [0, 0], [command.err for command in commands]
@@ -227,7 +227,7 @@ def test_rank_when_it_hangs_on_one_host_then_both_say_where_and_that_the_other_w
 
 
 def test_node_when_its_launcher_is_killed_then_the_other_names_it_and_ends(hosts, tmp_path):
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 1)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
     commands[1].send(signal.SIGKILL)
     began = time.monotonic()
@@ -239,7 +239,7 @@ def test_node_when_its_launcher_is_killed_then_the_other_names_it_and_ends(hosts
 
 
 def test_node_when_its_link_is_cut_then_both_name_the_other_after_fifteen_seconds(hosts, tmp_path):
-    commands = hosts.both(tmp_path, *LONG, "--nproc", 2)
+    commands = hosts.both(tmp_path, *LONG, "--nproc", 1)
     RunFiles(tmp_path / "runs/run").wait_for("training", commands[0])
     hosts.inside(1, "ip", "link", "set", "cable", "down")
     try:
@@ -257,13 +257,13 @@ def test_node_when_its_secret_is_another_then_it_is_refused_and_the_right_one_co
     other = tmp_path / "other"
     other.write_text("another secret of that length")
     other.chmod(0o600)
-    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2)
-    wrong = hosts.start(1, tmp_path, *TRAIN, "--nproc", 2, secret="other")
+    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 1)
+    wrong = hosts.start(1, tmp_path, *TRAIN, "--nproc", 1, secret="other")
     assert wrong.wait() == 2
     assert f"node 0 at {HEAD}:29400 has another secret than this node" in wrong.err
     assert other.read_text() not in wrong.err + head.err
     assert head.code is None
-    right = hosts.start(1, tmp_path, *TRAIN, "--nproc", 2)
+    right = hosts.start(1, tmp_path, *TRAIN, "--nproc", 1)
     assert ended((head, right)) == [0, 0], head.err + right.err
     secret = (tmp_path / "secret").read_text().strip()
     kept = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
@@ -291,14 +291,14 @@ def stranger(hosts: Hosts, says: bytes) -> tuple[str, float]:
 
 def test_stranger_when_it_knocks_then_it_is_refused_within_a_second_and_the_run_does_not_notice(hosts, tmp_path):
     run = RunFiles(tmp_path / "runs/run")
-    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2, "--task.pause-seconds", "0.05")
+    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 1, "--task.pause-seconds", "0.05")
     wait_until(lambda: hosts.listeners(0), "the door")
     assert hosts.listeners(0) == {"01014D0A"}
     for says in (b"", b"\x00\x00\x00\x02{}", os.urandom(64), b"GET / HTTP/1.1\r\n\r\n"):
         how, seconds = stranger(hosts, says)
         assert how in ("sent away", "ConnectionResetError")
         assert seconds < 1.3
-    other = hosts.start(1, tmp_path, *TRAIN, "--nproc", 2, "--task.pause-seconds", "0.05")
+    other = hosts.start(1, tmp_path, *TRAIN, "--nproc", 1, "--task.pause-seconds", "0.05")
     run.wait_for("training", head)
     how, seconds = stranger(hosts, b"")
     assert (how, seconds < 1.0) == ("ConnectionRefusedError", True)
@@ -311,8 +311,8 @@ def test_stranger_when_it_knocks_then_it_is_refused_within_a_second_and_the_run_
 
 
 def test_training_when_a_host_does_not_see_the_folder_then_both_are_told(hosts, tmp_path):
-    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 2)
-    words = [sys.executable, "-m", "dure", *TRAIN, "--nproc", "2", "--nnodes", "2", "--node-rank", "1"]
+    head = hosts.start(0, tmp_path, *TRAIN, "--nproc", 1)
+    words = [sys.executable, "-m", "dure", *TRAIN, "--nproc", "1", "--nnodes", "2", "--node-rank", "1"]
     words += ["--rendezvous", f"{HEAD}:29400", "--secret-file", str(tmp_path / "secret")]
     hidden = f"mkdir -p runs && mount -t tmpfs none runs && exec {' '.join(words)}"
     other = subprocess.run(
@@ -327,8 +327,8 @@ def test_training_when_a_host_does_not_see_the_folder_then_both_are_told(hosts, 
 
 def test_nodes_when_their_settings_differ_then_both_are_told_the_field_and_both_values(hosts, tmp_path):
     commands = (
-        hosts.start(0, tmp_path, *TRAIN, "--nproc", 2),
-        hosts.start(1, tmp_path, *TRAIN, "--nproc", 2, "--seed", 1),
+        hosts.start(0, tmp_path, *TRAIN, "--nproc", 1),
+        hosts.start(1, tmp_path, *TRAIN, "--nproc", 1, "--seed", 1),
     )
     assert ended(commands) == [2, 2]
     for command in commands:

@@ -253,8 +253,9 @@ class Bench:
         self._controls: dict[tuple[object, ...], RunFiles] = {}
 
     def words(self, row: Row, faults: str, folder: Path) -> tuple[object, ...]:
+        nproc = row.ranks // 2 if row.on_hosts else row.ranks
         usual = (
-            "train", f"{HERE / 'disk_task.py'}:OnBadDisk", "--strategy", "ddp", "--nproc", row.ranks, "--threads", 1,
+            "train", f"{HERE / 'disk_task.py'}:OnBadDisk", "--strategy", "ddp", "--nproc", nproc, "--threads", 1,
             "--global-batch-size", BATCH, "--epochs", EPOCHS, "--snapshot-every", 1, "--record-samples",
             "--name", "run", "--task.adam", "true", "--task.dropout", 0.0 if row.difference else 0.2,
         )  # fmt: skip

@@ -312,7 +312,7 @@ def test_flags_when_the_training_has_them_then_they_go_through_as_they_were_writ
         (["--to", "slurm", "--sbatch=--a=b\n#SBATCH --c", TASK], "is no option of sbatch: write one line"),
         (["--to", "slurm", "none.py:T"], "none.py does not exist"),
         (["--to", "slurm", TASK, "--epochs", "-1"], "epochs is '-1' but must be a number above 0"),
-        (["--to", "slurm", "--nodes", "2", TASK, "--nproc", "3"], "nproc is 3 but --nodes 2 with --tasks-per-node 1"),
+        (["--to", "slurm", "--nodes", "2", TASK, "--nproc", "3"], "nproc is 3 but --tasks-per-node is 1, and both are"),
         (
             ["--to", "slurm", TASK, "--preflight"],
             "preflight is for runs that dure starts itself, but slurm starts these",

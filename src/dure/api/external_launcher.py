@@ -21,20 +21,31 @@ from dure.process.parent_death import die_with_parent
 from dure.records.run_dir import SPEC, RunDir
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
-from dure.spec import ResolvedSpec, RunSpec
+from dure.spec import ResolvedSpec, RunSpec, with_own_names
 from dure.strategies.table import STRATEGIES
 from dure.terminal import tell
 
 
 def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
-    """Let the launcher decide how many processes there are."""
-    by, world_size = launched.by, launched.rank.world_size
-    if world_size == 1:
-        return settings
-    said = settings.get("nproc")
-    if said is not None and int(said) != world_size:
-        raise SpecInvalid([f"nproc is {said} but {by} started {world_size} processes: leave --nproc out, {by} decides"])
-    return {**settings, "nproc": world_size}
+    """Let the launcher decide how many processes there are, here and on all hosts.
+
+    Raises:
+        SpecInvalid: The call says something else.
+    """
+    by, rank = launched.by, launched.rank
+    said = with_own_names(settings).get("nproc")
+    if said is not None and str(said).strip() != str(rank.local_world_size):
+        of_all = "" if rank.is_one_host else f", {rank.world_size} on all hosts"
+        processes = "1 process" if rank.local_world_size == 1 else f"{rank.local_world_size} processes"
+        raise SpecInvalid(
+            [f"nproc is {said} but {by} started {processes} here{of_all}: leave --nproc out, {by} decides"]
+        )
+    return {**with_own_names(settings), "nproc": rank.local_world_size}
+
+
+def total_devices(launched: Launched | None) -> int | None:
+    """Return the ranks of all hosts; None where they are those of this one, or dure starts them itself."""
+    return None if launched is None or launched.rank.is_one_host else launched.rank.world_size
 
 
 def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> ResolvedSpec:
@@ -52,8 +63,10 @@ def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Resol
                 f"set --{setting}"
             ]
         )
-    nproc = world_size - (extra or world_size // 2)
-    return ResolvedSpec(spec=spec.model_copy(update={"nproc": nproc}), origin={**resolved.origin, "nproc": by})
+    num_devices = world_size - (extra or world_size // 2)
+    nproc = min(num_devices, launched.rank.local_world_size)  # of the first host: servers are the last ranks
+    changed = {"nproc": nproc, "total_devices": None if num_devices == nproc else num_devices}
+    return ResolvedSpec(spec=spec.model_copy(update=changed), origin={**resolved.origin, "nproc": by})
 
 
 def train_under_launcher(
@@ -82,7 +95,7 @@ def train_under_launcher(
     job = {
         "kind": "train",
         "run": str(run.path),
-        "asked": facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto),
+        "asked": facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto, is_launched=True),
     }
     with (
         run.lock() if rank.rank == 0 else nullcontext(),
@@ -134,7 +147,7 @@ def _meet(
 
 def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
     """Return the name of this rank's GPU; None if it has none, or the driver does not say."""
-    if rank.rank >= spec.nproc or resolve_device(spec.device) != "cuda":
+    if rank.rank >= spec.num_devices or resolve_device(spec.device) != "cuda":
         return None
     names = visible_gpus()
     return names[rank.local_rank % len(names)] or None if names else None

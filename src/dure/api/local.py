@@ -45,10 +45,10 @@ def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
 
 
 def count_processes(spec: RunSpec) -> int:
-    """Return how many processes the run has."""
+    """Return how many processes the run has on all hosts."""
     info = STRATEGIES[spec.strategy or "single"]
-    extra = (getattr(spec, info.extra_processes) or spec.nproc) if info.extra_processes else 0
-    return 1 if info.one_process else spec.nproc + extra
+    extra = (getattr(spec, info.extra_processes) or spec.num_devices) if info.extra_processes else 0
+    return 1 if info.one_process else spec.num_devices + extra
 
 
 def threads_for(spec: RunSpec, num_processes: int) -> int:
@@ -191,7 +191,7 @@ def _expendable(spec: RunSpec) -> range:
     """Return the ranks that the others go on without: those with a device, where the strategy says so."""
     info = STRATEGIES[spec.strategy or "single"]
     goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
-    return range(spec.nproc if goes_on else 0)
+    return range(spec.num_devices if goes_on else 0)
 
 
 def _run_inline(job: Mapping[str, Any], place: Place) -> Outcome:

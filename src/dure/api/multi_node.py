@@ -62,15 +62,7 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
         faults.append(f"nnodes is for runs that dure starts itself: leave it out, {launched.by} has its own")
     if info.one_process or info.extra_processes:
         why = "is one process" if info.one_process else "has servers, which are not spread over hosts yet"
-        faults.append(
-            f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use --strategy ddp or fsdp, and an "
-            "--nproc that counts the devices of all nodes"
-        )
-    elif spec.nproc % spec.num_nodes:
-        faults.append(
-            f"nproc is {spec.nproc} and nnodes is {spec.nnodes}, but nproc counts the devices of all nodes, of which "
-            f"each has as many: use --nproc {spec.num_nodes * max(1, spec.nproc // spec.num_nodes)}"
-        )
+        faults.append(f"strategy is {info.name}, which {why}, but nnodes is {spec.nnodes}: use --strategy ddp or fsdp")
     for name, value, cure in (("backend", "dure_shm", "gloo"), ("comm", "shm", "ring")):
         if getattr(spec, name) == value:
             faults.append(f"{name} is {value}, which is memory of one host, but nnodes is {spec.nnodes}: use {cure}")
@@ -78,18 +70,21 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
         faults.append("start is inline but ranks on several nodes are processes: use fork or spawn")
     if spec.mesh is not None and spec.fewest_nodes < spec.num_nodes:
         faults.append(
-            f"mesh is {spec.mesh}, a layout of {spec.nproc} devices, but nnodes is {spec.nnodes}, so that there may be "
-            f"fewer: leave one of them out, or use --nnodes {spec.num_nodes}"
+            f"mesh is {spec.mesh}, a layout of {spec.num_devices} devices, but nnodes is {spec.nnodes}, so that there "
+            f"may be fewer: leave one of them out, or use --nnodes {spec.num_nodes}"
         )
     return faults
 
 
-def facts_to_agree_on(spec: RunSpec, *, is_resumed: bool, is_auto: bool = False) -> dict[str, Any]:
+def facts_to_agree_on(
+    spec: RunSpec, *, is_resumed: bool, is_auto: bool = False, is_launched: bool = False
+) -> dict[str, Any]:
     """Return what must be the same on all hosts, by its name in words.
 
     With `--resume auto` whether a run is there is no such thing: who comes late sees the one that the first has begun.
+    Under a launcher `nproc` is none either: it may start more ranks on one host than on another.
     """
-    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER})
+    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER, *(("nproc",) if is_launched else ())})
     where, _, name = spec.task.rpartition(":")
     label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
     given = given_task()
@@ -125,7 +120,7 @@ def preflight_settings(
         )
     return PreflightSettings(
         num_ranks=num_processes // spec.num_nodes,
-        num_devices=spec.nproc // spec.num_nodes,
+        num_devices=spec.nproc,
         device=resolve_device(spec.device),
         backend=spec.backend,
         threads=spec.threads,
@@ -150,7 +145,7 @@ def train_on_nodes(
     spec = resolved.spec
     facts = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto)
     several = _led_from(several, spec, resume)
-    with join(several, facts, spec.nproc // spec.num_nodes) as nodes, ExitStack() as held:
+    with join(several, facts, spec.nproc) as nodes, ExitStack() as held:
         run = _folder(nodes, several, resolved, resume, held)
         if not nodes.is_leader:
             say(f"node {several.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes", spec)

@@ -21,7 +21,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         SpecInvalid: Settings that cannot be, or a model that the strategy cannot take.
         EnvironmentLacks: A device that was asked for is not here.
     """
-    num_here = spec.nproc // spec.num_nodes if launched is None else min(spec.nproc, launched.rank.local_world_size)
+    num_here = spec.nproc if launched is None else min(spec.num_devices, launched.rank.local_world_size)
     device = resolve_device(spec.device)
     check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
     if spec.backend == "nccl" and device in ("cpu", "mps"):
@@ -33,7 +33,9 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
     if spec.start == "inline" and count_processes(spec) > 1:
-        raise SpecInvalid([f"start is inline but {spec.strategy} on {spec.nproc} needs processes: use fork or spawn"])
+        raise SpecInvalid(
+            [f"start is inline but {spec.strategy} on {spec.num_devices} needs processes: use fork or spawn"]
+        )
     _check_that_task_arrives(spec)
     if STRATEGIES[spec.strategy or "single"].checks_model:
         from dure.torchcompat import kept_global_hooks  # imports torch
@@ -80,7 +82,7 @@ def _check_model(spec: RunSpec) -> None:
         return  # it reads values (pretrained weights): every worker looks at its own
     refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy or "single")
-    faults = strategy.check_model(model, spec.nproc, strategy_options(spec))
+    faults = strategy.check_model(model, spec.num_devices, strategy_options(spec))
     try:
         optimizer = task.build_optimizer(model)
     except Exception:

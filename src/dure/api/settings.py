@@ -23,8 +23,16 @@ def settle(
     resume: "Path | str | None",
     config: "Path | str | None",
     settings: Mapping[str, Any],
+    total_devices: int | None = None,
 ) -> ResolvedSpec:
     """Bring the settings of a run together; a task or class has to be given by `giving` meanwhile.
+
+    Args:
+        task: A reference, where nothing is given.
+        resume: The folder of a run that goes on.
+        config: A TOML file of settings.
+        settings: Those of the call.
+        total_devices: Devices of all hosts, where a launcher decides that and they are not `nproc` for each.
 
     Raises:
         SpecInvalid: Every setting that cannot be, at once.
@@ -71,6 +79,7 @@ def settle(
         task_defaults=cls.defaults,
         strategies=STRATEGIES,
         base=base,
+        total_devices=total_devices,
     )
     Best(resolved.spec.best_metric, resolved.spec.best_mode)
     return _with_task(resolved, cls, given, base, record)

@@ -159,14 +159,14 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
     flags: dict[str, Any] = dict(training.settings)
     said = flags.get("nproc")
     if num_ranks > 1:
-        if said is not None and said != str(num_ranks):
+        if said is not None and said != str(wishes.tasks_per_node):
             raise SpecInvalid(
                 [
-                    f"nproc is {said} but --nodes {wishes.nodes} with --tasks-per-node {wishes.tasks_per_node} are "
-                    f"{num_ranks} ranks: leave --nproc out"
+                    f"nproc is {said} but --tasks-per-node is {wishes.tasks_per_node}, and both are the ranks of each "
+                    f"of {wishes.nodes} nodes: leave --nproc out"
                 ]
             )
-        flags["nproc"] = num_ranks
+        flags["nproc"] = wishes.tasks_per_node
     if training.task is not None:
         flags["task"] = training.task
         if wishes.to != "kubernetes":
@@ -187,6 +187,7 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         task_defaults={},
         strategies=STRATEGIES,
         base=base,
+        total_devices=num_ranks if wishes.nodes > 1 else None,
     ).spec
     if spec.preflight:
         raise SpecInvalid(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dure.api.external_launcher import train_under_launcher, with_world_size, without_extra_processes
+from dure.api.external_launcher import total_devices, train_under_launcher, with_world_size, without_extra_processes
 from dure.api.local import (
     count_processes,
     finish,
@@ -28,7 +28,16 @@ from dure.process.stop_signals import end_if_unanswered, stop_exit_code
 from dure.records.run_dir import SPEC, RunDir, saying
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
-from dure.spec import EVALUATION_FIELDS, ResolvedSpec, RunSpec, flag_name, resolve, unknown_setting
+from dure.spec import (
+    EVALUATION_FIELDS,
+    SETTINGS,
+    ResolvedSpec,
+    RunSpec,
+    flag_name,
+    resolve,
+    unknown_setting,
+    with_own_names,
+)
 from dure.spec.arguments import errors_in_arguments
 from dure.strategies.table import STRATEGIES
 from dure.training.task.given_task import given_task, giving
@@ -84,10 +93,10 @@ def _train(
     settings: Mapping[str, Any],
     launched: Launched | None,
 ) -> RunSummary:
-    is_auto = str(resume) == AUTO
+    is_auto, total = str(resume) == AUTO, total_devices(launched)
     if is_auto:
-        resume = _run_to_go_on_with(settle(task, resume=None, config=config, settings=settings))
-    resolved = settle(task, resume=resume, config=config, settings=settings)
+        resume = _run_to_go_on_with(settle(task, resume=None, config=config, settings=settings, total_devices=total))
+    resolved = settle(task, resume=resume, config=config, settings=settings, total_devices=total)
     if launched is not None:
         resolved = without_extra_processes(resolved, launched)
     spec = resolved.spec
@@ -122,7 +131,7 @@ def evaluate(
             outside the current folder, unless `trust_task` is set.
         which: `best` or `last`.
         **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
-            `num_workers`, `eval_batch_size`, ...
+            `num_workers`, `eval_batch_size`, ... They run on this host.
 
     Returns:
         `metrics` (each with `value` and `count`), `checkpoint`, `changed` (the code and data that are not what they
@@ -135,7 +144,7 @@ def evaluate(
         Interrupted: A signal stopped it.
     """
     _refuse_in_worker("dure.evaluate")
-    opened = RunDir.open(Path(run))
+    opened, settings = RunDir.open(Path(run)), with_own_names(settings)
     if not opened.has_checkpoints():
         raise RunInvalid(f"{run} has no checkpoint yet: train it further with `{opened.resume_command}`")
     _check_evaluation_settings(settings)
@@ -155,7 +164,7 @@ def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings that an evaluation would not look at."""
     faults = [
         f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
-        if name in RunSpec.model_fields
+        if name in SETTINGS
         else unknown_setting("setting", name, EVALUATION_FIELDS, flag_name)
         for name in settings
         if name not in EVALUATION_FIELDS

@@ -27,7 +27,7 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
 
 def bench(
     *,
-    nproc: Annotated[int, Parameter(help="processes of this host")] = 2,
+    nproc: Annotated[int, Parameter(name=("--nproc", "--nproc-per-node"), help="processes of this host")] = 2,
     collectives: Annotated[
         str, Parameter(help="all_reduce, all_gather, reduce_scatter, broadcast, send_recv, or all of them: `all`")
     ] = "all_reduce",

@@ -11,6 +11,7 @@ from dure.cli.options.settings import flag_parameters, setting_names, spell_out_
 from dure.cli.options.task import take_task_options
 from dure.cli.output import JsonFlag
 from dure.errors import Misuse
+from dure.spec import OTHER_NAMES
 from dure.terminal import print_json, print_text
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ def _split(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(tokens[:position]), _checked(tokens[position + 1 :])
         if not word.startswith("-"):
             return list(tokens[:position]), _checked(tokens[position:])
-        if word.startswith("--") and _setting(word) in setting_names() and word.partition("=")[0] not in _VALUES:
+        if (
+            word.startswith("--")
+            and _setting(word) in (*setting_names(), *OTHER_NAMES)
+            and word.partition("=")[0] not in _VALUES
+        ):
             raise Misuse(f"{word} is a flag of the training: write it after the task")
         position += 1 if word in _TRUTHS or "=" in word else 2
     return list(tokens), []

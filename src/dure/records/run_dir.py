@@ -32,7 +32,7 @@ from dure.documents import DocumentInvalid, not_waiting, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.own_files import PRIVATE, SHARED, make_folder, open_own
 from dure.records.jsonl import end_of_records_until, last_record, read_lines
-from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec
+from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec, read_record
 from dure.terminal import shell_word
 
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
@@ -204,7 +204,7 @@ class RunDir:
         """
         record = self.read_json(SPEC)
         try:
-            return RunSpec.model_validate(record["spec"])
+            return read_record(record["spec"])
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
 

@@ -81,7 +81,7 @@ def _task_overview(run: RunDir) -> dict[str, Any]:
         "task": spec.task,
         "strategy": summary.get("strategy", spec.strategy),
         "world_size": summary.get("world_size"),
-        "num_devices": summary.get("num_devices", spec.nproc),
+        "num_devices": summary.get("num_devices", spec.num_devices),
         "samples": last.get("samples_seen", summary.get("samples", 0)),
         "best": summary.get("best"),
     }

@@ -43,7 +43,7 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
         status=status,
         strategy=spec.strategy or "single",
         world_size=start.get("world_size", 1),
-        num_devices=start.get("num_devices", spec.nproc),
+        num_devices=start.get("num_devices", spec.num_devices),
         device=start.get("device", spec.device),
         precision=spec.precision,
         steps=last["step"] if last else 0,

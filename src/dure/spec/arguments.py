@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from dure.errors import DureError, SpecInvalid
-from dure.spec.fields import RunSpec, flag_name, kinds
+from dure.spec.fields import SETTINGS, RunSpec, flag_name, kinds
 
 _speaks_flags: ContextVar[bool] = ContextVar("speaks flags", default=False)
 
 _MORE_ARGUMENTS = ("config", "resume", "which", "task")
-_NAMES = {flag_name(name): name for name in (*RunSpec.model_fields, *_MORE_ARGUMENTS)}
+_NAMES = {flag_name(name): name for name in (*SETTINGS, *_MORE_ARGUMENTS)}
 _COMMAND = re.compile(r"`dure train --resume (?P<run>[^`]+)`")
 _TASK_OPTION = re.compile(r"(?:\bflag )?(?<![\w-])--task\.(?P<name>[A-Za-z][\w-]*)")
 _FLAG = re.compile(r"(?<![\w-])(?P<flag>--(?P<no>no-)?(?P<name>[a-z][a-z0-9-]*))(?:[ =](?P<value>[\w.*=,/:-]*\w))?")

@@ -3,12 +3,15 @@
 import os
 import types
 import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from dure.errors import SpecInvalid
 
 
 def _as_text(value: Any) -> Any:
@@ -41,11 +44,13 @@ class RunSpec(BaseModel):
     clip_norm: float | None = Field(None, gt=0, description="clip by the norm of the global gradient")
 
     # how it is executed
-    strategy: str | None = Field(None, description="see `dure strategies` (default single, or ddp when nproc > 1)")
+    strategy: str | None = Field(None, description="see `dure strategies` (default single, or ddp on several devices)")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
-    nproc: int = Field(1, gt=0, description="devices to spread over: processes, or one process's devices for dp")
+    nproc: int = Field(1, gt=0, description="devices (ranks) of each host; for dp, devices of its one process")
     microbatch_size: int | None = Field(None, gt=0, description="most samples per backward on one device")
-    mesh: str | None = Field(None, description="hybrid layout, as data=2,pipeline=2 (the product is nproc)")
+    mesh: str | None = Field(
+        None, description="hybrid layout, as data=2,pipeline=2 (the product is the devices of all hosts)"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto takes an accelerator if any")
     share_devices: bool = Field(False, description="let several processes use one CUDA device")
     backend: Literal["auto", "gloo", "nccl", "dure_shm"] = Field(
@@ -177,7 +182,7 @@ class RunSpec(BaseModel):
     nnodes: Annotated[str, BeforeValidator(_as_text)] = Field(
         "1",
         pattern=r"^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$",
-        description="hosts, each with nproc / nnodes of the processes; 1:4: at most 4, and it goes on with 1",
+        description="hosts, each with nproc devices; 1:4: at most 4, and it goes on with 1",
     )
     node_rank: int | None = Field(None, ge=0, description="which of the hosts this is, from 0; another on each")
     rendezvous: str | None = Field(None, description="where the hosts meet: an address of host 0, as 10.0.0.1:29400")
@@ -197,6 +202,13 @@ class RunSpec(BaseModel):
     tensorboard: bool = Field(False, description="write TensorBoard scalars into the run folder")
     quiet: bool = Field(False, description="no progress and no table; errors only")
 
+    # no setting: a fact of the start, for the record
+    total_devices: int | None = Field(
+        None,
+        gt=0,
+        description="devices of all hosts, where that is not nproc for each: of a launcher, or of hosts left",
+    )
+
     @property
     def num_nodes(self) -> int:
         """Hosts of the run, when all are there."""
@@ -206,6 +218,20 @@ class RunSpec(BaseModel):
     def fewest_nodes(self) -> int:
         """Hosts without which it does not go on."""
         return int(self.nnodes.partition(":")[0])
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts, when all are there: the product of `mesh`, the world size of most strategies."""
+        return self.total_devices or self.nproc * self.num_nodes
+
+    @property
+    def counted_devices(self) -> str:
+        """Number of devices of all hosts in words, with its reasons."""
+        if self.total_devices is not None:
+            return f"the world size is {self.total_devices}"
+        if self.num_nodes > 1:
+            return f"the world size is {self.num_devices} (nnodes {self.num_nodes} x nproc {self.nproc})"
+        return f"nproc is {self.nproc}"
 
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -272,6 +298,15 @@ LENGTH_FIELDS = ("epochs", "samples")
 """Fields for a run's length, of which one is in effect: the higher source wins and sets the other aside. They may grow
 on a resume."""
 
+RECORD_FIELDS = ("total_devices",)
+"""Fields of a run's record that are no settings: no flag, variable or file gives them."""
+
+SETTINGS = tuple(name for name in RunSpec.model_fields if name not in RECORD_FIELDS)
+"""Fields that a user may set."""
+
+OTHER_NAMES = {"nproc_per_node": "nproc"}
+"""Other names of settings: torchrun's."""
+
 IDENTITY_FIELDS = ("task", "task_options", "global_batch_size", "seed", "shuffle", "drop_last", "clip_norm")
 """Fields that define a run; a resume that changes them is refused."""
 
@@ -281,9 +316,7 @@ NODE_FIELDS = GROUPS["Several hosts"]
 PLACE_FIELDS = ("runs_dir", "name", "share_run")
 """Fields for the run's location, fixed when its folder is made."""
 
-EXECUTION_FIELDS = tuple(
-    name for name in RunSpec.model_fields if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS)
-)
+EXECUTION_FIELDS = tuple(name for name in SETTINGS if name not in (*LENGTH_FIELDS, *IDENTITY_FIELDS, *PLACE_FIELDS))
 """Fields that every resume may choose again."""
 
 
@@ -292,6 +325,21 @@ EVALUATION_FIELDS = (
     *("num_workers", "eval_batch_size", "quiet", "trust_task"),
 )
 """Fields that an evaluation may choose again; all others are the run's own."""
+
+
+def read_record(record: Mapping[str, Any]) -> RunSpec:
+    """Make a spec of a run's record.
+
+    Before `nproc` counted the devices of each host, it counted those of all hosts; a record of that time has no
+    `total_devices`, not even None.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    spec = RunSpec.model_validate(record)
+    if any(name in record for name in RECORD_FIELDS) or spec.num_nodes == 1:
+        return spec
+    return spec.model_copy(update={"nproc": max(1, spec.nproc // spec.num_nodes)})
 
 
 class StrategyTraits(Protocol):
@@ -316,6 +364,25 @@ class StrategyTraits(Protocol):
 def flag_name(setting: str) -> str:
     """Return the flag of a setting: `global_batch_size` is `--global-batch-size`."""
     return "--" + setting.replace("_", "-")
+
+
+def with_own_names(settings: Mapping[str, Any], spell: Callable[[str], str] = str) -> dict[str, Any]:
+    """Return settings with `nproc_per_node` under its own name, `nproc`.
+
+    Raises:
+        SpecInvalid: One setting has two values, under two names.
+    """
+    own = {name: value for name, value in settings.items() if name not in OTHER_NAMES}
+    faults = []
+    for other, name in OTHER_NAMES.items():
+        value, first = settings.get(other), settings.get(name)
+        if value is not None and first is not None and str(value).strip() != str(first).strip():
+            faults.append(f"{spell(name)} is {first} but {spell(other)}, its other name, is {value}: give one of them")
+        elif value is not None:
+            own[name] = value
+    if faults:
+        raise SpecInvalid(faults)
+    return own
 
 
 def same_task(one: str, other: str) -> bool:

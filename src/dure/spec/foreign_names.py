@@ -94,7 +94,7 @@ _PLACES = {
             "gpus_per_node",
             "devices_per_node",
         ),
-        *("num_proc", "nproc_per_node", "ntasks", "num_workers_per_node"),
+        *("num_proc", "ntasks", "num_workers_per_node"),
     ),
     "use {nnodes}": ("num_nodes", "nodes", "num_machines", "num_hosts", "hosts"),
     "dure gives each process its rank: leave it out": ("local_rank", "rank", "global_rank"),

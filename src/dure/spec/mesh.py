@@ -7,13 +7,14 @@ from collections.abc import Sequence
 _AXIS = re.compile(r"\s*([a-z]+)\s*=\s*([1-9][0-9]{0,5})\s*")
 
 
-def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int) -> dict[str, int]:
+def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int, counted: str | None = None) -> dict[str, int]:
     """Return the size of every axis, outermost first.
 
     Args:
         text: `data=2,pipeline=2`; None puts all devices on the last axis.
         axes: The axes that the strategy knows, outermost first; those not named have size 1.
         num_devices: What the product must be.
+        counted: That number in words, as the user came by it.
 
     Raises:
         ValueError: One sentence: not of that form, an unknown axis, or another product.
@@ -36,8 +37,9 @@ def parse_mesh(text: str | None, axes: Sequence[str], num_devices: int) -> dict[
         named[name] = size
     if math.prod(named.values()) != num_devices:
         product = " x ".join(f"{name} {size}" for name, size in named.items())
+        seen = counted or f"nproc is {num_devices}"
         raise ValueError(
-            f"nproc is {num_devices} but mesh {product} needs {math.prod(named.values())}: start as many, or set "
+            f"{seen} but mesh {product} needs {math.prod(named.values())}: start as many, or set "
             f"mesh to {_example(axes, num_devices)}"
         )
     return {axis: named.get(axis, 1) for axis in axes}

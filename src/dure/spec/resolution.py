@@ -14,13 +14,17 @@ from dure.spec.fields import (
     IDENTITY_FIELDS,
     LENGTH_FIELDS,
     NODE_FIELDS,
+    OTHER_NAMES,
     PLACE_FIELDS,
+    RECORD_FIELDS,
+    SETTINGS,
     RunSpec,
     StrategyTraits,
     flag_name,
     kinds,
     requirement,
     same_task,
+    with_own_names,
 )
 from dure.spec.mesh import parse_mesh
 from dure.spec.names import unknown_name, unknown_setting
@@ -83,6 +87,7 @@ def resolve(
     task_defaults: Mapping[str, Any],
     strategies: Mapping[str, StrategyTraits],
     base: RunSpec | None = None,
+    total_devices: int | None = None,
 ) -> ResolvedSpec:
     """Bring the settings of a run together: flags over `DURE_*` over TOML over the task's defaults.
 
@@ -96,6 +101,7 @@ def resolve(
         task_defaults: `Task.defaults` of the task's class.
         strategies: The known strategies by name.
         base: The spec of the run that is being resumed.
+        total_devices: Devices of all hosts, where a launcher decides that and they are not `nproc` for each.
 
     Raises:
         SpecInvalid: One or more settings cannot be; every fault is in it.
@@ -108,11 +114,15 @@ def resolve(
         ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
     else:
         # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
-        values = base.model_dump(exclude={"quiet", "preflight", "accept_changes", "trust_task", *NODE_FIELDS})
+        values = base.model_dump(
+            exclude={"quiet", "preflight", "accept_changes", "trust_task", *NODE_FIELDS, *RECORD_FIELDS}
+        )
         ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
         config_source, environment_source = _without_place(config_source), _without_place(environment_source)
     for source in (ground, config_source, environment_source, _flag_source(settings)):
         _overlay(draft, source)
+    if total_devices is not None:
+        draft.values["total_devices"] = total_devices
     _settle_strategy(draft, strategies, base)
     spec = _validate(draft, strategies)
     if base is not None and spec is not None:
@@ -152,19 +162,22 @@ def _without_place(source: _Source) -> _Source:
 
 def _environment_source(environ: Mapping[str, str], faults: list[str]) -> _Source:
     """Read `DURE_<FIELD>`; an empty variable counts as not set, as in the shell."""
-    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in RunSpec.model_fields}
+    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in (*SETTINGS, *OTHER_NAMES)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(INTERNAL_PREFIX) or not text.strip():
             continue
         if variable not in known:
-            spell = {name: variable for variable, name in known.items()}.__getitem__
-            faults.append(unknown_setting("environment variable", variable, known.values(), spell))
+            faults.append(unknown_setting("environment variable", variable, SETTINGS, _variable))
         elif known[variable] == "task_options":
             values["task_options"] = _options_from_json(variable, text, faults)
         else:
             values[known[variable]] = text
-    return _Source(values=values, say=lambda name: f"environment {ENVIRONMENT_PREFIX}{name.split('.')[0].upper()}")
+    return _Source(values=values, say=lambda name: f"environment {_variable(name.split('.')[0])}", spell=_variable)
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
 
 
 def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str, Any]:
@@ -208,11 +221,16 @@ def read_toml(config: Path) -> dict[str, Any]:
 
 def _overlay(draft: _Draft, source: _Source) -> None:
     """Lay one source over the ones below it."""
-    for name, value in source.values.items():
+    try:
+        values = with_own_names(source.values, source.spell)
+    except SpecInvalid as error:
+        draft.faults += error.faults
+        return
+    for name, value in values.items():
         if value is None:
             continue
-        if name not in RunSpec.model_fields:
-            fault = unknown_setting("setting", name, [*RunSpec.model_fields, *source.more], source.spell)
+        if name not in SETTINGS:
+            fault = unknown_setting("setting", name, [*SETTINGS, *source.more], source.spell)
             draft.faults.append(f"{source.say(name)}: {fault}")
         elif name == "task_options":
             _overlay_options(draft, source, value)
@@ -244,7 +262,8 @@ def _overlay_length(draft: _Draft, source: _Source) -> None:
 
 def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], base: RunSpec | None) -> None:
     """Choose the strategy when nobody did, and let a resumed run's choices give way to new ones."""
-    many = str(draft.values.get("nproc", 1)).strip() != "1"
+    num_devices = _num_devices(draft)
+    many = num_devices != 1
     traits = strategies.get(str(draft.values.get("strategy")))
     is_outgrown = base is not None and "strategy" not in draft.chosen and many and traits and not traits.many_devices
     if "strategy" not in draft.values or is_outgrown:
@@ -255,10 +274,26 @@ def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], ba
     for setting in {name for row in strategies.values() for name in row.settings}:
         if traits and setting not in traits.settings and setting not in draft.chosen:
             draft.drop(setting)
-    if "mesh" in draft.values and "mesh" not in draft.chosen and {"strategy", "nproc"} & draft.chosen:
+    is_other_world = base is not None and num_devices not in (None, base.num_devices)
+    if (
+        "mesh" in draft.values
+        and "mesh" not in draft.chosen
+        and (is_other_world or {"strategy", "nproc"} & draft.chosen)
+    ):
         draft.drop("mesh")  # it was made for the ranks, or the axes, of another place
     if not any(name in draft.values for name in LENGTH_FIELDS):
         draft.values["epochs"] = 1.0
+
+
+def _num_devices(draft: _Draft) -> int | None:
+    """Return the devices of all hosts, as far as what was said of them is sound; None if it is not."""
+    names = ("nproc", "nnodes", "total_devices")
+    try:
+        return RunSpec.model_validate(
+            {"task": "-:-", **{name: draft.values[name] for name in names if name in draft.values}}
+        ).num_devices
+    except ValidationError:
+        return None
 
 
 # --- what cannot be
@@ -292,15 +327,16 @@ def _strategy_faults(
 ) -> list[str]:
     """Compare the chosen strategy with what is asked of it."""
     traits, faults = strategies[str(spec.strategy)], []
-    if "nproc" not in bad and spec.nproc > 1 and not traits.many_devices:
+    if not bad & {"nproc", "nnodes"} and spec.num_devices > 1 and not traits.many_devices:
         many = next(name for name, row in strategies.items() if row.default_for == "many")
+        cure = "--nproc 1" if spec.num_nodes == 1 else "--nnodes 1 and --nproc 1"
         faults.append(
-            f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but nproc is {spec.nproc}:"
-            f" choose {many}, or say --nproc 1"
+            f"{_say(draft, 'strategy')}: strategy {spec.strategy} uses one device but {spec.counted_devices}:"
+            f" choose {many}, or say {cure}"
         )
-    if spec.mesh is not None and not bad & {"mesh", "nproc"}:
+    if spec.mesh is not None and not bad & {"mesh", "nproc", "nnodes"}:
         try:
-            parse_mesh(spec.mesh, traits.mesh_axes, spec.nproc)
+            parse_mesh(spec.mesh, traits.mesh_axes, spec.num_devices, spec.counted_devices)
         except ValueError as error:
             faults.append(f"{_say(draft, 'mesh')}: {error}")
     for setting in sorted({name for row in strategies.values() for name in row.settings}):

@@ -32,12 +32,12 @@ RULES = (
         ),
     ),
     Rule(
-        fields=("nproc", "global_batch_size"),
+        fields=("nproc", "nnodes", "global_batch_size"),
         blame="global_batch_size",
-        is_broken=lambda spec: spec.global_batch_size < spec.nproc,
+        is_broken=lambda spec: spec.global_batch_size < spec.num_devices,
         fault=lambda spec: (
-            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.nproc} devices:"
-            f" raise it to at least {spec.nproc} or lower nproc"
+            f"global_batch_size is {spec.global_batch_size}, less than one sample for each of {spec.num_devices}"
+            f" devices: raise it to at least {spec.num_devices} or lower nproc"
         ),
     ),
     Rule(

@@ -420,7 +420,7 @@ class Conductor:
         self._event(
             "training",
             world_size=session.group.world_size,
-            num_devices=spec.nproc,
+            num_devices=spec.num_devices,
             device=strategy.device.type,
             transport=session.group.transport,
             epoch_samples=session.order.epoch_samples,
@@ -441,9 +441,10 @@ class Conductor:
             step = self.position.step
             self.progress.say(f"going on after step {step}" if step else "beginning again with the first step")
             return
+        devices = f"{spec.num_devices} x {strategy.device.type}"
         through = f" through {session.group.transport}" if session.group.world_size > 1 else ""
         self.progress.say(
-            f"{type(session.task).__name__}: {strategy.info.name} on {spec.nproc} x {strategy.device.type}{through}\n"
+            f"{type(session.task).__name__}: {strategy.info.name} on {devices}{through}\n"
             f"{session.order.num_samples:,} samples, global batch {spec.global_batch_size}, seed {spec.seed}\n"
             f"run folder {self.run.path}"
         )

@@ -98,7 +98,7 @@ class Worker:
         self._check_task_code(spec)
         if spec.faults is not None and self.job["kind"] == "train":
             # of the ranks when all hosts are there
-            faults = read_faults(spec.faults, max(self.run.read_spec().nproc, self.group.world_size))
+            faults = read_faults(spec.faults, max(self.run.read_spec().num_devices, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
         session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits())
@@ -145,7 +145,7 @@ class Worker:
         spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
         changed: dict[str, int] = {}
         if self.place.is_on_several_hosts:
-            changed["nproc"] = self.place.rank.world_size  # some hosts may be gone
+            changed["total_devices"] = self.place.rank.world_size  # some hosts may be gone
         if self.place.microbatch_size is not None:
             changed["microbatch_size"] = self.place.microbatch_size
         return spec.model_copy(update=changed) if changed else spec

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter, Token
 
-from dure.spec import GROUPS, RunSpec, flag_name, kinds
+from dure.spec import GROUPS, OTHER_NAMES, SETTINGS, RunSpec, flag_name, kinds
 
 _TRUTH_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _NOT_FLAGS = frozenset({"task", "task_options"})
@@ -14,7 +14,7 @@ _NOT_FLAGS = frozenset({"task", "task_options"})
 
 def setting_names() -> tuple[str, ...]:
     """Return the settings that are flags: all but the task and its options."""
-    return tuple(name for name in RunSpec.model_fields if name not in _NOT_FLAGS)
+    return tuple(name for name in SETTINGS if name not in _NOT_FLAGS)
 
 
 def flag_parameters(names: Iterable[str]) -> list[inspect.Parameter]:
@@ -31,6 +31,11 @@ def flag_parameters(names: Iterable[str]) -> list[inspect.Parameter]:
     return parameters
 
 
+def flag_names(name: str) -> tuple[str, ...]:
+    """Return a setting's flag, and its other names."""
+    return (flag_name(name), *(flag_name(other) for other, own in OTHER_NAMES.items() if own == name))
+
+
 def _flag_parameter(name: str, group: Group) -> inspect.Parameter:
     info = RunSpec.model_fields[name]
     (kind,) = kinds(info)
@@ -43,7 +48,7 @@ def _flag_parameter(name: str, group: Group) -> inspect.Parameter:
         kind = str if get_origin(kind) is Literal else type(kind.__name__, (str,), {})
     default = info.default
     parameter = Parameter(
-        name=flag_name(name),
+        name=flag_names(name),
         help=words,
         group=group,
         converter=_as_written,

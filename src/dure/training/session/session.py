@@ -74,9 +74,9 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
         EnvironmentLacks: The wanted kind of device is not here.
     """
     info = STRATEGIES[spec.strategy or "single"]
-    # processes beside the nproc (parameter servers) come after them and have no device
-    kind = resolve_device(spec.device) if info.one_process or place.rank.rank < spec.nproc else "cpu"
-    num_here = spec.nproc if info.one_process else min(spec.nproc, place.rank.local_world_size)
+    # parameter servers are the last ranks and have no device
+    kind = resolve_device(spec.device) if info.one_process or place.rank.rank < spec.num_devices else "cpu"
+    num_here = spec.nproc if info.one_process else min(spec.num_devices, place.rank.local_world_size)
     check_devices(kind, num_here, shared=spec.share_devices, is_launched=not place.is_supervised)
     devices = _devices(kind, spec, place, one_process=info.one_process)
     if kind == "cuda":
@@ -170,7 +170,7 @@ def open_session(
         model = _built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
-    if faults := strategy.check_model(model, spec.nproc, strategy.options):
+    if faults := strategy.check_model(model, spec.num_devices, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}

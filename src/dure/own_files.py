@@ -34,7 +34,7 @@ def make_folder(path: Path, *, exist_ok: bool = False) -> None:
 def open_own(path: Path | str, flags: int) -> int:
     """Open a file of a run, or make one, and return its descriptor; for `open` of Python an opener.
 
-    A link in the file's place is refused: it would let whoever put it there have any file of the caller's written.
+    A link in the file's place is refused: it would let its maker have any file of the caller's written.
 
     Raises:
         OSError: The system does not open it, or it is a link.

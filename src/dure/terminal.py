@@ -89,7 +89,7 @@ def replace_what_no_terminal_has() -> None:
 
 
 def tell(text: str) -> None:
-    """Write to stderr what dure says of a run while it goes on, if anybody still reads."""
+    """Write to stderr what dure says of a run while it goes on, if stderr still has a reader."""
     with suppress(OSError):
         tell_last(text)
 
@@ -98,7 +98,7 @@ def tell_last(text: str) -> None:
     """Write to stderr what dure says.
 
     Raises:
-        OSError: Nobody reads.
+        OSError: The stream has no reader.
     """
     print(message(text), file=sys.stderr, flush=True)
 
@@ -195,7 +195,7 @@ class LiveLine:
         """Write a state of the line, the first characters coloured.
 
         Raises:
-            OSError: Nobody reads.
+            OSError: The stream has no reader.
         """
         line = one_line(line)
         if not self.is_live:
@@ -213,7 +213,7 @@ class LiveLine:
         """Write lines that stay.
 
         Raises:
-            OSError: Nobody reads.
+            OSError: The stream has no reader.
         """
         self.close()
         self._write(f"{printable(text)}\n")
@@ -222,7 +222,7 @@ class LiveLine:
         """Leave the terminal on a fresh line.
 
         Raises:
-            OSError: Nobody reads.
+            OSError: The stream has no reader.
         """
         if self._drawn_columns:
             self._write(f"{self._over()}{self._erase}")

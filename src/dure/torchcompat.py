@@ -465,7 +465,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Return what runs before and after an optimiser's step, but for torch's own (private in torch)."""
+    """Return what runs before and after an optimiser's step, without torch's own (private in torch)."""
     # the usual answer, which is wanted before every step, comes without a loop
     before, after = _OPTIMIZERS._global_optimizer_pre_hooks, _OPTIMIZERS._global_optimizer_post_hooks
     own_before, own_after = getattr(optimizer, _STEP_HOOKS[0], {}), getattr(optimizer, _STEP_HOOKS[1], {})
@@ -590,7 +590,7 @@ def start_rpc(name: str, rank: int, world_size: int, timeout_seconds: float, *, 
     """Start this process's RPC agent over the default group's store (private in torch).
 
     With `by_memory` agents of one host meet by sockets of the kernel's that have no port, and exchange bytes in memory
-    that has no name. An agent that listens at a port reads a length from whoever connects, and asks for that much
+    that has no name. An agent that listens at a port reads a length from any client, and asks for that much
     memory: a port scanner's `GET / HTTP/1.0` aborts its process (TensorPipe in torch 2.11 to 2.13), and Python is not
     asked. The names of transports and channels are private in torch.
 
@@ -670,7 +670,7 @@ Dropout = nn.modules.dropout._DropoutNd
 
 
 MODULE_CONTENTS = attrgetter("_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks")
-"""The dictionaries of a module that its `state_dict` depends on, beside its class (private in torch)."""
+"""The dictionaries of a module that its `state_dict` depends on, in addition to its class (private in torch)."""
 
 _PLAIN_STATE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
@@ -815,7 +815,7 @@ def as_one_process() -> Iterator[None]:
 
 @contextmanager
 def replaced_collectives(instead: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
-    """Let the collectives of torch.distributed, whoever has imported them, be functions that another one gives.
+    """Let the collectives of torch.distributed, in all modules that imported them, be functions that another one gives.
 
     Each is a function in a wrapper that logs errors, and the wrapper finds it in its closure (private in torch).
 
@@ -949,7 +949,7 @@ def settle_engine() -> None:
     """Make autograd's engine ready for forward and backward from several threads at once. Before the threads.
 
     In a child of a process that had run a backward itself, the first operation that saves a tensor for backward
-    destroys the engine and builds it anew, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that came
+    destroys the engine and builds another, without a lock (`PythonEngine::get_python_engine`, 2.13). Threads that came
     to it at once crashed: 15 of 800 runs where each ran a backward, 6 of 540 with forward alone; after this none.
     """
     torch.zeros(1, requires_grad=True).sum().backward()
@@ -962,9 +962,9 @@ _kept_alive: list[torch.library.Library] = []
 
 
 def repair_torchvision() -> bool:
-    """Make `import torchvision` work beside a torch build that its binary part was not made for.
+    """Make `import torchvision` work with a torch build that its binary part was not made for.
 
-    The registry's torchvision 0.28.0 does not load its compiled operators beside torch 2.13.0+cpu, and its
+    The registry's torchvision 0.28.0 does not load its compiled operators with torch 2.13.0+cpu, and its
     import then fails with `operator torchvision::nms does not exist`. Declaring the two schemas that the import
     refers to is enough for models, transforms and data sets; the operators themselves stay missing.
     Does nothing where torchvision is missing or whole, or when called again.
@@ -977,7 +977,7 @@ def repair_torchvision() -> bool:
         return False
     for library in Path(spec.origin).parent.glob("_C*.so"):
         try:
-            # a second declaration beside one that loads would be an error: let the real one come first
+            # a second declaration after one that loads would be an error: let the real one come first
             torch.ops.load_library(library)
         except OSError:
             continue

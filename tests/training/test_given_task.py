@@ -229,10 +229,12 @@ def test_object_when_the_record_makes_it_then_nothing_more_is_recorded(tmp_path)
 
 
 def test_object_when_ranks_would_make_it_anew_then_it_is_refused(tmp_path):
-    said = r"start is spawn, which makes the task anew in each rank, but the task's options do not make its attribute d"
+    said = (
+        r"start is spawn, which makes the task again in each rank, but the task's options do not make its attribute d"
+    )
     with pytest.raises(SpecInvalid, match=said):
         train(ONLY_HERE["attribute"][0], tmp_path, start="spawn")
-    with pytest.raises(SpecInvalid, match="other hosts make the task anew from the run's record, but"):
+    with pytest.raises(SpecInvalid, match="other hosts make the task again from the run's record, but"):
         train(ONLY_HERE["attribute"][0], tmp_path, nnodes=2, nproc=2, node_rank=0, rendezvous="127.0.0.1:29999")
     assert list(tmp_path.iterdir()) == []
 

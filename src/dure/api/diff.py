@@ -270,7 +270,7 @@ def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[floa
     num_nan = int(is_nan.sum())
     if torch.equal(bytes_of(one), bytes_of(other)):
         return None, num_nan
-    # infinities of one sign are equal, and their difference is none; NaN beside a number is infinitely far from it
+    # infinities of one sign are equal, and their difference is none; NaN is infinitely far from it
     apart = (first - second).abs().nan_to_num(nan=math.inf).masked_fill_(is_nan | (first == second), 0.0)
     largest = float(apart.max())
     sizes = (float(numbers.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for numbers in (first, second))

@@ -137,7 +137,7 @@ def preflight_settings(
 def train_on_nodes(
     resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings, *, is_auto: bool
 ) -> RunSummary:
-    """Train with the ranks of this host, beside those of others.
+    """Train with the ranks of this host, together with those of others.
 
     Raises:
         RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.

@@ -45,21 +45,21 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
 
 
 def _check_that_task_arrives(spec: RunSpec) -> None:
-    """Refuse ranks that could only have a task made anew, where the one that was passed cannot be made anew."""
+    """Refuse ranks that would have to make the task again, where the one that was passed cannot be made again."""
     given = given_task()
     if given is None or not given.is_only_here:
         return
     if spec.start == "spawn":
         raise SpecInvalid(
             [
-                f"start is spawn, which makes the task anew in each rank, but {given.why}: use --start fork, or leave "
+                f"start is spawn, which makes the task again in each rank, but {given.why}: use --start fork, or leave "
                 "it out"
             ]
         )
     if spec.num_nodes > 1:
         raise SpecInvalid(
             [
-                f"nnodes is {spec.nnodes}, and other hosts make the task anew from the run's record, but {given.why}: "
+                f"nnodes is {spec.nnodes}, and other hosts make the task again from the run's record, but {given.why}: "
                 "put into the class's file, as an option, what makes it so"
             ]
         )

@@ -1,4 +1,4 @@
-"""Running somebody's script on many ranks: `dure run`."""
+"""Running of a user's script on many ranks: `dure run`."""
 
 import importlib.util
 import os
@@ -155,7 +155,7 @@ def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched)
 
 
 def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
-    """Return what a preflight must know of a script, of which nobody knows what it will do: what scripts mostly do."""
+    """Return what a preflight must know of a script, whose course is not known: what scripts mostly do."""
     has_gpus = count_accelerators("cuda") > 0
     return PreflightSettings(
         num_ranks=nproc,

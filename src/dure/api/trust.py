@@ -13,7 +13,7 @@ from dure.terminal import shell_word
 def check_trusted(reference: str, run: RunDir, verb: str, *, is_trusted: bool) -> None:
     """Refuse to import a task's file that only a run's record names, unless it lies where the caller works.
 
-    Whoever made the folder of a run chose what its record names, and importing that file runs it. Modules are found
+    The maker of a run's folder chose what its record names, and importing that file runs it. Modules are found
     where this environment has its own; code that came with the run's folder is never taken for the caller's.
 
     Args:

@@ -17,5 +17,5 @@ def speaks_for_all() -> bool:
     try:
         place = RankInfo.from_environment()
     except DureError:
-        return True  # nobody knows which rank this is, and that has to be said
+        return True  # it is not known which rank this is, and that has to be said
     return place is None or place.rank == 0

@@ -59,7 +59,7 @@ class MeetingPoint:
     other_host: str | None = None
     """A host with other ranks, where the launcher names one: rank 0 listens on its address towards that one."""
     is_port_given: bool = True
-    """True if the port was chosen by somebody; otherwise it was derived from the job's number."""
+    """True if the port was given by the environment; otherwise it was derived from the job's number."""
 
 
 # --- the table: who sets what
@@ -92,7 +92,7 @@ class Launcher:
     """True if a process that it started alone is treated like one from a shell, which may start ranks of its own."""
     proofs: tuple[str, ...] = ()
     """Variables that prove that this launcher set the others; one of them is enough. Scripts set torchrun's variables
-    by hand. Empty if nobody does that for this launcher."""
+    by hand. Empty if they do not do that for this launcher."""
 
 
 def _variable(*names: str) -> Said:

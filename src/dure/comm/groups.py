@@ -23,7 +23,7 @@ MESSAGE_LIMIT_BYTES = 64 * 2**20
 """Largest size of one JSON message."""
 
 _LIFE_SECONDS = 600.0
-"""Longest time without a sign of life at the start, where nobody says how long collectives may take."""
+"""Longest time without a sign of life at the start, where no limit for collectives is given."""
 
 _TRANSPORTS = {"dure_shm": "shared memory", "gloo": "sockets (gloo)", "nccl": "NCCL"}
 
@@ -103,7 +103,7 @@ class Solo(Group):
         return [json.loads(json.dumps(message))]
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once: there is no other rank."""
 
     def close(self) -> None:
         """Nothing to leave."""
@@ -260,7 +260,7 @@ def open_group(
 def _gloo_on_loopback() -> Iterator[None]:
     """Keep gloo from listening on the address that the host's name resolves to; it asks when a group is made."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield  # somebody knows better
+        yield  # the user has named an interface
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     try:

@@ -55,7 +55,7 @@ class Meeting:
 
         Raises:
             EnvironmentLacks: The address is none of rank 0's host, or the port is taken.
-            PeerLost: Nobody answers there.
+            PeerLost: No rank answers there.
         """
         self.rank = rank
         self.timeout_seconds = timeout_seconds
@@ -151,7 +151,7 @@ class Meeting:
             if self.rank.rank == 0:
                 self._wait_for(self._store, "all left", "the other ranks to end", _LEAVE_SECONDS)
         except (PeerLost, dist.DistError):
-            return  # they are dead: whoever started them sees it
+            return  # they are dead: their launcher sees it
 
     def _name_of_start(self) -> str:
         """Return a name that all ranks of this start have, and those of an earlier one have not.
@@ -219,7 +219,7 @@ def _wait_until_reachable(rank: RankInfo, host: str, port: int, seconds: float) 
         try:
             socket.create_connection((host, port), timeout=min(5.0, seconds)).close()
             return
-        except OSError as error:  # nobody there yet, or a name that the network does not know yet
+        except OSError as error:  # no listener there yet, or a name that the network does not know yet
             patience.sleep(error.strerror or str(error))
 
 

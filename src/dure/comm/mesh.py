@@ -91,7 +91,7 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     def group(self, axis: str) -> Group:
-        """Return the group of this rank's line along an axis; one rank alone talks to nobody."""
+        """Return the group of this rank's line along an axis; one rank alone needs no group."""
         if axis not in self._groups:
             alone = self.size(axis) == 1
             self._groups[axis] = Solo() if alone else ProcessGroup(self._device, self.process_group(axis))

@@ -1,7 +1,7 @@
 """torch RPC over the run's own store: the one place where an agent is started and ended.
 
-RPC unpickles what peers send, so whoever reaches an agent can run code in its process; the table of strategies says so
-to users. Agents of one host therefore have no port (on Linux), unless `TP_SOCKET_IFNAME` names an interface.
+RPC unpickles what peers send, so a client that reaches an agent can run code in its process; the table of strategies
+says so to users. Agents of one host therefore have no port (on Linux), unless `TP_SOCKET_IFNAME` names an interface.
 """
 
 import os
@@ -35,7 +35,7 @@ def open_agent(group: Group, *, timeout_seconds: float) -> None:
     Communication: a rendezvous through the run's store, and one call from each to all; blocking.
 
     Raises:
-        SpecInvalid: Ranks are on several hosts, and nobody said which network may be trusted.
+        SpecInvalid: Ranks are on several hosts, and no trusted network is named.
     """
     if INTERFACE_VARIABLE not in os.environ and len(set(host_numbers(group))) > 1:
         raise SpecInvalid(
@@ -58,7 +58,7 @@ def close_agent() -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Name the interface for TensorPipe, and for the group of gloo that torch makes beside it, unless it is named."""
+    """Name the interface for TensorPipe, and for the group of gloo that torch makes with it, unless it is named."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = [name for name in (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME") if name not in os.environ]
     os.environ.update(dict.fromkeys(added, loopback))

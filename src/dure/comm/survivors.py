@@ -120,7 +120,7 @@ class SurvivorsGroup(Group):
     # what a group does
 
     def agree(self, message: Any) -> list[Any]:
-        """Return what every living member says, as JSON, beginning anew for as long as somebody dies.
+        """Return what every living member says, as JSON, beginning again for as long as a member dies.
 
         Communication: as `exchange`.
         """

@@ -93,7 +93,7 @@ class GeneratorStates(NamedTuple):
 
 
 def drawing_devices(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the devices that have a generator of their own beside the CPU's, each once and in order."""
+    """Return the devices that have a generator other than the CPU's, each once and in order."""
     return [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
 
 

@@ -125,7 +125,7 @@ def _by_rank(run: RunDir, names: str) -> list[Path]:
 
 
 def _death(run: RunDir, seen: RunOverview, events: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Say what can still be known of a run that nobody was left to judge."""
+    """Say what can still be known of a run whose supervisor was not left to judge it."""
     began: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "attempt"), {})
     since = float(began.get("time", 0.0))
     where = f" (process {began['pid']} on {began['host']})" if {"pid", "host"} <= began.keys() else ""

@@ -92,7 +92,7 @@ def describe_failure(
     line = _user_line(error)
     if line is None:  # no traceback will be shown, under which the notes would stand
         message = "\n".join([message, *getattr(error, "__notes__", ())])
-    # what memory does not suffice for, or a device that fails, is nobody's error, whoever asked for it
+    # what memory does not suffice for, or a device that fails, is not an error of the code that asked for it
     is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
     return {
         "rank": rank,
@@ -125,7 +125,7 @@ def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd
 
     Args:
         describe: Returns the failure as a record, with what the driver says if it is given who asks it.
-        report_fd: Where its supervisor reads it; None: nobody does.
+        report_fd: Where its supervisor reads it; None: it has none.
     """
     failure = describe(None)
     _write_report(report_fd, failure)
@@ -140,7 +140,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
 
     Args:
         leave: What `sys.exit` raised.
-        report_fd: Where its supervisor reads it; None: nobody does.
+        report_fd: Where its supervisor reads it; None: it has none.
     """
     message = None if leave.code is None or isinstance(leave.code, int) else str(leave.code)
     _write_report(report_fd, {DEPARTURE: {"message": message, "user_line": _user_line(leave)}})

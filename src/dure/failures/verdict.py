@@ -87,7 +87,7 @@ def judge(
         run: The run's folder.
         ends: How each rank ended.
         stopped_by: The signal that asked the run to stop, if any.
-        cure: How to go on where nobody is known to be at fault: a rank that was killed from outside.
+        cure: How to go on where no rank is known to be at fault: a rank that was killed from outside.
         is_script: Whether what ran knows nothing of dure.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
@@ -161,7 +161,7 @@ def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
 
 
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
-    """Find who the others lost, when all that failed only lost somebody: one that left with 0, or one that hung."""
+    """Find who the others lost, when all that failed only lost a peer: one that left with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0]
     hung = [end for end in failed if end.was_stopped and end.failure is None]
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)

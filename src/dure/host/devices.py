@@ -100,7 +100,7 @@ def check_each_has_its_own(devices: Sequence[str | None]) -> None:
     """Refuse ranks that have the same device.
 
     Args:
-        devices: The name of each rank's, such as a GPU's UUID; None where it has none or nobody knows.
+        devices: The name of each rank's, such as a GPU's UUID; None where it has none or that is not known.
 
     Raises:
         SpecInvalid: Two of them are the same.

@@ -53,7 +53,7 @@ def gpu_health(
         index: As CUDA counts it in this process.
         library: An object with pynvml's names; None: pynvml.
         visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
-        limit_seconds: After this time nobody waits for the answer any more.
+        limit_seconds: Longest time to wait for the answer.
     """
     answers: list[GpuHealth] = []
 
@@ -145,7 +145,7 @@ def _handle(nvml: Any, position: int) -> Any:
     try:
         return nvml.nvmlDeviceGetHandleByIndex(position)
     except nvml.NVMLError:
-        # "GPU is lost", and "Unknown Error" where the driver was opened anew after that
+        # "GPU is lost", and "Unknown Error" where the driver was opened again after that
         return None
 
 
@@ -203,7 +203,7 @@ def visible_positions(visible: str | None, uuids: Sequence[str]) -> list[int]:
     """Return which GPUs a process sees, and in which order, as CUDA reads `CUDA_VISIBLE_DEVICES`.
 
     CUDA counts by speed and NVML by bus; where all GPUs are of a kind that is the same. What stands after a number that
-    is none, or a name that nobody has, is not seen.
+    is none, or a name that is not there, is not seen.
     """
     if visible is None:
         return list(range(len(uuids)))

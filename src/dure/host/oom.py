@@ -26,7 +26,7 @@ class OomWatch:
         self.look()
 
     def look(self) -> None:
-        """Find out which groups it is in, while it lives: somebody may have put it into others."""
+        """Find out which groups it is in, while it lives: it may have been moved into others."""
         groups = list(groups_of("memory", self._pid, self._root))
         # of a process that is about to end, version 1 says that it is in the root
         if groups and groups[0] not in self._groups:

@@ -58,7 +58,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """TCP ports that the kernel gives to whoever asks for any."""
+    """TCP ports that the kernel gives to programs that ask for any."""
 
     first: int
     last: int

@@ -78,7 +78,7 @@ def try_pairs(
 
 
 def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
-    """Exchange what was found: a node says it when it has tried all, so after this nobody needs a door any more."""
+    """Exchange what was found: a node says it when it has tried all, so after this no listener is needed any more."""
     found: list[Attempt] = []
     for rank in range(len(nodes.members)):
         # one node at a time, for the words of all would not fit into one message
@@ -136,7 +136,7 @@ def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, cloc
 
 
 def _cause(error: OSError) -> tuple[str, str]:
-    """Tell apart why nobody answers."""
+    """Return the reason why a node does not answer."""
     said = error.strerror or str(error)
     if isinstance(error, HandshakeRefused):
         return "stranger", said
@@ -174,7 +174,7 @@ def _asked(channel: Channel, question: dict[str, Any], deadline: float) -> dict[
     poll.register(channel, select.POLLIN)
     while time.monotonic() < deadline:
         channel.flush()
-        # what is still to be sent waits for room, which nobody polls for
+        # what is still to be sent waits for room, which is not polled for
         most = _LOOK_SECONDS if channel.has_unsent else max(0.0, deadline - time.monotonic())
         if poll.poll(most * 1000) and (messages := channel.receive()):
             return messages[0]

@@ -99,5 +99,5 @@ class Heartbeats:
         }
 
     def forget(self) -> None:
-        """Begin anew: no rank has told anything."""
+        """Clear all entries: no rank has written any."""
         self._memory[:] = bytes(len(self._memory))

@@ -12,14 +12,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP is the end of a terminal or of a connection; SIGUSR1 is what clusters send before they take a machine away."""
 
 RESUMABLE = 75
-"""EX_TEMPFAIL of sysexits.h: stopped for somebody else's sake, start it again later."""
+"""EX_TEMPFAIL of sysexits.h: stopped in favour of something else, start it again later."""
 
 
 _unanswered: list[int] = []
 
 
 class Terminated(KeyboardInterrupt):
-    """Another stop signal, where nobody waits for it with something better: it ends a command as Ctrl-C does."""
+    """Another stop signal, where the program has no better answer to it: it ends a command as Ctrl-C does."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,7 +39,7 @@ def end_if_unanswered() -> None:
 
 
 def forget_stop() -> None:
-    """Begin anew, for the next command of this process."""
+    """Forget the signal that came, for the next command of this process."""
     _unanswered.clear()
 
 

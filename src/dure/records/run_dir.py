@@ -302,7 +302,7 @@ class RunDir:
         return f"{again} starts from the beginning: there is no checkpoint yet"
 
     def refuse_linked_folders(self) -> None:
-        """Refuse a run in which a folder is a link: whoever made it could have files written or removed anywhere.
+        """Refuse a run in which a folder is a link: its maker could have files written or removed anywhere.
 
         The run's folder itself, and the folder of the runs, may be links of their owner's.
 
@@ -343,7 +343,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run: nobody else may train into it meanwhile. Freed by the kernel however the process ends.
+        """Hold the run: no other process may train into it meanwhile. Freed by the kernel however the process ends.
 
         Processes forked inside hold it too, so a run whose supervisor was killed counts as active until its
         workers are gone. Writes the event `attempt`, by which `list_runs` tells a died run from an ended one.

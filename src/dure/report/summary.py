@@ -86,7 +86,7 @@ def _speaker(run: RunDir) -> int:
 
 
 def _lost(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Say how many samples nobody used because their rank died; a resumed run uses those after its checkpoint."""
+    """Return how many samples were not used because their rank died; a resumed run uses those after its checkpoint."""
     shares: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "training":

@@ -58,7 +58,7 @@ class _Source:
     spell: Callable[[str], str] = str
     """Function that writes a setting's name as this source has it."""
     more: tuple[str, ...] = ()
-    """Names beside the settings that its faults may point to."""
+    """Names other than settings that its faults may point to."""
     is_chosen: bool = True
     """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
 
@@ -261,7 +261,7 @@ def _overlay_length(draft: _Draft, source: _Source) -> None:
 
 
 def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], base: RunSpec | None) -> None:
-    """Choose the strategy when nobody did, and let a resumed run's choices give way to new ones."""
+    """Choose the strategy when none is given, and let a resumed run's choices give way to new ones."""
     num_devices = _num_devices(draft)
     many = num_devices != 1
     traits = strategies.get(str(draft.values.get("strategy")))

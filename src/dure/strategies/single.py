@@ -14,5 +14,5 @@ class Single(LocalSums):
         self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
-        """Nobody to send to."""
+        """Do nothing: there is no other rank."""
         return 0

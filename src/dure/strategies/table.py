@@ -158,7 +158,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "compression_fraction",
                 "compression_rank",
             ),
-            right_when="ddp would fit but for the optimiser's state: AdamW's is twice the size of the weights",
+            right_when="ddp would fit without the optimiser's state: AdamW's is twice the size of the weights",
             one_process=False,
             checks_model=True,
         ),
@@ -337,13 +337,14 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "trajectory is another one, and never twice the same",
                 "--no-sync: loss and its record: each worker's own",
                 "--no-sync: clipping: by the norm of each worker's own gradient",
-                "--no-sync: a worker that is killed is missed from then on, and so are its shares until they are dealt "
-                "anew: rank_lost in events.jsonl",
+                "--no-sync: a worker that is killed is missed from then on, and so are its shares until they are "
+                "divided among the others: rank_lost in events.jsonl",
                 "BatchNorm: statistics of each worker's own samples, rank 0's are kept",
                 _RANDOM,
             ),
             needs=(
-                "K processes beside the P workers (--servers), and an optimiser that steps each parameter by itself; "
+                "K processes in addition to the P workers (--servers), and an optimiser that steps each parameter by "
+                "itself; "
                 "every server for as long as the run lasts, and in step every worker; with --transport rpc a network "
                 "that is trusted: RPC runs what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME "
                 "names an interface)"

@@ -117,7 +117,7 @@ def run(plan: Plan) -> None:
 
 
 def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start sends no reports
     try:
         import ray
         import ray.util
@@ -147,7 +147,7 @@ def _connect(ray: Any, address: str | None) -> bool:
 
 
 def _refuse_unreachable(address: str | None) -> None:
-    """Refuse an address where nobody listens: Ray itself tries for minutes."""
+    """Refuse an address without a listener: Ray itself tries for minutes."""
     match = re.fullmatch(r"(?:ray://)?([^/]+):(\d{1,5})", address or "")
     if match is not None:
         socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()

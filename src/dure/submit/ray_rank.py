@@ -59,7 +59,7 @@ class RayRank:
 
         Args:
             words: Of the command, after `dure`. The interpreter is this actor's.
-            environment: Beside the actor's.
+            environment: Variables added to the actor's.
             folder: Where relative paths begin.
         """
         writers = [self._new_output(), self._new_output()]

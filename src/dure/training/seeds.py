@@ -99,7 +99,7 @@ def _generators(devices: tuple[torch.device, ...]) -> dict[str, torch.Generator]
 
 
 class _Kept:
-    """A tensor of some numbers, made anew when they are others.
+    """A tensor of some numbers, made again when they are others.
 
     They are compared by a hash of 64 bits, which the numbers before need not be read for.
     """

@@ -312,7 +312,7 @@ class Conductor:
         return self.session.kept.changed_since(known)
 
     def _say_lost(self, lost: list[LostShare]) -> None:
-        """Write down exactly which samples nobody used because their rank died."""
+        """Write down exactly which samples were not used because their rank died."""
         samples_seen, step = self.begun_at
         last = max(share.step for share in lost)
         found = []

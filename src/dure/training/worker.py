@@ -128,7 +128,7 @@ class Worker:
         return LossTraits.from_json(self.run.read_json(LOSS_TRAITS))
 
     def _check_task_code(self, spec: RunSpec) -> None:
-        """Refuse a class that another process imported anew, where the one that starts the run had changed it.
+        """Refuse a class that another process imported again, where the one that starts the run had changed it.
 
         Raises:
             TaskInvalid: They differ.

@@ -12,7 +12,7 @@ from dure.comm.algorithms.segments import finish_mean
 
 
 class BackendAllReduce(AllReduce):
-    """`torch.distributed.all_reduce`. Its bytes are not counted: nobody sees its messages.
+    """`torch.distributed.all_reduce`. Its bytes are not counted: its messages cannot be seen.
 
     `sent_bytes` adds up what a bandwidth-optimal algorithm sends instead, a ring's formula. gloo's moves as many over
     the loopback interface (to 1 %, `tests/comm/test_kernel_counter.py`).
@@ -42,7 +42,7 @@ class BackendAllReduce(AllReduce):
         finish_mean(vector.detach(), op, self.world_size)
 
     def start(self, vector: Tensor, op: ReduceOp = "sum") -> Callable[[], None]:
-        """Begin to reduce a vector; an accelerator does it beside what its current stream is given meanwhile."""
+        """Begin to reduce a vector; an accelerator does it while its current stream goes on."""
         check_reducible(vector, op)
         work = self._begin(vector.detach(), op, is_waited_for=False)
 

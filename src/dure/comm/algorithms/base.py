@@ -47,7 +47,7 @@ class AllReduce(ABC):
     def start(self, vector: "Tensor", op: ReduceOp = "sum") -> Callable[[], None]:
         """Begin to reduce a vector, and return what waits for the result; on an accelerator the current stream does.
 
-        Until then nobody may touch the vector. Most algorithms have reduced it when this returns.
+        Until then the vector may not be touched. Most algorithms have reduced it when this returns.
         """
         self.all_reduce(vector, op)
         return _nothing

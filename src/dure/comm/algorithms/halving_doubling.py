@@ -3,7 +3,7 @@
 Let Q be the largest power of two up to P. Four phases:
 
 `fold`, only if P > Q: of the first 2 (P-Q) ranks each even one sends its vector to the odd one after it and then waits;
-Q ranks take part from here on, numbered anew.
+Q ranks take part from here on, numbered again from 0.
 
 `halving`, log2(Q) steps: in step s a rank and the one whose number differs in bit s have the same part of the vector in
 work. Each keeps one half of it, sends the other half, and adds what comes in to its own. The part is N/Q at the end.

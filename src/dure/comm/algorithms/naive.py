@@ -1,4 +1,4 @@
-"""The naive all-reduce: everybody tells everybody everything.
+"""The naive all-reduce: every rank sends its whole vector to every other.
 
 One phase, `exchange`: every rank sends its whole vector to every other and receives theirs. Then each adds all of
 them up for itself, in the order of the ranks, so that all come to the same bits.

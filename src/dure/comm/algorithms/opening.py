@@ -18,8 +18,8 @@ def open_all_reduce(
 
     Args:
         name: One of `ALGORITHMS`.
-        process_group: Of the tensors' kind of device; None takes the default group. Whoever communicates from a
-            thread of its own needs a group of its own.
+        process_group: Of the tensors' kind of device; None takes the default group. Code that communicates from
+            a thread of its own needs a group of its own.
         hosts: One host number per rank, the same on all; None says that all are on one.
 
     Raises:

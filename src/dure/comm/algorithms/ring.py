@@ -3,10 +3,10 @@
 The vector is cut into one shard per rank. Rank r sends to r + 1 and receives from r - 1.
 
 Phase `scatter-reduce`, P-1 steps: in step s rank r sends shard r - s and adds what comes in to shard r - s - 1, which
-it sends in the next step. After the last step rank r has the sum over all ranks of shard r + 1, and nobody else has it.
+it sends in the next step. After the last step rank r, and no other, has the sum over all ranks of shard r + 1.
 
 Phase `all-gather`, P-1 steps: in step s rank r sends the finished shard r + 1 - s and overwrites shard r - s with the
-one that comes in. Everybody ends with the bits that one rank computed.
+one that comes in. All ranks end with the bits that one rank computed.
 
 Long shards travel in segments, and the steps are not waited for as a whole: a segment goes on to the next rank as soon
 as it was added, while the ones behind it are still coming in.

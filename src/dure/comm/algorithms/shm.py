@@ -13,12 +13,12 @@ The segment is small and used again and again: it stays in the caches, and main 
 written once.
 
 Where ranks are two, or the vector is short, each rank writes the whole of it and, after one barrier, reduces the whole
-for itself, in the same order as everybody. It writes no more than by shares, N elements, and reads (P-1) N instead of
+for itself, in the same order as all others. It writes no more than by shares, N elements, and reads (P-1) N instead of
 2 (P-1)/P N: the same for two ranks, and for a short vector less than a second barrier costs.
 
 A vector that lies in shared memory itself (`SharedMemoryAllReduce.zeros`) does not go through the segment: after a
 barrier each rank adds up its own share and puts the sums into every rank's vector, block by block while they are in its
-caches, and a second barrier lets nobody use a vector that another still puts sums into.
+caches, and a second barrier keeps ranks from using a vector that another still puts sums into.
 """
 
 import ctypes

@@ -75,7 +75,7 @@ class Mailboxes:
         return self._queues[source, destination]
 
     def close(self, rank: int) -> None:
-        """Let nobody wait for a rank that has ended."""
+        """Wake all that wait for a rank that has ended."""
         for destination in range(self.world_size):
             self.between(rank, destination).put(None)
 

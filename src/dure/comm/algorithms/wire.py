@@ -216,9 +216,9 @@ def sends_from_devices(process_group: dist.ProcessGroup | None = None) -> bool:
 class Wire(CountedWire):
     """The ranks of one torch process group, over c10d `send` and `recv`.
 
-    Peers are ranks inside the group. Nothing else may send or receive in that group at the same time: whoever
-    communicates from a thread of its own needs a group of its own. Tensors of a device go through host memory where
-    the backend is not NCCL: gloo would take their addresses for addresses of the host.
+    Peers are ranks inside the group. Nothing else may send or receive in that group at the same time: code
+    that communicates from a thread of its own needs a group of its own. Tensors of a device go through host memory
+    where the backend is not NCCL: gloo would take their addresses for addresses of the host.
     """
 
     def __init__(

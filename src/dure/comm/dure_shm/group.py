@@ -19,7 +19,7 @@ from dure.torchcompat import calls_of_gloo, give_gloo
 NAME = "dure_shm"
 
 _GRACE_SECONDS = 1.0
-"""Seconds that calls which nobody waited for may go on when the group is destroyed."""
+"""Seconds that calls that were not waited for may go on when the group is destroyed."""
 
 
 class QueuedGroup(dist.ProcessGroup):
@@ -87,7 +87,7 @@ class QueuedGroup(dist.ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        """Leave the memory. Calls that nobody waited for have a second to end."""
+        """Leave the memory. Calls that were not waited for have a second to end."""
         if self._pid == os.getpid():
             self._end(_GRACE_SECONDS)
             self._gloo.shutdown()

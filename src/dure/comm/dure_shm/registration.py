@@ -1,4 +1,4 @@
-"""Makes the backend `dure_shm` known to torch.distributed, without importing torch where nobody did."""
+"""Makes the backend `dure_shm` known to torch.distributed, without importing torch where that has not been done."""
 
 import importlib.util
 import sys

@@ -19,7 +19,7 @@ class SharedMemoryWork(dist.Work):
     """One collective call: to be run, under way or over."""
 
     def __init__(self, run: Callable[[], None], outputs: Any) -> None:
-        """Take a call that nobody has started.
+        """Take a call that no thread has started.
 
         Args:
             run: The call.
@@ -65,7 +65,7 @@ class SharedMemoryWork(dist.Work):
         """Wait until the call is over.
 
         Args:
-            timeout: No limit beside the group's own if it is zero.
+            timeout: No other limit than the group's own if it is zero.
 
         Raises:
             PeerLost: A rank ended, left, or did not come in time.

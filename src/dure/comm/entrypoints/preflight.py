@@ -131,9 +131,9 @@ def _pattern(source: int, target: int) -> torch.Tensor:
 
 
 def partners(rank: int, world_size: int) -> Iterator[int]:
-    """Yield whom a rank meets, one after the other, so that all meet each other and nobody waits in a circle.
+    """Yield whom a rank meets, one after the other, so that all meet each other and none wait in a circle.
 
-    The circle method of tournaments: in each round everybody has one partner, or, where their number is odd, rests.
+    The circle method of tournaments: in each round every rank has one partner, or, where their number is odd, rests.
     """
     size = world_size + world_size % 2
     for number in range(size - 1):

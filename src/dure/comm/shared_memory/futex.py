@@ -38,7 +38,7 @@ _keeps_order = platform.machine() == "x86_64"
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Sleep until somebody wakes `address`, unless its word is not `value` any more; at most `seconds`.
+    """Sleep until another process wakes `address`, unless its word is not `value` any more; at most `seconds`.
 
     May return early. Without futex it is a short sleep, so that a caller who looks again in a loop works everywhere.
 
@@ -61,10 +61,10 @@ def wake(address: int) -> None:
 
 
 def fence(address: int) -> None:
-    """Let nobody see what is written after this before what was written ahead of it; the same for reads.
+    """Keep writes after this from being seen before those ahead of it; the same for reads.
 
     x86-64 keeps that order by itself (Intel SDM volume 3, 9.2.2). Elsewhere the kernel's own barrier in a wake that
-    wakes nobody is used, since Python has no instruction for it.
+    wakes no sleeper is used, since Python has no instruction for it.
     """
     if not _keeps_order:
         if _call is not None:

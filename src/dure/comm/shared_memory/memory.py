@@ -225,7 +225,7 @@ class SharedMemory:
         self._is_closing.set()
 
     def close(self) -> None:
-        """Leave, and give the memory back as soon as nobody holds a view of it."""
+        """Leave, and give the memory back as soon as no view of it is left."""
         self.leave()
         for peer in self._peers:
             peer.close()
@@ -414,7 +414,7 @@ def _create(num_bytes: int) -> tuple[int, int]:
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, num_bytes + 8)
-        # whoever made it shorter would end all others by SIGBUS
+        # a process that made it shorter would end all others by SIGBUS
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         os.pwrite(fd, token.to_bytes(8, sys.byteorder), num_bytes)
     except (OSError, AttributeError):  # no room; no memfd on this system

@@ -224,7 +224,7 @@ def _write(descriptor: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(descriptor, view) :]
-        except OSError:  # nobody reads, or the disk is full: the ranks go on
+        except OSError:  # there is no reader, or the disk is full: the ranks go on
             return
 
 

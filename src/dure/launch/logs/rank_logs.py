@@ -133,7 +133,7 @@ class RankLogs:
             self._relay.close()
 
     def close(self) -> None:
-        """Wait until all that was said is shown and in the logs; nobody may start a rank afterwards."""
+        """Wait until all that was said is shown and in the logs; no rank may be started afterwards."""
         for pump in self._pumps:
             pump.let_go()
         patience = None if self._relay is None else _POLL_SECONDS

@@ -1,4 +1,4 @@
-"""Addresses at which launchers of several hosts meet: read, looked up, and refused where everybody could reach them."""
+"""Addresses at which launchers of several hosts meet: read, looked up, and refused where any host could reach them."""
 
 import errno
 import ipaddress
@@ -37,7 +37,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def resolved(rendezvous: str, patience_seconds: float, *, allow_public_address: bool = False) -> tuple[int, Address]:
-    """Look up the rendezvous address, and refuse one that everybody could reach.
+    """Look up the rendezvous address, and refuse one that any host could reach.
 
     Args:
         rendezvous: As the user gave it.

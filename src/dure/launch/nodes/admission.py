@@ -136,7 +136,7 @@ class Reception:
             nodes.shake(f"{back} {'is' if len(come) == 1 else 'are'} there" + (" again" if here & set(come) else ""))
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse all that come from now on."""
         self.door.close()
         for channel in self.unnamed:
             channel.close()
@@ -155,7 +155,7 @@ def checked(theirs: Mapping[str, Any], mine: Mapping[str, Any], channel: Channel
             host=str(theirs["host"])[:255],
             address=channel.peer_address,
             num_ranks=int(theirs["num_ranks"]),
-            # but for the time that the message took
+            # up to the time that the message took
             clock_behind_seconds=time.time() - float(theirs["time"]),
         )
         num_nodes, facts = theirs["num_nodes"], dict(theirs["facts"])

@@ -263,7 +263,7 @@ class _Guest:
 
 
 class Door:
-    """The listening side: lets in who knows the secret, and soon sends away everybody else."""
+    """The listening side: lets in who knows the secret, and soon sends away all others."""
 
     def __init__(self, family: int, address: Address, secret: bytes) -> None:
         """Listen on one address.
@@ -363,7 +363,7 @@ def knock(family: int, address: Address, secret: bytes, *, timeout_seconds: floa
 
     Raises:
         HandshakeRefused: One of the two does not.
-        OSError: Nobody answers there within the time, for all of it together.
+        OSError: No launcher answers there within the time, for all of it together.
     """
     connection = socket.socket(family, socket.SOCK_STREAM)
     deadline = time.monotonic() + timeout_seconds

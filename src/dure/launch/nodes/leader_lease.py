@@ -23,7 +23,7 @@ _LEASE = "lease.json"
 _LEASE_BYTES = 1024
 RENEW_SECONDS = 0.5
 STALE_SECONDS = 2.0
-"""Time without a change of the lease after which nobody leads."""
+"""Time without a change of the lease after which the run has no leader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class Lease:
 
 
 def live_leader(run: Path) -> Leader | None:
-    """Return who leads a run that goes on now; takes a moment where somebody has led it before."""
+    """Return who leads a run that goes on now; takes a moment where it had a leader before."""
     lease = Lease(run)
     before = lease.read()
     deadline = time.monotonic() + STALE_SECONDS

@@ -294,7 +294,7 @@ class Nodes(Roster, Links):
             if ordinal > len(received):
                 received.append(number)
                 fresh.append(number)
-        self._told_signals = len(received)  # whoever got it has told all
+        self._told_signals = len(received)  # the node that received it has sent it to all
         self.is_stopping = bool(received)
         return fresh
 

@@ -177,7 +177,7 @@ def _receive(
 ) -> Nodes:
     """Wait for all nodes.
 
-    Where the run needs all, the door is closed when all are in, so that nobody else can knock during the run.
+    Where the run needs all, the door is closed when all are in, so that no other host can connect during the run.
     """
     try:
         reception = Reception(Door(family, address, secret), mine)

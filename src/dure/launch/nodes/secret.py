@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def default_file() -> Path:
-    """Return where the secret is when nobody names a place."""
+    """Return where the secret is when no place is named."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dure" / "secret"
 
 
@@ -52,7 +52,7 @@ def _make(path: Path) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # under another name first, so that nobody reads half of it
+        # under another name first, so that no other launcher reads half of it
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:

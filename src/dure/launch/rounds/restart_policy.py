@@ -45,7 +45,7 @@ _CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 class Restarts:
-    """The budget of one run. A failure that comes back at the same step is nobody's bad luck, and ends it."""
+    """The budget of one run. A failure that comes back at the same step is no bad luck, and ends it."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy

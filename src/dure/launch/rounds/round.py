@@ -101,7 +101,7 @@ def _leaves_line_open(worker: Worker) -> bool:
 
 
 def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
-    """Tell of ranks that are not getting on, if anybody is to be told."""
+    """Report ranks that do not get on, if the launch has a listener for it."""
     if launch.on_hang is not None:
         show_what_was_said(launch, workers)
         launch.on_hang(verdict)
@@ -222,7 +222,7 @@ def joint_look(
 def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
     """Return the verdict with what follows from it, and whether that is to be done now."""
     if hangs.counts_calls and not watchdog.is_known and not verdict.is_waited:
-        return verdict, False  # of a script without steps whose ranks do not wait nobody knows that it hangs
+        return verdict, False  # a script without steps whose ranks do not wait may be at work
     if not watchdog.is_begun and not verdict.is_certain:
         return verdict, False  # a rank may take any time to begin, and the others wait for it
     limit, is_certain = watchdog.last_threshold, verdict.is_certain

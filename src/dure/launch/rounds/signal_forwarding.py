@@ -43,7 +43,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
         return
     end_if_unanswered()
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
-    # where children are not waited for (SIG_IGN), nobody would learn how they ended
+    # where children are not waited for (SIG_IGN), their exit codes would be lost
     if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -38,7 +38,7 @@ class StopLimit:
         """Return the seconds that ranks have left, counted from the first call.
 
         Ranks that write a checkpoint have the whole grace time; others are ended a little sooner where their
-        snapshots can be saved by ranks that are started anew.
+        snapshots can be saved by ranks that are started again.
 
         Args:
             alive: Ranks that have not ended.

@@ -89,6 +89,6 @@ def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
 
 @contextmanager
 def _loopback_store() -> Iterator[StoreSocket]:
-    """Bind a free port; the store is served on this very socket, so nobody can take it."""
+    """Bind a free port; the store is served on this very socket, so no other process can take it."""
     with listening_on("127.0.0.1") as listener:
         yield StoreSocket(host="127.0.0.1", port=int(listener.getsockname()[1]), listener=listener)

@@ -1,4 +1,4 @@
-"""The entry of a rank that runs somebody's script: all is as under `torchrun`, and no line of it changed."""
+"""The entry of a rank that runs a user's script: all is as under `torchrun`, and no line of it changed."""
 
 import ast
 import atexit
@@ -252,7 +252,7 @@ def _leave_in_order(code: int, marker: list[object]) -> int:
     """Do what the interpreter does at its end, up to where torch's threads abort: that part is left out."""
     atexit.unregister(gc.freeze)  # of the command that forked this rank
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that nobody has shut down
+        threading._shutdown()  # type: ignore[attr-defined]  # threads, and pools that were not shut down
         atexit._run_exitfuncs()
     except BaseException:
         print_traceback(traceback.format_exc())

@@ -1,6 +1,6 @@
 """Processes that a rank started and that outlive it, such as the loader processes of a script: found and ended.
 
-Whoever is orphaned has another parent, and perhaps a session of its own. But what a rank forked holds the unnamed file
+An orphan has another parent, and perhaps a session of its own. But what a rank forked holds the unnamed file
 that the rank was given, and what it executed has its environment. Two are left alone: children of this very process,
 whose program may fork while ranks run, and programs in a session of their own (daemons, `tmux`), which others may use.
 """
@@ -65,7 +65,7 @@ def _marked(marks: Collection[str], since_ticks: int) -> Iterator[int]:
                 continue
             if _holds_a_mark(name, marks) or (int(fields[3]) == session and _has_environment(name, marks)):
                 yield int(name)
-        except (OSError, IndexError):  # it has ended, or is somebody else's
+        except (OSError, IndexError):  # it has ended, or belongs to another user
             continue
 
 

@@ -38,7 +38,7 @@ class LocalSums(Strategy):
         self._terms.append(term)
 
     def sync_gradients(self) -> StepFacts:
-        """Add up the terms; there is nobody to talk to."""
+        """Add up the terms; there is no other rank."""
         return StepFacts(self.local_facts(), self._terms)
 
     def local_facts(self) -> Tensor | tuple[float, ...]:

@@ -14,24 +14,24 @@ class ReducedFacts(LocalSums):
     that leads the share adds them in.
     """
 
-    def reduced_facts(self, beside: Tensor | None = None) -> StepFacts:
+    def reduced_facts(self, extra: Tensor | None = None) -> StepFacts:
         """Add up the facts of all ranks.
 
         Args:
-            beside: Further numbers (N,) in the facts' dtype that travel with them; they are added up in place.
+            extra: Further numbers (N,) in the facts' dtype that travel with them; they are added up in place.
 
         Communication: one blocking all_reduce of 4 + N float64 (float32 on MPS) over all ranks.
         """
         facts = self._local_tensor()
         if not self.leads_share:
             facts[:2] = 0
-        if beside is None:
+        if extra is None:
             self.group.all_reduce_sum(facts)
         else:
-            together = torch.cat([facts, beside])
+            together = torch.cat([facts, extra])
             self.group.all_reduce_sum(together)
             facts, summed = together[: facts.numel()], together[facts.numel() :]
-            beside.copy_(summed)
+            extra.copy_(summed)
         if self.device.type != "cpu":
             self._count = facts[1]
             return StepFacts(facts, self._terms)

@@ -35,7 +35,7 @@ class StepFacts:
         """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
 
         Args:
-            is_local: The facts are this rank's alone: nobody else knows them, and nobody waits to speak of them.
+            is_local: The facts are this rank's alone: no other rank knows them or waits for them.
         """
         self.is_local = is_local
         self._terms = terms
@@ -96,7 +96,7 @@ class LossTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShare:
-    """A share of a batch that nobody computed, because its rank died and the others went on."""
+    """A share of a batch that was not computed, because its rank died and the others went on."""
 
     rank: int
     step: int

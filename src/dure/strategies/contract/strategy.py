@@ -348,7 +348,7 @@ class Strategy(ABC):
         )
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Return what this rank alone must keep to go on as if never interrupted, beside weights and optimiser."""
+        """Return what this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
         return {}
 
     def load_rank_state(self, state: dict[str, Tensor]) -> None:

@@ -123,7 +123,7 @@ class BalancedDataParallel(DeviceReplicas):
         return self._layout or {}
 
     def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on: replicas are made anew for every step."""
+        """Train what is unfrozen from here on: replicas are made again for every step."""
         self.train_all()
 
     def zero_gradients(self) -> None:

@@ -19,7 +19,7 @@ from dure.strategies.data_parallel.compression import UNIT, Compression, open_co
 Hook = Callable[[object, dist.GradBucket], "torch.futures.Future[Tensor]"]
 
 POWERSGD_START = 2
-"""Plain steps before PowerSGD begins: the fewest that it takes, for DDP may order its buckets anew in the first."""
+"""Plain steps before PowerSGD begins: the fewest that it takes, for DDP may reorder its buckets in the first."""
 
 
 def hook_compression(

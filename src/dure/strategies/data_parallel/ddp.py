@@ -141,7 +141,7 @@ class DDP(Strategy):
     def _rehearse(self) -> None:
         """Let DDP order its buckets now, once and for all, by a backward without data.
 
-        It orders them anew after its first backward. The place of a gradient in its bucket decides in which order the
+        It orders them again after its first backward. The place of a gradient in its bucket decides in which order the
         ranks' values are added: a resumed run, whose first step is another one, would round differently.
 
         Communication: one all_reduce of the gradients.

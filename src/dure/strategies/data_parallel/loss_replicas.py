@@ -101,7 +101,7 @@ def _bound_to(task: Any, loss: Any, depth: int = _MOST_WRAPPERS) -> Any:
         return MethodType(loss.__func__, task)
     if _method_of(loss, depth) is None:
         return loss
-    # what the function keeps beside the method stays one for all devices
+    # what the function keeps apart from the method stays one for all devices
     cells = tuple(
         cell
         if (held := cell_contents(cell)) is MISSING or _method_of(held) is None

@@ -201,7 +201,7 @@ class RingDDP(LocalSums):
                     view.zero_()  # what lies there is of the step before
 
     def _take_others(self) -> None:
-        """Take gradients that only others had. A parameter that nobody used gets none: a zero would carry momentum."""
+        """Take gradients that only others had. A parameter that no rank used gets none: a zero would carry momentum."""
         if self._is_all_reached:
             return  # by this rank at least; an accelerator need not be waited for
         used = self._used.tolist()
@@ -302,7 +302,7 @@ class BucketReducer:
         self._thread: threading.Thread | None = None
 
     def launch(self, bucket: Bucket) -> None:
-        """Let the bucket be reduced while the caller goes on; nobody may touch it until `wait`."""
+        """Let the bucket be reduced while the caller goes on; it may not be touched until `wait`."""
         if not self._has_thread:
             self._finishes.append(self._begin(bucket))
             return

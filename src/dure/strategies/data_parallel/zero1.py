@@ -1,7 +1,7 @@
 """ZeRO stage 1: gradients as under ddp, the optimiser's state divided over the ranks.
 
 Rajbhandari et al. 2020, section 5.1 (P_os). Every rank has all gradients, steps a part of the parameters, and sends
-these to the others; nobody keeps momentum of what another rank steps. The engine is torch's ZeroRedundancyOptimizer,
+these to the others; no rank keeps momentum of what another rank steps. The engine is torch's ZeroRedundancyOptimizer,
 which deals out whole parameters, the largest first, to the rank that has least. What dure adds: the task's own
 optimiser goes on as the one of this rank's part, whatever its class and constructor; frozen parameters are neither
 dealt out nor sent; and checkpoints, into which each rank writes its part.
@@ -117,7 +117,7 @@ class ZeRO1(DDP):
 def divide(optimizer: Optimizer) -> Optimizer:
     """Make an optimiser the one of this rank's part of the parameters, and return the one of all ranks over it.
 
-    The object itself goes on, instead of another one from the same constructor: nobody else knows what that was given.
+    The object itself goes on, not another of its class: only its maker knows the constructor's arguments.
     """
     groups = [
         {

@@ -141,7 +141,7 @@ class DividedCalls:
             self._joined[name] = [tensor for tensor in tensors_in(joined) if id(tensor) not in own]
 
     def _disown_joined(self) -> None:
-        """Let nobody read in this call what the last one kept: it is of all samples, and a device has its own."""
+        """Hide in this call what the last one kept: it is of all samples, and a device has its own."""
         for name, tensors in self._joined.items():
             prefix, _, attribute = name.rpartition(".")
             kept = vars(self._model.get_submodule(prefix))

@@ -1,4 +1,4 @@
-"""Models and parameters that an optimiser holds beside its groups: its step may use all of them."""
+"""Models and parameters that an optimiser holds outside its groups: its step may use all of them."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _TORCHS = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def held_model(optimizer: Optimizer) -> str | None:
-    """Return where an optimiser, or its step, holds a module or parameters beside its groups; None if nowhere.
+    """Return where an optimiser, or its step, holds a module or parameters outside its groups; None if nowhere.
 
     Attributes are looked through, and what functions of the user's own are closed over.
     """

@@ -16,7 +16,7 @@ def average_optimizer_state(model: nn.Module, optimizer: Optimizer, group: Group
 
     Tensors of floating point (momentum, second moments) become the mean over the ranks that have them; a rank may have
     none yet, because it had no samples, or no gradient for a parameter. Counts of steps, whole numbers and plain values
-    become those of the lowest rank that has them. What an optimiser keeps beside its parameters' state stays.
+    become those of the lowest rank that has them. What an optimiser keeps in addition to its parameters' state stays.
 
     Args:
         model: The same on every rank.

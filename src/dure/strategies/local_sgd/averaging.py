@@ -1,7 +1,7 @@
 """Local SGD: every rank trains by itself, and every H steps the parameters are averaged (parameter averaging).
 
 Stich 2019, algorithm 1. A rank's steps are those of a run of its own: the mean loss of its own share of every global
-batch, its own gradient's norm, its own optimiser. Between averagings not one byte is sent, so that nobody waits for a
+batch, its own gradient's norm, its own optimiser. Between averagings not one byte is sent, so that no rank waits for a
 slow link or a slow rank; what one rank learns the others learn at the next averaging.
 """
 
@@ -80,7 +80,7 @@ class Averaging(NaiveDDP):
         if self.is_synchronous:
             super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
             return
-        # a request that nobody would hear of must not be acted upon alone: it is asked again in every step
+        # a request that no other rank would receive must not be acted upon alone: it is asked again in every step
         self.begin_step(requests if self.is_averaging else NO_REQUESTS)
         own_samples = shares(global_samples, self.data_world_size)[self.data_rank]
         for microbatch in microbatches:

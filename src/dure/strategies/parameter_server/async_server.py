@@ -23,7 +23,7 @@ from dure.strategies.parameter_server.async_worker import InPace, PullNumbers, P
 from dure.strategies.parameter_server.base import Server
 
 _MARGIN_STEPS = 3
-"""Steps between the one that the fastest loader has planned and the first in which shares are dealt anew. One is
+"""Steps between the one that the fastest loader has planned and the first in which shares are divided again. One is
 planned while the message is under way, and a step may have fewer microbatches than the one before."""
 _NO_LIMIT = timedelta(days=3650)
 """A listener waits through evaluations; who waits for a push has a limit of its own."""
@@ -79,7 +79,7 @@ class AsyncServer(InPace, Server):
     # listening
 
     def _listen(self) -> None:
-        """Begin to receive, each worker in a thread of its own: c10d cannot wait for whoever comes first."""
+        """Begin to receive, each worker in a thread of its own: c10d cannot wait for the one that comes first."""
         self._clocks = [float(self.step)] * self.num_workers
         self._planned = [float(self.step)] * self.num_workers
         self._listeners = [
@@ -187,7 +187,7 @@ class AsyncServer(InPace, Server):
         """Let every worker go on that is not too far ahead of the slowest."""
         most = math.inf if self.options.staleness is None else self.options.staleness
         while True:
-            # anew after each answer: a worker that turns out to be dead may have been the slowest
+            # once more after each answer: a worker that turns out to be dead may have been the slowest
             slowest = min(self._clocks[worker] for worker in self._living)
             free = next((held for held in self._held if self._clocks[held.worker] - slowest <= most), None)
             if free is None:
@@ -213,7 +213,7 @@ class AsyncServer(InPace, Server):
             self._lose(worker, error)
 
     def _agree_on(self, wishes: Requests, step: int) -> None:
-        """Put what all must do at one step into the first that nobody has begun; each hears of it in time."""
+        """Put what all must do at one step into the first that no worker has begun; each hears of it in time."""
         first_free = int(max(self._clocks[worker] for worker in self._living)) + 2
         if wishes.stop and math.isinf(self.stop_step):
             self.stop_step = first_free
@@ -221,7 +221,7 @@ class AsyncServer(InPace, Server):
             self.save_step = first_free
 
     def _lose(self, worker: int, error: Exception) -> None:
-        """Go on without a worker, from a step that nobody has planned yet."""
+        """Go on without a worker, from a step that no worker has planned yet."""
         if worker not in self._living:
             return
         if not is_peer_lost(error):

@@ -7,10 +7,10 @@ step's pushes together move them as far as a step of all together would.
 
 A server's step `t` ends when every worker has pushed step `t`, so servers go through the same loop as workers, as far
 as the slowest is. What all must do at one step (stop, save, take over a dead worker's share) the first server puts into
-a step that nobody has begun, and tells each worker with its next answer.
+a step that no worker has begun, and tells each worker with its next answer.
 
 A worker that dies is missed from then on, the first too: the first that lives speaks for all. Each server has rows that
-nobody else has: its death ends the run.
+no other process has: its death ends the run.
 """
 
 import math
@@ -103,7 +103,7 @@ class InPace(ServedRank):
         self.step = source.position.step
 
     def local_step_facts(self, loss_sum: float, loss_count: float) -> StepFacts:
-        """Return facts that nobody else knows, with what is agreed for this step."""
+        """Return facts that no other rank knows, with what is agreed for this step."""
         stop, save = self.step >= self.stop_step, self.step == self.save_step
         return StepFacts([loss_sum, loss_count, stop, save], self._terms, is_local=True)
 
@@ -221,7 +221,7 @@ class AsyncWorker(InPace, Worker):
         for worker, step in enumerate(said[0][count:]):
             if step != self._gone_from[worker] and step <= self._planned_step:
                 raise PeerLost(
-                    f"rank {worker} was lost, and the shares of step {step:g} were dealt anew too late for rank "
+                    f"rank {worker} was lost, and the shares of step {step:g} were divided again too late for rank "
                     f"{self._own}, whose loader is at step {self._planned_step}: use fewer --num-workers"
                 )
             self._gone_from[worker] = step
@@ -245,7 +245,7 @@ class AsyncWorker(InPace, Worker):
         self.broadcast_buffers()
 
     def _note_lost(self, living: list[int], clocks: list[list[float]]) -> None:
-        """Find the shares that a dead worker did not push, or not to all servers, until they are dealt anew."""
+        """Find the shares that a dead worker did not push, or not to all servers, until others have them."""
         for worker in set(self.worker_ranks) - set(living) - self._told_of:
             self._told_of.add(worker)
             on_all, on_any = min(of[worker] for of in clocks), max(of[worker] for of in clocks)

@@ -341,7 +341,7 @@ class Server(ServedRank):
 def _keep(model: nn.Module, optimizer: Optimizer, shards: Sequence[Shard], pieces: Sequence[nn.Parameter]) -> None:
     """Put rows in the place of whole parameters, in the model and in the optimiser, and let the wholes go.
 
-    The optimiser itself goes on, instead of another from the same constructor: nobody else knows what that was given.
+    The optimiser itself goes on, not another of its class: only its maker knows the constructor's arguments.
     The model keeps every name, so that what is found by name is found.
     """
     wholes = dict(model.named_parameters())

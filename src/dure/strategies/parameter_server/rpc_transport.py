@@ -1,7 +1,7 @@
 """Messages between workers and servers over torch RPC (`--transport rpc`): the same protocol, a slower carrier.
 
 A message is one remote call that puts a tensor into the receiver's mailbox. RPC does not tell who waits that the sender
-is dead, so beside it one message per pair is awaited through c10d that is only sent at the farewell: it fails at once
+is dead, so in addition one message per pair is awaited through c10d that is only sent at the farewell: it fails at once
 when a process ends.
 """
 
@@ -128,6 +128,6 @@ class _Awaited:
         except queue.Empty:
             raise PeerLost(f"rank {self._rank} sent nothing within {limit:g} s") from None
         if isinstance(message, PeerLost):
-            self._mailbox.put(message)  # for whoever asks again
+            self._mailbox.put(message)  # for the next call
             raise message
         self._target.copy_(message)

@@ -1,7 +1,7 @@
-"""Parameter servers in step: every worker's gradient is added before anybody goes on. Exact.
+"""Parameter servers in step: every worker's gradient is added before any rank goes on. Exact.
 
 A step is: workers push gradients and facts, servers add them in the order of ranks and tell the facts, every rank looks
-at the facts, servers step and send the parameters. A worker that dies ends the run: nobody else can compute its share
+at the facts, servers step and send the parameters. A worker that dies ends the run: no other rank can compute its share
 of the step, and without it the step would not be the step.
 """
 

@@ -1,7 +1,7 @@
 """Cuts of a model into sections from outside: the possible ones, and the best.
 
 A model is seen as a chain of *blocks*: what its containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) hold,
-and beside them the model's other children, such as an embedding before and a head after the chain. A cut is a place
+and in addition the model's other children, such as an embedding before and a head after the chain. A cut is a place
 before the call of a block. What the model's own `forward` does between two blocks is left as it is.
 """
 

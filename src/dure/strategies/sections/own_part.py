@@ -81,7 +81,7 @@ class OwnPart(nn.Module):
             found: Tensors that have one; those with `.grad` by default.
 
         Raises:
-            TaskInvalid: Names the parameter; nobody would add its gradient to the others.
+            TaskInvalid: Names the parameter; no rank would add its gradient to the others.
         """
         have = None if found is None else {id(tensor) for tensor in found}
         for name, parameter in self._of_others:

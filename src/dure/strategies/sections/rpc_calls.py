@@ -80,6 +80,6 @@ def on_host(result: Any) -> Any:
 
 
 def _travelling(tensor: Tensor) -> Tensor:
-    # a leaf arrives as a leaf, with a gradient of its own that nobody would ask for
+    # a leaf arrives as a leaf, with a gradient of its own that no rank would ask for
     is_leaf = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
     return (tensor.view_as(tensor) if is_leaf else tensor).to(HOST)

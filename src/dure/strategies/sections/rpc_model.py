@@ -321,7 +321,7 @@ class RpcModel(ReducedFacts):
             self._remote_optimizer.step(self._context_id)
             self._open_context.close()
         if not self.trainable:
-            self.precision.step(self.optimizer)  # nobody calls a rank without parameters, and its scale follows too
+            self.precision.step(self.optimizer)  # no rank calls one without parameters, and its scale follows too
         self.group.barrier()
 
     def step_section(self) -> None:
@@ -433,5 +433,5 @@ class _SectionOptimizer:
 
 
 def _take_optimizer(parameters: list[nn.Parameter]) -> _SectionOptimizer:
-    """Stand for the class of an optimiser: the task's is built, and nobody else knows what it was given."""
+    """Stand for the class of an optimiser: the task's is built, and only the task knows its arguments."""
     return _SectionOptimizer()

@@ -85,7 +85,7 @@ def switched(blocks: Mapping[str, nn.Module], switch: Callable[[str, Callable[..
 def kept_buffers(model: nn.Module, is_kept: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
     """Put a model's buffers (BatchNorm's statistics) back as they were, or those whose names are to be kept.
 
-    Those that were registered or replaced meanwhile stay: what the model counts beside them does, too.
+    Those that were registered or replaced meanwhile stay: what else the model counts does, too.
     """
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if is_kept(name)}
     try:

@@ -1,4 +1,4 @@
-"""A rehearsal of a model in sections: the task's loss and its gradients beside those of the whole model.
+"""A rehearsal of a model in sections: the task's loss and its gradients compared with those of the whole model.
 
 It finds what a survey cannot see: blocks that exchange values by themselves, recomputation that cuts the graph, and
 losses that use more of the model than its output. All sections run in one process, each without the others' weights.
@@ -295,7 +295,7 @@ class _RankState:
 
 
 def _are_close(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two gradients are the same but for rounding; none is as good as zeros."""
+    """Return whether two gradients are the same up to rounding; none is as good as zeros."""
     found = [gradient for gradient in (one, other) if gradient is not None]
     if len(found) < 2:
         return not any(bool(gradient.any()) for gradient in found)

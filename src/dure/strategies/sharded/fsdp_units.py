@@ -44,7 +44,7 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module, patterns: str | None) -> list[Unit]:
-    """Return the units beside the model itself, outer ones before those inside them.
+    """Return the units without the model itself, outer ones before those inside them.
 
     Found are the children of lists and sequences that have some size: blocks, of which only the one at work need be
     whole. One that shares a parameter with anything outside itself is none, since it would be freed too early.

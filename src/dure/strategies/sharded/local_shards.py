@@ -1,7 +1,7 @@
 """An optimiser over this rank's shards as plain tensors, for strategies whose parameters are DTensors.
 
 DTensor makes a parameter's name, shape and place one thing, which checkpoints need; stepped as such it is slow (100
-small ones under AdamW: 83 ms instead of 5 on the CPU), and an optimiser that gets DTensors beside plain tensors cannot
+small ones under AdamW: 83 ms instead of 5 on the CPU), and an optimiser that gets DTensors and plain tensors cannot
 step them together. So the optimiser holds plain views of the same memory, whatever else it holds, and takes the
 DTensors back while a checkpoint is read or written. That is right for optimisers that do to an element what they do
 whatever the others are; `check_optimizer` refuses the rest.

@@ -1,6 +1,6 @@
 """Replicas of a model: modules of their own around copies of its parameters and buffers.
 
-torch's `nn.DataParallel` makes them anew for every forward pass, too, but refuses the CPU, and hides the parameters of
+torch's `nn.DataParallel` makes them again for every forward pass, too, but refuses the CPU, and hides the parameters of
 a replica from the model's own code.
 """
 
@@ -26,7 +26,7 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Intercepted:
-    """A module's `forward` that somebody else calls."""
+    """A module's `forward` that other code calls."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any], *, in_copies: bool = False) -> None:
         """Remember both.

@@ -35,7 +35,7 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
     Returns:
         `state` by parameter name, `groups` with their names under `params`, and under `shared_state` and `other` what
-        some optimisers keep beside these. Tensors are the live ones, not copies.
+        some optimisers keep in addition. Tensors are the live ones, not copies.
 
     Raises:
         TaskInvalid: The optimiser holds a parameter that is not one of the model's, or state of a tensor in no group.
@@ -56,7 +56,7 @@ def optimizer_to_names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     names = _names_by_number(model, optimizer, saved)
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     state = {names[number]: value for number, value in saved["state"].items() if number in names}
-    # some optimisers keep state of the whole beside that of the parameters
+    # some optimisers keep state of the whole in addition to that of the parameters
     shared_state = {key: value for key, value in saved["state"].items() if key not in names}
     other = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return {"state": state, "groups": groups, "shared_state": shared_state, "other": other}

@@ -16,7 +16,7 @@ class StrategyState:
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
-    """The answer of `optimizer_to_names`; beside it under `own` what this strategy alone needs to go on."""
+    """The answer of `optimizer_to_names`, and under `own` what this strategy alone needs to go on."""
     is_spread: bool = False
     """True if other ranks have tensors, or state, that rank 0 has not."""
 

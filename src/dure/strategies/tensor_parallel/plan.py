@@ -228,7 +228,7 @@ def _embedding_fault(layer: nn.Embedding) -> str | None:
 
 
 def _agree_on_tied(plan: TensorPlan, model: nn.Module) -> None:
-    """Let layers that share a weight cut it in the same dimension; what nobody else may touch stays whole."""
+    """Let layers that share a weight cut it in the same dimension; what no other layer may touch stays whole."""
     for names in _sharing(model):
         if not any(name in plan.styles for name in names):
             continue

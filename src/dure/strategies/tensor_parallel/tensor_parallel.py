@@ -7,8 +7,8 @@ added up over the data axis.
 
 What is not divided is a plain tensor that every rank of a group has and changes in the same way: its gradient is the
 same on all of them, since it is computed from the same whole values, or is made so where kernels do not repeat. The
-optimiser gets it beside the local parts of the divided ones (see `strategies/sharded/local_shards.py`); turning it into
-DTensors too would send every operation of the model through DTensor's dispatch, for nothing.
+optimiser gets it together with the local parts of the divided ones (see `strategies/sharded/local_shards.py`); turning
+it into DTensors too would send every operation of the model through DTensor's dispatch, for nothing.
 """
 
 import gc

@@ -41,7 +41,7 @@ class SavedCheckpoint:
 
 
 class _Cancelled(Exception):
-    """Nobody wants this checkpoint any more."""
+    """The checkpoint is not wanted any more."""
 
 
 class PendingSave:

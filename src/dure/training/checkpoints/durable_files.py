@@ -118,7 +118,7 @@ def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
         CheckpointDamaged: The file is missing, has another size or another hash.
     """
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
-        data = bytearray(num_bytes)  # as many as the file has: whoever wrote the number may have lied
+        data = bytearray(num_bytes)  # as many as the file has: the number may be a lie
         view, filled = memoryview(data), 0
         while filled < num_bytes:
             got = read_some(file.fileno(), view[filled : filled + 2**24], path)

@@ -1,4 +1,4 @@
-"""Check of weights for NaN and infinity, beside the hashing of a checkpoint that reads every byte of them anyway."""
+"""Check of weights for NaN and infinity, during the hashing of a checkpoint, which reads every byte of them anyway."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -182,7 +182,7 @@ def _in_turns(
 
 
 def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
-    """Leave a piece that several ranks have (a replicated tensor) to the lowest of them, and an empty one to nobody."""
+    """Leave a piece that several ranks have (a replicated tensor) to the lowest of them, and an empty one to none."""
     seen: set[tuple[Any, ...]] = set()
     kept: list[PieceTable] = []
     for table in tables:

@@ -357,7 +357,7 @@ def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
 
 
 def _check_state(state: Mapping[str, Any], manifest: Manifest, *, weights_only: bool) -> None:
-    """Refuse a state that was written by nobody who knows how, before a part of it is used."""
+    """Refuse a state that is not what dure writes, before a part of it is used."""
     try:
         for value in (state["extra"], state["model_extra"], manifest.metrics):
             decode(value)

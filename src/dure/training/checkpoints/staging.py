@@ -3,7 +3,7 @@
 Memory that is new costs a page fault for every page that is first touched, more than the copying itself: so it is
 asked for once, in huge pages where the system has them, and touched before it is needed where there is time.
 
-What only the optimiser's step changes is copied beside the next forward and backward; what else there is, at once.
+What only the optimiser's step changes is copied during the next forward and backward; what else there is, at once.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ Block = tuple[int, int, int]
 class HostCopies:
     """Room for one copy of a rank's share, and the threads that fill it.
 
-    Threads take blocks from one list until it is empty. One that is not given a core delays nobody; torch's own
+    Threads take blocks from one list until it is empty. One that is not given a core delays none; torch's own
     threads meet at a barrier for each tensor, which on two busy cores took 64 to 790 ms for 100 MB, against 28 to 60
     of a thread alone.
     """

@@ -53,7 +53,7 @@ class CheckpointStore:
 
         Args:
             root: The folder; it is made when the first checkpoint is saved.
-            keep: How many of the newest to keep, beside the best.
+            keep: How many of the newest to keep, in addition to the best.
             warn: Receives one sentence for each thing that is wrong without ending the run.
             fence: Asked before a checkpoint is completed; raises where another has taken over the run.
         """

@@ -58,7 +58,7 @@ class CheckpointWriter:
     """Writer of one rank's part of one checkpoint. Rank 0 makes the directory, writes the manifest and renames.
 
     `begin` is for all ranks together; a failure of one is a failure of all. What comes after it exchanges nothing, so
-    that a thread beside the training may do it.
+    that a thread may do it while training goes on.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class CheckpointWriter:
         """Write the manifest and make the checkpoint visible, on rank 0; return its name.
 
         The order is the whole protection: files and manifest are on the disk before the name is, and the name is
-        before anybody is told of it.
+        before any rank is told of it.
 
         Args:
             files: What `write` returned, of every rank.

@@ -81,7 +81,7 @@ class Keeper:
 
         Args:
             known: Objects that will be there. State of an object goes back into such a one, for none can be made; a
-                tensor or a container that is one of them is filled where it is, any other is made anew.
+                tensor or a container that is one of them is filled where it is, any other is made again.
         """
         self._known = known or KnownObjects()
         self.objects: dict[str, Any] = {}

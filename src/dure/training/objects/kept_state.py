@@ -135,7 +135,7 @@ class KeptState:
         state |= {"attributes": entries, "objects": keeper.objects}
         found = NamedTensors()
         text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
-        # of a length that seldom changes, so that snapshots need not be laid out anew for every digit
+        # of a length that seldom changes, so that snapshots need not be laid out again for every digit
         room = 1 << (len(text) - 1).bit_length()
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}

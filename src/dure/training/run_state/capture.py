@@ -117,7 +117,7 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         session.kept.lost["plain state"] = "plain state of task and modules was in the memory of another host"
     else:
         session.kept.restore(kept)
-    # a generator whose draws cannot be continued begins anew from this position: all of them where there are other
+    # a generator whose draws cannot be continued is seeded from this position: all of them where there are other
     # ranks, or ranks that draw otherwise together; one of a device that was not there
     seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
     generators = capture_random_state(strategy.devices).keys()

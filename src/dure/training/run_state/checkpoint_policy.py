@@ -124,7 +124,7 @@ class Saver:
         self.settle(is_last=is_last)
 
     def prepare(self) -> None:
-        """Get the memory for copies early, beside the next steps: new pages cost more than the copying itself.
+        """Get the memory for copies early, during the next steps: new pages cost more than the copying itself.
 
         To be called once, after a first step, when the optimiser has its state.
 
@@ -206,7 +206,7 @@ class Saver:
         return True
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Let go of threads and memory; by an error, complete the save under way, unless somebody is in a hurry."""
+        """Let go of threads and memory; by an error, complete the save under way, unless a second signal came."""
         if self.pending is not None:
             self.pending.leave(is_hurried=kind is not None and issubclass(kind, StoppedAtOnce))
             self.pending = None

@@ -1,6 +1,6 @@
 """The share of a checkpoint that this rank would write now, built again only where something in it has changed.
 
-Everything plain (positions, learning rates, what optimisers and modules keep beside tensors) is encoded as it is now.
+Everything plain (positions, learning rates, what optimisers and modules keep, tensors apart) is encoded as it is now.
 Tensors are those that are there now. What stays the same from step to step is their names and places.
 """
 

@@ -67,7 +67,7 @@ class MemorySaver:
             every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
             warn: Receives a sentence if there can be none.
             trusted_samples: Tells up to where the run is known to be right: the newest snapshot of there is kept. None:
-                nobody will ask for it.
+                no rank will ask for it.
         """
         self._trusted_samples = trusted_samples
         self._num_places = NUM_PLACES if trusted_samples is None else MOST_PLACES
@@ -75,7 +75,7 @@ class MemorySaver:
         self.session = session
         self.progression = progression
         self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
-        """Steps between two, at least, if nothing else is asked for. What is copied beside a step is whole in the next
+        """Steps between two, at least, if nothing else is asked for. What is copied during a step is whole in the next
         one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
         self.every = every or self._least
         self._is_given = every is not None
@@ -175,7 +175,7 @@ class MemorySaver:
         self._seconds.append(time.perf_counter() - begun)
 
     def _watch(self, share: LiveShare) -> None:
-        """Note what is said to change in the optimiser's step only, where copies beside training depend on that."""
+        """Note what is said to change in the optimiser's step only, where copies during training depend on that."""
         self._is_beside = False
         steady = zip(share.tensors, share.steady, strict=False)
         watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]

@@ -135,7 +135,7 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
         num_samples: How many they are.
 
     Raises:
-        TaskInvalid: Such a count is of batches. It is right beside a total that is a mean over its batch.
+        TaskInvalid: Such a count is of batches. It is right with a total that is a mean over its batch.
     """
     for name, metric in at_once.items():
         parts = in_parts.get(name, metric)

@@ -267,7 +267,7 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready
-        # while the batch after the next is fetched, nobody should hold this one's memory any more
+        # while the batch after the next is fetched, this one's memory should not be held any more
         del ready, following
 
 

@@ -13,7 +13,7 @@ _SECOND_AFTER_SECONDS = 0.5
 
 
 class StoppedAtOnce(BaseException):
-    """A signal came where there is nothing to save, or a second one where nobody supervises."""
+    """A signal came where there is nothing to save, or a second one where there is no supervisor."""
 
     def __init__(self, number: int) -> None:
         self.number = number

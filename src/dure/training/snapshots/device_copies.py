@@ -1,4 +1,4 @@
-"""Copies from accelerators into pinned memory of the host, beside what the accelerators compute.
+"""Copies from accelerators into pinned memory of the host, while the accelerators compute.
 
 What only the optimiser's step changes is copied while the next forward and backward run, in a stream of its own. All
 else, which a forward may change, is copied before anything that is launched later.
@@ -25,7 +25,7 @@ class DeviceCopies:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._done: list[torch.Event] = []
         self._steady: list[tuple[Tensor, int]] = []
-        """Tensors copied beside training, with torch's count of their changes when that began."""
+        """Tensors copied during training, with torch's count of their changes when that began."""
         self._sources: list[Tensor] = []
         """Tensors that are kept until they are copied: their memory would be given to others."""
 

@@ -68,7 +68,7 @@ class Survey:
     def candidates(self) -> list[Found]:
         """Return what can be gone on from, the newest first.
 
-        A rank that holds anything must hold it, so that it is of a step that all have done; but for one whose
+        A rank that holds anything must hold it, so that it is of a step that all have done. The exception is one whose
         snapshots are all of a later round, which came to the others when they went on from this one.
         """
         every = {Found(position=h.position, round=h.round, world_size=h.world_size) for all_ in self.held for h in all_}
@@ -160,7 +160,7 @@ def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
 
 
 def _shares(saved: dict[int, SavedShare], world_size: int) -> list[Share]:
-    """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is nobody's."""
+    """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is in no share."""
     if any(one.is_spread for one in saved.values()):
         return [saved[rank].share for rank in range(world_size)]
     whole = next(one.share for _, one in sorted(saved.items()) if one.share.state)

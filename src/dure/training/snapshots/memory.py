@@ -74,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Rank, number of ranks and round of whoever writes."""
+    """Rank, number of ranks and round of the writer."""
 
     round: int = 0
     world_size: int = 1
@@ -94,7 +94,7 @@ class ShareLayout:
 
         Args:
             share: What is written.
-            is_spread: Whether other ranks have what this one has not, beside pieces.
+            is_spread: Whether other ranks have what this one has not, apart from pieces.
         """
         has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread

@@ -125,7 +125,7 @@ class SnapshotWriter:
             tensors: In the order of the layout; passing the same object again as well, if they are in the same memory.
             state: `Share.state`: everything that is no tensor.
             position: Where in the run this is.
-            trusted_samples: The newest snapshot that is no further stays, if there is a place for it beside the newest.
+            trusted_samples: The newest snapshot that is no further stays, if it and the newest both have a place.
             steady: Which of the tensors change only after `complete`, so that they are copied meanwhile if they are on
                 an accelerator. None: all is copied when this returns.
             own: The tensors at the end of the layout, others each time.

@@ -56,7 +56,7 @@ class GivenTask:
         return " and ".join(self.reasons)
 
     def record(self) -> dict[str, Any] | None:
-        """Return what the run's record needs beside class and options, None if these suffice."""
+        """Return what the run's record needs in addition to class and options, None if these suffice."""
         return {"because": self.why, "attributes": dict(self.attributes)} if self.reasons else None
 
     def faults_since(self, before: Mapping[str, Any] | None, options: Mapping[str, Any]) -> list[str]:

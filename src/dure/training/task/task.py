@@ -76,7 +76,7 @@ class Task(ABC):
         """Return the mean loss over the batch's samples, or `Sum(total, count)` when the count is another."""
 
     def metrics(self, model: "nn.Module", batch: Any) -> dict[str, Sum]:
-        """Return what an evaluation measures beside the loss, as sums and counts."""
+        """Return what an evaluation measures in addition to the loss, as sums and counts."""
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:

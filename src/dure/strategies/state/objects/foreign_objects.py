@@ -41,7 +41,7 @@ def is_foreign(value: object) -> bool:
 
 
 def hides_state(value: object) -> bool:
-    """Return whether an object that nobody looks into may have state: it is no lock, file, connection or constant."""
+    """Return whether an opaque object may have state: it is no lock, file, connection or constant."""
     module = type(value).__module__
     package = module.partition(".")[0]
     if package in ("builtins", "torch", "numpy"):

@@ -116,9 +116,9 @@ class ObjectState:
         self.hidden: list[str] = []
         """Paths of other objects whose changes cannot be seen."""
         self.large: dict[str, Tensor] = {}
-        """Tensors of which no copy is kept, by their paths: whoever changes them undoes it."""
+        """Tensors of which no copy is kept, by their paths: code that changes them undoes it."""
         self.first: dict[str, object] = {}
-        """Objects that were found, by their paths, but for those in sets, which have no order."""
+        """Objects that were found, by their paths, without those in sets, which have no order."""
         self._is_in_set = False
         self.unseen: str | None = None
         """Path of the first object that was not looked into, for there are too many, or it lies too deep; None if all

@@ -16,7 +16,7 @@ from dure.strategies.state.objects.namespaces import is_users_module
 _MOST_KEPT_BYTES = 64 * 2**20
 """Size of a file up to which its content is kept before something writes over it."""
 _PASSED_ON = ("numpy", "pandas", "PIL", "torch.serialization")
-"""Modules, beside Python's own, that open files for those who call them."""
+"""Modules, other than Python's own, that open files for those who call them."""
 
 
 class Surroundings:

@@ -25,7 +25,7 @@ _MOST_SAMPLES = 256
 
 
 def is_large(tensor: Tensor) -> bool:
-    """Return whether of a tensor no copy is kept, so that whoever changes it undoes that."""
+    """Return whether no copy of a tensor is kept, so that code that changes it undoes that."""
     return tensor.numel() > MOST_ELEMENTS and _has_elements(tensor)
 
 

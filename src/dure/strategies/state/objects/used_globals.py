@@ -1,4 +1,4 @@
-"""Places where functions of a user's classes keep state beside their objects: global variables, classes, functions."""
+"""Places where functions of a user's classes keep state outside their objects: global variables, classes, functions."""
 
 import contextlib
 import dis
@@ -20,7 +20,7 @@ from dure.strategies.state.objects.namespaces import (
 
 
 def used_globals(*classes: type) -> dict[str, object]:
-    """Return what functions of a user's classes may keep state in beside their objects.
+    """Return what functions of a user's classes may keep state in outside their objects.
 
     These are global variables that hold state or are assigned to, classes' own variables, and functions with closures,
     attributes or default values that can change. Functions and classes of the user's own that the functions name are

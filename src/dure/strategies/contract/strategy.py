@@ -71,7 +71,7 @@ class Strategy(ABC):
     undoes_writes = False
     """True if parameters that the loss writes to would lose what it wrote, on some or all ranks."""
     orders_parameters = False
-    """Whether ranks divide the optimiser's parameters in the order that its groups have."""
+    """True if ranks divide the optimiser's parameters in the order that its groups have."""
     holds_memory = False
     """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
     lost."""

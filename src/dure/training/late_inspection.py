@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
+from dure.strategies.contract.declarations import reduces_in_step
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.loss_inspection import tolerance_of
 from dure.training.rehearsal import few_evaluated
@@ -32,6 +33,7 @@ class LateInspection:
         self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
         is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
         self._needs_all = strategy.evaluates_together or not is_whole
+        self._is_reduction_told = strategy.traits.reduced_in_step is not None
         self._num_calls = 0
         self._looked_at = time.monotonic()
         self._place = 0
@@ -52,11 +54,14 @@ class LateInspection:
             self._generators = None
             traits = replace(traits, draws=True)
             texts += [self._session.draws_anew] if self._session.draws_anew else []
+        if traits.reduced_in_step and not self._is_reduction_told:
+            self._is_reduction_told = True
+            texts.append(reduces_in_step(traits.reduced_in_step))
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
         if traits is strategy.traits:
-            return []
+            return texts
         known, strategy.traits = strategy.not_preserved(), traits
         return [*texts, *(text for text in strategy.not_preserved() if text not in known)]
 

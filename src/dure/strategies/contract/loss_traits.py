@@ -73,6 +73,8 @@ class LossTraits:
     """Figures that show that the loss of the same samples is another one on another rank; None if it is not."""
     differs_by_world: str | None = None
     """Figures that show that the loss, or the optimiser, is another one where the process is alone; None if not."""
+    reduced_in_step: str | None = None
+    """Name of a reduction over ranks that the optimiser's step, or a hook on it, called itself; None if none did."""
     collective: str | None = None
     """Name of a collective operation of torch.distributed that the loss or the metrics call; None if none was seen."""
 

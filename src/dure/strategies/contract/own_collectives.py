@@ -1,37 +1,57 @@
-"""Refusal of collectives that an optimiser's step, or a hook on it, calls itself: ranks have exchanged gradients."""
+"""Collectives that an optimiser's step, or a hook on it, calls itself: ranks have exchanged gradients before it."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
 from dure.errors import TaskInvalid
 from dure.torchcompat import replaced_collectives
 
+_REDUCTIONS = ("all_reduce", "reduce")
+"""Beginnings of the names of those that compute: their result depends on the number of ranks."""
+
 
 @contextmanager
-def no_collectives_of_users(optimizer_name: str) -> Iterator[None]:
-    """Refuse collectives that are called by code that is neither dure's nor torch's.
+def watched_collectives(optimizer: Optimizer, called: list[str]) -> Iterator[None]:
+    """Note the reductions that are called by code that is neither dure's nor torch's, and refuse those of gradients.
+
+    Others pass: an optimiser whose ranks share the work sends its results on by `broadcast` or `all_gather`.
 
     Args:
-        optimizer_name: Class of the optimiser whose step is taken inside, for the sentence.
+        optimizer: The one whose step is taken inside.
+        called: List to which names are added.
 
     Raises:
-        TaskInvalid: One was called; it has sent nothing.
+        TaskInvalid: A gradient was to be reduced; nothing has been sent.
     """
+    gradients = {
+        parameter.grad.untyped_storage().data_ptr()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and parameter.grad.layout == torch.strided
+    }
 
-    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _is_called_by_user():
-                raise TaskInvalid(
-                    f"the step of the optimiser {optimizer_name}, or a hook on it, calls {name} of torch.distributed: "
-                    "gradients are those of the whole batch there already, on every rank; leave the exchange out"
-                )
+            if _is_called_by_user() and name.startswith(_REDUCTIONS):
+                tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+                if any(tensor.untyped_storage().data_ptr() in gradients for tensor in tensors):
+                    raise TaskInvalid(
+                        f"the step of the optimiser {type(optimizer).__name__}, or a hook on it, calls {name} of "
+                        "torch.distributed on gradients, which are those of the whole batch there already, on every "
+                        "rank: leave that out"
+                    )
+                called.append(name)
             return function(*args, **kwargs)
 
         return call
 
-    with replaced_collectives(refusing):
+    with replaced_collectives(watching):
         yield
 
 

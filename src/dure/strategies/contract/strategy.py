@@ -31,7 +31,7 @@ from dure.strategies.contract.declarations import (
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.contract.options import StrategyOptions
-from dure.strategies.contract.own_collectives import no_collectives_of_users
+from dure.strategies.contract.own_collectives import watched_collectives
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import ReplicaState
@@ -206,9 +206,11 @@ class Strategy(ABC):
         self._num_steps += 1
         is_watched = self._num_steps <= _WATCHED_STEPS and self.group.world_size > 1
         before = GeneratorStates.now(*self.devices) if is_watched else None
-        name = type(self.built_optimizer).__name__
-        with no_collectives_of_users(name) if is_watched else nullcontext():
+        called: list[str] = []
+        with watched_collectives(self.optimizer, called) if is_watched else nullcontext():
             self.precision.step(self.optimizer)
+        if called:
+            self.traits = replace(self.traits, reduced_in_step=called[0])
         if before is not None and not before.is_same_as(GeneratorStates.now(*self.devices)):
             self.optimizer_draws = True
             if self.draws and self.replica() is not None:

@@ -77,7 +77,9 @@ class DDP(Strategy):
         faults = super().check_traits(model)
         users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for name, module in model.named_modules():
-            if getattr(module, "sparse", False) and any(users[id(p)] > 1 for p in module.parameters(recurse=False)):
+            if getattr(module, "sparse", False) is True and any(
+                users[id(p)] > 1 for p in module.parameters(recurse=False)
+            ):
                 faults.append(
                     f"{name} gives sparse gradients (sparse=True) and shares its weight with a layer that gives dense "
                     "ones, which torch's DDP cannot reduce: set sparse=False, or use naive_ddp"
@@ -103,7 +105,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             find_unused_parameters=self.options.find_unused_parameters,
         )
-        has_sparse_gradients = any(getattr(module, "sparse", False) for module in self.model.modules())
+        has_sparse_gradients = any(getattr(module, "sparse", False) is True for module in self.model.modules())
         if not (self.options.find_unused_parameters or has_sparse_gradients):
             # searching for unused parameters DDP keeps its first order; sparse gradients cannot be rehearsed by dense
             self._rehearse()

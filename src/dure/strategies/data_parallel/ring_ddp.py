@@ -50,7 +50,7 @@ class RingDDP(LocalSums):
         return faults + [
             f"{name} gives sparse gradients (sparse=True), which have no place in a flat buffer: use ddp or naive_ddp"
             for name, module in model.named_modules()
-            if getattr(module, "sparse", False)
+            if getattr(module, "sparse", False) is True
         ]
 
     def place(self, model: nn.Module) -> nn.Module:

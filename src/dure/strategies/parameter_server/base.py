@@ -58,7 +58,7 @@ class ServedRank(LocalSums):
         return [
             f"{name} gives sparse gradients (sparse=True), and servers keep dense rows: use ddp or naive_ddp"
             for name, module in model.named_modules()
-            if getattr(module, "sparse", False)
+            if getattr(module, "sparse", False) is True
         ]
 
     @classmethod

@@ -76,7 +76,7 @@ class FSDP(ShardedStrategy):
         faults += [
             f"{name} gives sparse gradients (sparse=True), which have no shards: set sparse=False, or use ddp"
             for name, module in model.named_modules()
-            if getattr(module, "sparse", False)
+            if getattr(module, "sparse", False) is True
         ]
         faults += [
             f"the parameter {name} has no elements, which fully_shard does not take: leave it out, or use ddp"
@@ -201,10 +201,10 @@ class FSDP(ShardedStrategy):
                 f"build_optimizer adds or replaces parameters ({few(added)}), and fsdp divides the model before it: do "
                 "that in build_model, or use ddp"
             )
-        own = {id(part) for part in (*self.model.modules(), *self.model.parameters())}
+        own = {id(parameter) for parameter in self.model.parameters()}
         for path, value in ObjectState(self.objects).first.items():
             tensors = value.parameters() if isinstance(value, nn.Module) else [value]
-            if id(value) not in own and any(isinstance(tensor, DTensor) for tensor in tensors):
+            if any(isinstance(tensor, DTensor) and id(tensor) not in own for tensor in tensors):
                 raise TaskInvalid(
                     f"build_optimizer left a copy of weights in {path}, which under fsdp has shards in their place: "
                     "make it in build_model, where weights are whole, or use ddp"

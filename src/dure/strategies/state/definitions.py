@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -51,7 +52,8 @@ def _put_back_members(cls: type, before: Mapping[str, Any]) -> None:
     for name in [*before.keys(), *(now.keys() - before.keys())]:
         held, had = now.get(name), before.get(name)
         if held is not had and (isinstance(held, _OF_CLASSES) or isinstance(had, _OF_CLASSES)):
-            if name in before:
-                setattr(cls, name, had)
-            else:
-                delattr(cls, name)
+            with suppress(AttributeError, TypeError):  # the class's own metaclass may refuse
+                if name in before:
+                    setattr(cls, name, had)
+                else:
+                    delattr(cls, name)

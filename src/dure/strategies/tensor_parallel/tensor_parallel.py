@@ -75,7 +75,7 @@ class TensorParallel(ShardedStrategy):
         plan.faults += [
             f"{name} gives sparse gradients (sparse=True), which are not added up over the data axis: set sparse=False"
             for name, module in model.named_modules()
-            if getattr(module, "sparse", False) and axes["data"] > 1
+            if getattr(module, "sparse", False) is True and axes["data"] > 1
         ]
         plan.faults += [
             f"{name} has a hook on its gradient, which would get the gradient of one data rank's samples: use a mesh "

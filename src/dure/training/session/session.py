@@ -37,7 +37,7 @@ from dure.training.session.sample_order import SampleOrder
 from dure.training.session.task_inspection import inspected
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
-from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_digests
+from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_digests, sample_views
 from dure.training.task.task import Task
 
 
@@ -183,9 +183,10 @@ def open_session(
         strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
     identity = _identity(task, order, eval_samples, loaders[0])
     if group.world_size > 1:
-        samples = {"training": identity.samples}
+        samples = {"training": sample_views(identity.samples, loaders[0].sample)}
         if eval_samples:
-            samples["evaluation"] = sample_digests(eval_samples, loaders[1].sample)
+            fetch = loaders[1].sample
+            samples["evaluation"] = sample_views(sample_digests(eval_samples, fetch), fetch)
         refuse_unlike_samples(group.all_gather_json(samples))
     return Session(
         spec=spec,
@@ -292,6 +293,7 @@ def _built_model(task: Task) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
     refuse_lazy(model, name)
+    refuse_scripted(model, name)
     refuse_divided(model, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
@@ -318,6 +320,26 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of torch, by name because importing some takes long, that divide work themselves."""
+
+
+def refuse_scripted(model: nn.Module, name: str) -> None:
+    """Refuse a model with TorchScript modules, whose attributes and hooks live outside of Python.
+
+    Args:
+        model: As a task built it.
+        name: Of the method that built it.
+
+    Raises:
+        TaskInvalid: Names the first such module.
+    """
+    scripted = [
+        path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise TaskInvalid(
+            f"{name} returned a model with TorchScript ({scripted[0]}), whose changes cannot be seen: build it of "
+            "torch.nn.Modules, and script what is exported"
+        )
 
 
 def refuse_divided(model: nn.Module, name: str) -> None:

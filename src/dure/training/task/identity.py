@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dure.errors import DataInvalid, TaskInvalid
+from dure.strategies.state.containers import tensors_in
 from dure.training.task.code_digest import code_digests
 from dure.training.task.digests import digest
 from dure.training.task.task import Task
@@ -69,25 +70,53 @@ class TaskIdentity:
         return found
 
 
-def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
     """Refuse data of which ranks do not read the same samples.
 
     Args:
-        everyones: By rank, digests of samples by index, of each kind of data.
+        everyones: By rank, views of samples by index (`sample_views`), of each kind of data.
 
     Raises:
         DataInvalid: Names the kind, the sample and the rank.
     """
     for rank, theirs in enumerate(everyones):
-        for kind, digests in theirs.items():
+        for kind, views in theirs.items():
             known = everyones[0].get(kind, {})
-            unlike = next((index for index, one in digests.items() if known.get(index, one) != one), None)
+            unlike = next((index for index, one in views.items() if not _are_alike(known.get(index, one), one)), None)
             if unlike is not None:
                 raise DataInvalid(
                     f"sample {unlike} of the {kind} data is another one on rank {rank} than on rank 0: give every rank "
                     "all samples in the same order, with no subset or DistributedSampler by rank (dure divides batches "
                     "itself), and sort lists of files"
                 )
+
+
+def sample_views(digests: Mapping[str, str], fetch: Callable[[int], Any]) -> dict[str, Any]:
+    """Return what is compared between ranks: digests of samples, and sums and norms of their floating-point numbers.
+
+    Args:
+        digests: Of samples, by index.
+        fetch: Returns one sample.
+    """
+    return {index: [digest, _sums_of(fetch(int(index)))] for index, digest in digests.items()}
+
+
+def _sums_of(sample: Any) -> list[float]:
+    floats = [tensor.detach().double() for tensor in tensors_in(sample) if tensor.is_floating_point()]
+    return [number for tensor in floats for number in (float(tensor.sum()), float(tensor.norm()))]
+
+
+def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two views are of one sample: hosts with other processors may round its numbers otherwise."""
+    (digest, sums), (others_digest, others) = one, other
+    if digest == others_digest:
+        return True
+    scale = max(map(abs, (*sums, *others)), default=0.0)
+    return (
+        bool(sums)
+        and len(sums) == len(others)
+        and all(abs(a - b) <= 1e-4 * scale for a, b in zip(sums, others, strict=True))
+    )
 
 
 def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:

@@ -36,6 +36,8 @@ def is_foreign(value: object) -> bool:
     package = module.partition(".")[0]
     if isinstance(value, _LOOKED_INTO):
         return False
+    if isinstance(value, threading.Thread):
+        return True
     is_pythons = package in sys.stdlib_module_names and package not in _LOOKED_INTO_PACKAGES
     return is_pythons or module.startswith(_ENGINES)
 

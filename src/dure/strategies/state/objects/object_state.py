@@ -231,6 +231,9 @@ class ObjectState:
             return
         of_pythons = next((place for kind, place in _OF_PYTHONS.items() if isinstance(value, kind)), None)
         memory = memory_of(value)
+        if isinstance(value, torch.jit.ScriptModule):
+            self.hidden.append(path)
+            return
         if of_pythons is None and memory is None and is_foreign(value):
             if hides_state(value):
                 self.hidden.append(path)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import io
 import itertools
 import operator
 import random
@@ -11,6 +10,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import Queue
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.objects.generator_state import GENERATORS, generator_state, set_generator_state
-from dure.strategies.state.objects.namespaces import ATOMS
+from dure.strategies.state.objects.namespaces import ATOMS, is_users
 from dure.torchcompat import bytes_of
 
 _MOST_ITEMS = 1_000
@@ -215,33 +215,45 @@ def queue_place(path: str, waiting: "Queue[Any]") -> Place:
     )
 
 
-def stream_place(path: str, stream: "io.BytesIO | io.StringIO") -> Place:
-    """Return the place of a file in memory: what is in it, and where it is read and written next."""
+def stream_place(path: str, stream: Any) -> Place:
+    """Return the place of an `io.BytesIO` or `io.StringIO`: what is in it, and where it is read and written next."""
 
-    def now() -> tuple[Any, int]:
-        return (None, 0) if stream.closed else (stream.getvalue(), stream.tell())
+    def now() -> Any:
+        return None if stream.closed else stream.__getstate__()
 
     before = now()
 
     def put_back() -> None:
-        if not stream.closed:
-            stream.seek(0)
-            stream.truncate()
-            stream.write(before[0])
-            stream.seek(before[1])
+        with suppress(BufferError, ValueError):  # a view of its memory is in use, or it was closed
+            stream.__setstate__(before)
 
-    return Place(path, lambda: now() != before, put_back, now, is_put_back=not stream.closed)
+    return Place(path, lambda: now() != before, put_back, now, is_put_back=before is not None)
 
 
 def event_place(path: str, event: threading.Event) -> Place:
-    """Return the place of an event's flag."""
+    """Return the place of an event's flag: seen only if a thread of the task's may be the one that sets it."""
     before = event.is_set()
-    return Place(
-        path,
-        lambda: event.is_set() != before,
-        lambda: event.set() if before else event.clear(),
-        event.is_set,
-    )
+    is_put_back = not _have_users_threads()
+
+    def put_back() -> None:
+        if is_put_back:
+            (event.set if before else event.clear)()
+
+    return Place(path, lambda: event.is_set() != before, put_back, event.is_set, is_put_back=is_put_back)
+
+
+def _have_users_threads() -> bool:
+    """Return whether threads run that are neither Python's first nor those of dure and of libraries."""
+    for thread in threading.enumerate():
+        target = getattr(thread, "_target", None)
+        kinds = (type(thread), getattr(target, "__func__", target))
+        if any(kind is not None and (is_users(kind) or _is_of_pool(kind)) for kind in kinds):
+            return True
+    return False
+
+
+def _is_of_pool(function: Any) -> bool:
+    return bool(getattr(function, "__module__", "") == "concurrent.futures.thread")
 
 
 def variable_place(path: str, variable: ContextVar[Any]) -> Place:

@@ -1,7 +1,10 @@
 """Features: tasks that know of ranks, call them, or keep copies of the model, and hooks that come late."""
 
 import copy
+import io
 import os
+import threading
+import time
 from typing import Any
 
 import torch
@@ -276,3 +279,88 @@ class ForwardReplacedLater(ZooTask):
             forward = model[1].forward
             model[1].forward = lambda x: 1.2 * forward(x)
         return super().loss(model, batch)
+
+
+class Criterion(nn.Module):
+    """A module that refers to the model, as wrappers and extractors of features do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.model(x), y)
+
+
+@feature("Ranks and copies", "a module of the task's that refers to the model")
+class WrapperOfModel(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        self.criterion = Criterion(model)
+        return model
+
+
+class Hybrid(nn.Module):
+    """A layer that has the name of an option of `nn.Embedding`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse, self.dense = chain(), nn.Linear(OUT, OUT).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.dense(self.sparse(x))
+        return output
+
+
+@feature("Ranks and copies", "a layer with the name `sparse`")
+class LayerNamedSparse(ZooTask):
+    def build_model(self) -> nn.Module:
+        return Hybrid()
+
+
+@feature("Ranks and copies", "an event that a thread of the task's sets, and the loss waits for")
+class EventOfThread(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.is_ready = threading.Event()
+        threading.Thread(target=self.get_ready, daemon=True).start()
+        return super().build_model()
+
+    def get_ready(self) -> None:
+        time.sleep(0.3)
+        self.is_ready.set()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        assert self.is_ready.wait(20)
+        return super().loss(model, batch)
+
+
+@feature("Ranks and copies", "a number that the task keeps in an `io.BytesIO`", declares=("task.file",))
+class FileInMemory(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.file = io.BytesIO(b"1.0")
+        return super().build_model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        factor = min(float(self.file.getvalue()) + 0.1 * model.training, 2.0)
+        self.file.seek(0)
+        self.file.write(f"{factor:.1f}".encode())
+        return super().loss(model, batch) * factor
+
+
+class ReducedNorm(SGD):
+    """Divides gradients by a norm that it adds up over ranks, as where each has its own part of them."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        square = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+        for parameter in parameters:
+            parameter.grad.div_(1 + square.sqrt())
+        return super().step(closure)
+
+
+@feature("Ranks and copies", "an optimiser that adds a norm up over ranks", declares=WORLD)
+class NormOverRanks(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return ReducedNorm(model.parameters(), lr=0.1)

@@ -139,6 +139,14 @@ def test_hang_after_when_it_is_short_then_a_start_has_a_minute_all_the_same(monk
     assert ranks.wait(1.0) == pytest.approx(module.START_SECONDS + 0.5)
 
 
+def test_hang_after_when_a_rank_has_made_calls_and_no_step_then_it_is_the_limit(monkeypatch):
+    ranks = Ranks(monkeypatch, hang_after=3.0)
+    for rank in (0, 1):
+        ranks.watchdog.note_calls(rank, 1)
+    assert ranks.wait(3.0) is None
+    assert ranks.wait(1.0) == pytest.approx(3.5)
+
+
 def test_hang_after_when_it_is_long_then_a_start_has_as_much(monkeypatch):
     ranks = Ranks(monkeypatch, hang_after=1000.0)
     assert ranks.wait(1000.0) is None

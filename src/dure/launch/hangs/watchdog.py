@@ -126,7 +126,8 @@ class Watchdog:
             calls = self._calls.get(rank, _Calls())
             last_news = max(beat.time or self._began, last_call if rank in self.mute else calls.time)
             seconds = now - max(last_news, self._not_before)
-            self.last_threshold = self.threshold(beat.phase) if beat.count else self._threshold_of_start()
+            has_begun = beat.count or (calls.count and self.hang_after is not None)  # a script may leave no heartbeat
+            self.last_threshold = self.threshold(beat.phase) if has_begun else self._threshold_of_start()
             self.is_known = self.hang_after is not None or self.last_threshold != UNKNOWN_SECONDS
             if not self.is_known and calls.count:
                 self.last_threshold = max(LEAST_SECONDS, TIMES_LONGEST * calls.longest_seconds)

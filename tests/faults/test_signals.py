@@ -381,7 +381,7 @@ def test_signal_when_ranks_start_again_then_the_last_step_is_saved(prewarmed, tm
     os.kill(command.ranks(2)[1], signal.SIGKILL)
     command.wait_for(lambda: run.events("restart"), "the restart")
     command.send(signal.SIGTERM)
-    assert command.wait(5) == 143, command.err
+    assert command.wait(20) == 143, command.err
     assert run.checkpoints()
 
 

@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import dure
+from dure.errors import Interrupted
+from dure.launch.rounds import supervisor
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
+from tests.conformance.zoo.feature import STEPS, ZooTask
 from tests.faulty_task import Faulty
 from tests.two_hosts import ended
 
@@ -381,8 +384,25 @@ def test_signal_when_ranks_start_again_then_the_last_step_is_saved(prewarmed, tm
     os.kill(command.ranks(2)[1], signal.SIGKILL)
     command.wait_for(lambda: run.events("restart"), "the restart")
     command.send(signal.SIGTERM)
-    assert command.wait(20) == 143, command.err
+    assert command.wait(5) == 143, command.err
     assert run.checkpoints()
+
+
+@pytest.mark.faults
+def test_signal_when_it_comes_between_two_rounds_then_the_last_step_is_saved(monkeypatch, tmp_path):
+    decided = supervisor.as_decided
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)  # no rank runs now
+        return decided(*arguments)
+
+    monkeypatch.setattr(supervisor, "as_decided", signalled)
+    faults = tmp_path / "faults.toml"
+    faults.write_text('[[fault]]\nrank = 1\nstep = 6\nkind = "kill"\n')
+    settings = {"snapshot_every": 1, "max_restarts": 1, "faults": faults, "quiet": True, "start": "fork", "threads": 1}
+    with pytest.raises(Interrupted, match="continue with"):
+        dure.train(ZooTask(), strategy="ddp", nproc=2, device="cpu", runs_dir=tmp_path, name="run", **settings, **STEPS)
+    assert RunFiles(tmp_path / "run").checkpoints() == ["samples-000000000020"]
 
 
 @pytest.mark.faults

@@ -60,10 +60,14 @@ def run_workers(launch: Launch) -> Outcome:
                 if restart is None:
                     break
                 show_what_was_said(launch, workers)
-                workers.clear()
                 if launch.on_restart is not None:
                     launch.on_restart(restart)
                 launch = as_decided(launch, restart, memory)
+                if received:  # while no rank ran: what those before left in memory is saved all the same
+                    if not (memory.has_snapshots() and has_left_snapshots(launch, ends, received)):
+                        break
+                    launch = saving(launch, received[0])
+                workers.clear()
         except StoppedBeforeStart:
             pass
         finally:

@@ -473,3 +473,16 @@ def test_library_when_it_was_made_for_another_torch_then_a_sentence_says_so(sour
 def test_bytes_of_any_strides_then_are_those_of_a_plain_copy(tensor: torch.Tensor) -> None:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     assert bytes(torchcompat.bytes_of(tensor).tolist()) == bytes(plain.untyped_storage().tolist())
+
+
+def test_world_size_when_read_then_noted_with_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with torchcompat.reads_of_world_size() as reads:
+        assert os.environ["HOME"]
+        assert reads == []
+        assert os.environ.get("WORLD_SIZE") == "2"
+        assert os.getenv("LOCAL_WORLD_SIZE") is None
+        with pytest.raises(ValueError, match="process group"):
+            torch.distributed.get_world_size()
+    assert os.environ["WORLD_SIZE"] == "2"
+    assert [read.rpartition(":")[0] for read in reads] == [__file__, __file__]

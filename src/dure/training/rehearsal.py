@@ -25,7 +25,6 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.trial import is_equal
-from dure.torchcompat import as_one_process
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.loop import check_schedule
@@ -88,8 +87,14 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
                 f"{difference}: compute it from the samples alone, and not from the number of a rank or a host's files"
             )
     if strategy.group.rank == 0 and here:
-        with _only_asked(strategy), suppress(Exception, CollectiveCalled), no_collectives(), as_one_process():
-            given = session.task.build_schedule(strategy.optimizer, session.total_samples)
+        task = session.task
+        with (
+            _only_asked(strategy),
+            suppress(Exception, CollectiveCalled),
+            no_collectives(),
+            session.alone.entered(task),
+        ):
+            given = task.build_schedule(strategy.optimizer, session.total_samples)
             alone = _factors(strategy, given, session.total_samples)
             if difference := _first_difference(here, alone, "here", "in one process"):
                 session.notes.append(depends_on_ranks(difference))

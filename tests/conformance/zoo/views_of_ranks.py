@@ -364,3 +364,37 @@ class ReducedNorm(SGD):
 class NormOverRanks(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return ReducedNorm(model.parameters(), lr=0.1)
+
+
+@feature("Ranks and copies", "data cut to a multiple of the number of ranks", declares=WORLD)
+class DataByWorldSize(ZooTask):
+    def train_data(self) -> Any:
+        whole = super().train_data()
+        return torch.utils.data.Subset(whole, range(len(whole) // (3 * world_size()) * 3 * world_size()))
+
+
+@feature("Ranks and copies", "first weights scaled by the number of ranks", declares=WORLD)
+class WeightsByWorldSize(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.1 * world_size())
+        return model
+
+
+@feature("Ranks and copies", "a learning rate that the task keeps, scaled by the number of ranks", declares=WORLD)
+class KeptRateByWorldSize(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.rate = 0.05 * world_size()
+        return super().build_model()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=self.rate, momentum=0.9)
+
+
+@feature("Ranks and copies", "the number of ranks kept by the task for its messages")
+class KeptWorldSize(ZooTask):
+    def train_data(self) -> Any:
+        self.num_ranks = world_size()
+        return super().train_data()

@@ -20,6 +20,7 @@ from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
 from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
+from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
@@ -28,9 +29,10 @@ from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import used_globals
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import tell
-from dure.torchcompat import import_late_parts, settle_engine
+from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engine
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
+from dure.training.session.built_alone import Alone, TaskParts, built_alone
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.sample_order import SampleOrder
@@ -62,6 +64,8 @@ class Session:
     """Further differences from the undisturbed one-process run, found on the way."""
     draws_anew: str = ""
     """Declaration about the generators, if a checkpoint could not bring them back; it applies once the task draws."""
+    alone: Alone = dataclasses.field(default_factory=Alone)
+    """The process as the only one of a run, as far as the task's code can tell."""
     kept: KeptState
     """Plain state, apart from that of model and optimiser."""
 
@@ -142,40 +146,45 @@ def open_session(
         RanksDisagree: Ranks that did not build the same.
     """
     startup = group.startup(None if spec.quiet else tell)
-    seed_everything(spec.seed)
-    task = make_task(spec.task, spec.task_options)
-    with startup.step("preparing the data"):
-        if place.rank.local_rank == 0:
-            task.prepare_data()
-    seed_everything(spec.seed)
-    with startup.step("loading the data"):
-        train_data, eval_data = task.train_data(), task.eval_data()
-    check_dataset(train_data, f"{type(task).__name__}.train_data")
-    order = SampleOrder(
-        len(train_data),  # type: ignore[arg-type]
-        spec.global_batch_size,
-        seed=spec.seed,
-        shuffle=spec.shuffle,
-        drop_last=spec.drop_last,
-    )
-    total_samples = spec.samples or max(1, round((spec.epochs or 1.0) * order.epoch_samples))
-    loaders = [Loader(SampleFetch(train_data, task.collate, spec.seed), devices[0], spec.num_workers)]
-    eval_samples = 0
-    if eval_data is not None:
-        check_dataset(eval_data, f"{type(task).__name__}.eval_data")
-        eval_samples = len(eval_data)  # type: ignore[arg-type]
-        loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
-    seed_everything(spec.seed)
-    with startup.step("building the model"):
-        model = _built_model(task)
+    with reads_of_world_size() as reads:
+        seed_everything(spec.seed)
+        task = make_task(spec.task, spec.task_options)
+        with startup.step("preparing the data"):
+            if place.rank.local_rank == 0:
+                task.prepare_data()
+        seed_everything(spec.seed)
+        with startup.step("loading the data"):
+            train_data, eval_data = task.train_data(), task.eval_data()
+        check_dataset(train_data, f"{type(task).__name__}.train_data")
+        order = SampleOrder(
+            len(train_data),  # type: ignore[arg-type]
+            spec.global_batch_size,
+            seed=spec.seed,
+            shuffle=spec.shuffle,
+            drop_last=spec.drop_last,
+        )
+        total_samples = spec.samples or max(1, round((spec.epochs or 1.0) * order.epoch_samples))
+        loaders = [Loader(SampleFetch(train_data, task.collate, spec.seed), devices[0], spec.num_workers)]
+        eval_samples = 0
+        if eval_data is not None:
+            check_dataset(eval_data, f"{type(task).__name__}.eval_data")
+            eval_samples = len(eval_data)  # type: ignore[arg-type]
+            loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
+        seed_everything(spec.seed)
+        with startup.step("building the model"):
+            model = _built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec.num_devices, strategy.options):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
+    alone = Alone()
     with startup.step("trying the loss"):
-        strategy.traits = _traits(strategy, task, model, loaders[0], order, traits)
+        if reads and group.rank == 0 and group.world_size > 1:
+            parts = TaskParts(task=task, train_data=train_data, eval_data=eval_data, model=model)
+            alone = built_alone(spec, parts)
+        strategy.traits = _traits(strategy, task, model, loaders[0], order, traits, alone)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
@@ -201,18 +210,26 @@ def open_session(
         eval_samples=eval_samples,
         eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
         identity=identity,
+        notes=[depends_on_ranks(alone.difference)] if alone.difference else [],
+        alone=alone,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
 
 
 def _traits(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, known: LossTraits | None
+    strategy: Strategy,
+    task: Task,
+    model: nn.Module,
+    loader: Loader,
+    order: SampleOrder,
+    known: LossTraits | None,
+    alone: Alone,
 ) -> LossTraits:
     """Return the traits of the task's loss on all ranks, those that are known or those that are found now."""
 
     def shared() -> LossTraits:
         if known is None:
-            return inspected(strategy, task, model, loader, order)
+            return inspected(strategy, task, model, loader, order, alone)
         return LossTraits.from_json(strategy.group.all_gather_json(asdict(known))[0])
 
     traits = shared()

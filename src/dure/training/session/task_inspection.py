@@ -18,10 +18,10 @@ from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.strategies.state.trial import Trial, is_equal
-from dure.torchcompat import as_one_process
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
 from dure.training.inspection.loss_inspection import LossInspection, perturb, silent
+from dure.training.session.built_alone import Alone
 from dure.training.session.loader import FetchRequest, Loader
 from dure.training.session.sample_order import SampleOrder
 from dure.training.task.task import Task
@@ -32,7 +32,9 @@ _COPIED = "data"
 """Beginning of the paths of state in a data set of which loader processes have copies."""
 
 
-def inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder) -> LossTraits:
+def inspected(
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, alone: Alone
+) -> LossTraits:
     """Inspect the task's loss on rank 0, call it once on the others, and tell all.
 
     Args:
@@ -41,13 +43,14 @@ def inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, 
         model: Whole, on the CPU, where it is again afterwards.
         loader: Of the training data.
         order: Of the training data; its first samples are those of the first step.
+        alone: The process as the only one of a run, on rank 0.
 
     Communication: two gathered JSON messages.
     """
     group = strategy.group
     traits, first = LossTraits(), FirstLoss()
     if group.rank == 0:
-        traits, first = _inspected_alone(strategy, task, model, loader, order)
+        traits, first = _inspected_alone(strategy, task, model, loader, order, alone)
     traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
     # what is the same no two times need not be the same on two ranks, and ranks would write to the same files
     if group.world_size == 1 or traits.reason_unknown or traits.data_changes or traits.outer_state:
@@ -63,7 +66,7 @@ def inspected(strategy: Strategy, task: Task, model: nn.Module, loader: Loader, 
 
 
 def _inspected_alone(
-    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
+    strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, alone: Alone
 ) -> tuple[LossTraits, FirstLoss]:
     if not _fits(strategy, model):
         return LossTraits(reason_unknown="the whole model does not fit the device, to be tried"), FirstLoss()
@@ -79,7 +82,8 @@ def _inspected_alone(
             traits = with_optimizer or traits
             traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
             if is_one_of_many:
-                difference = _difference_of_worlds(strategy, task, model, inspection, order, settings)
+                with alone.entered(task):
+                    difference = _difference_of_worlds(strategy, task, model, inspection, order, settings)
                 traits = replace(traits, differs_by_world=difference)
     # after the loss, which may have written into what the data set holds
     again = list(tensors_in(fetch(range(min(2, order.num_samples)))))
@@ -134,18 +138,17 @@ def _rehearsed_optimizer(
 def _difference_of_worlds(
     strategy: Strategy, task: Task, model: nn.Module, inspection: LossInspection, order: SampleOrder, settings: Any
 ) -> str | None:
-    """Return figures of a loss, or of an optimiser's settings, that depend on the number of ranks; None if none do."""
+    """Return figures of a loss, or of an optimiser's settings, that are others in this environment, or None."""
     here = inspection.first_loss
-    with as_one_process():
-        inspection.call_once(order.num_samples)
-        alone, inspection.first_loss = inspection.first_loss, here
-        if difference := difference_of_worlds(here, alone):
-            return f"of the loss, {difference}"
-        with silent(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
-            with no_collectives():
-                alone_settings = plain_settings(task.build_optimizer(model))
-            if settings is not None:
-                return difference_of_settings(settings, alone_settings, "here", "in one process")
+    inspection.call_once(order.num_samples)
+    alone, inspection.first_loss = inspection.first_loss, here
+    if difference := difference_of_worlds(here, alone):
+        return f"of the loss, {difference}"
+    with silent(), Trial(model, strategy.objects), contextlib.suppress(Exception, CollectiveCalled):
+        with no_collectives():
+            alone_settings = plain_settings(task.build_optimizer(model))
+        if settings is not None:
+            return difference_of_settings(settings, alone_settings, "here", "in one process")
     return None
 
 

@@ -1,0 +1,123 @@
+"""Parts that a task builds as the only process of a run, to find data and a model that follow the number of ranks."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dure.data.randomness import kept_global_randomness
+from dure.spec import RunSpec
+from dure.strategies.state.objects.namespaces import ATOMS
+from dure.strategies.state.trial import is_equal
+from dure.torchcompat import as_one_process
+from dure.training.inspection.collectives import CollectiveCalled, no_collectives
+from dure.training.inspection.loss_inspection import silent
+from dure.training.seeds import seed_everything
+from dure.training.session.loader import SampleFetch
+from dure.training.task.given_task import make_task
+from dure.training.task.identity import refuse_unlike_samples, sample_digests, sample_views
+from dure.training.task.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskParts:
+    """Task, and what it built."""
+
+    task: Task
+    train_data: Any
+    eval_data: Any
+    model: nn.Module
+
+    @classmethod
+    def build(cls, spec: RunSpec) -> "TaskParts":
+        """Build all of them, without preparing the data again."""
+        seed_everything(spec.seed)
+        task = make_task(spec.task, spec.task_options)
+        seed_everything(spec.seed)
+        train_data, eval_data = task.train_data(), task.eval_data()
+        seed_everything(spec.seed)
+        return cls(task=task, train_data=train_data, eval_data=eval_data, model=task.build_model())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """The process as the only one of a run, for a task that has counted the ranks."""
+
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Plain attributes of the task that have other values there."""
+    difference: str | None = None
+    """Figures of data or a model that are others there."""
+
+    @contextmanager
+    def entered(self, task: Task) -> Iterator[None]:
+        """Let the task's code see the environment of one process, and the attributes that it has there."""
+        before = {name: value for name, value in vars(task).items() if name in self.attributes}
+        vars(task).update(self.attributes)
+        try:
+            with as_one_process():
+                yield
+        finally:
+            vars(task).update(before)
+
+
+def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
+    """Build a task's parts once more, as one process would, and compare them.
+
+    Args:
+        spec: What is run.
+        here: What the task built among the run's ranks.
+    """
+    attributes = dict(vars(here.task))
+    try:
+        with (
+            suppress(Exception, CollectiveCalled),
+            silent(),
+            kept_global_randomness(),
+            as_one_process(),
+            no_collectives(),
+        ):
+            alone = TaskParts.build(spec)
+            others = dict(vars(alone.task))
+            return Alone(attributes=_differing(attributes, others), difference=_difference(spec, here, alone))
+    finally:
+        vars(here.task).clear()  # a task that a program passed is the same object
+        vars(here.task).update(attributes)
+    return Alone()
+
+
+def _differing(here: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: alone[name]
+        for name, value in here.items()
+        if isinstance(value, ATOMS) and isinstance(alone.get(name), ATOMS) and alone[name] != value
+    }
+
+
+def _difference(spec: RunSpec, here: TaskParts, alone: TaskParts) -> str | None:
+    for kind in ("training", "evaluation"):
+        one, other = _data(here, kind), _data(alone, kind)
+        if one is None or other is None:
+            continue
+        if len(one) != len(other):
+            return f"the {kind} data have {len(one):,} samples here and {len(other):,} in one process"
+        fetches = [SampleFetch(data, parts.task.collate, spec.seed) for data, parts in ((one, here), (other, alone))]
+        views = [{kind: sample_views(sample_digests(len(one), fetch.sample), fetch.sample)} for fetch in fetches]
+        try:
+            refuse_unlike_samples(views)
+        except Exception:
+            return f"the {kind} data have other samples here than in one process"
+    others = dict(alone.model.named_parameters())
+    for name, parameter in here.model.named_parameters():
+        if name not in others:
+            return f"the model has a parameter {name} here and none in one process"
+        if parameter.shape != others[name].shape:
+            return f"{name} has the shape {[*parameter.shape]} here and {[*others[name].shape]} in one process"
+        if not is_equal(parameter, others[name]):
+            return f"{name} begins with other values here than in one process"
+    return None
+
+
+def _data(parts: TaskParts, kind: str) -> Any:
+    return parts.train_data if kind == "training" else parts.eval_data

@@ -20,6 +20,7 @@ from dure.launch.rounds.start_rank import start_worker
 from dure.launch.rounds.supervisor import Outcome, as_decided, run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import Worker
+from dure.process import stop_signals
 from tests.commands import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,15 +108,23 @@ def test_signal_when_it_reaches_the_supervisor_then_every_rank_gets_it(tmp_path,
     assert outcome.signal == signal.SIGINT
 
 
-def test_signal_when_a_second_one_comes_then_ranks_end_at_once(tmp_path, start):
+def test_signal_when_a_second_one_comes_then_ranks_end_at_once(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(stop_signals, "ONE_WISH_SECONDS", 0.0)
     outcome = launch(tmp_path, start, ["ignore", "signal_parent_twice"])
     assert codes(outcome) == [-signal.SIGKILL, -signal.SIGKILL]
     assert all(end.was_stopped for end in outcome.ends)
     assert outcome.signal == signal.SIGTERM
 
 
+def test_signal_when_it_comes_twice_at_once_then_ranks_end_in_order(tmp_path, start):
+    outcome = launch(tmp_path, start, ["wait", "signal_parent_twice_and_wait"])  # as `timeout` sends it
+    assert codes(outcome) == [143, 143]
+    assert outcome.signal == signal.SIGTERM
+
+
 def test_signal_when_slurm_says_it_again_then_ranks_end_in_order(tmp_path, start, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(stop_signals, "ONE_WISH_SECONDS", 0.0)
     outcome = launch(tmp_path, start, ["wait", "signal_parent_twice_and_wait"])
     assert codes(outcome) == [143, 143]
     assert outcome.signal == signal.SIGTERM

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from dure.process import stop_signals
 from dure.training.session import stop_request as stop
 from dure.training.session.stop_request import StoppedAtOnce, StopSignals
 
@@ -21,6 +22,7 @@ def twice(number: int) -> int | None:
 def test_signal_when_it_comes_again_then_the_rank_ends_at_once(number, monkeypatch):
     assert twice(number) == number  # within half a second it is the same wish
     monkeypatch.setattr(stop, "_SECOND_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(stop_signals, "ONE_WISH_SECONDS", 0.0)
     with pytest.raises(StoppedAtOnce, match=signal.Signals(number).name):
         twice(number)
 
@@ -31,3 +33,9 @@ def test_sigterm_when_slurm_says_it_again_then_it_is_the_same_wish(monkeypatch):
     assert twice(signal.SIGTERM) == signal.SIGTERM
     with pytest.raises(StoppedAtOnce, match="SIGINT"):
         twice(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_when_a_program_sends_it_twice_then_it_is_the_same_wish(number, monkeypatch):
+    monkeypatch.setattr(stop, "_SECOND_AFTER_SECONDS", 0.0)
+    assert twice(number) == number

@@ -14,6 +14,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 RESUMABLE = 75
 """EX_TEMPFAIL of sysexits.h: stopped in favour of something else, start it again later."""
 
+ONE_WISH_SECONDS = 1.0
+"""Time within which programs, which are not impatient as people at a terminal are, send a signal twice for one wish."""
 
 _unanswered: list[int] = []
 
@@ -61,12 +63,20 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if not (is_deaf and number == signal.SIGHUP))
 
 
-def is_said_again(number: int) -> bool:
+def is_said_again(number: int, seconds_since_first: float) -> bool:
     """Return whether a stop signal after the first one says no more than that, and is no impatience.
 
-    Slurm sends SIGTERM to all processes of a job that has to go, and srun, which is one of them, passes it on; when a
-    grace time is over it sends SIGTERM once more. Whom it does not want to wait for it kills.
+    `timeout` sends its signal to the command and then to its whole group; a terminal that closes is told of by the
+    shell and by the system. Slurm sends SIGTERM to all processes of a job that has to go, and srun, which is one of
+    them, passes it on; when a grace time is over it sends SIGTERM once more. Whom it does not want to wait for it
+    kills.
+
+    Args:
+        number: The further signal.
+        seconds_since_first: Time between the two.
     """
+    if number != signal.SIGINT and seconds_since_first < ONE_WISH_SECONDS:
+        return True
     return number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,10 +23,13 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
     While there is no worker, the first one raises `StoppedBeforeStart`.
     """
     received: list[int] = []
+    first_at = 0.0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if received and is_said_again(number):
+        nonlocal first_at
+        if received and is_said_again(number, time.monotonic() - first_at):
             return
+        first_at = first_at or time.monotonic()
         received.append(number)
         if not workers:
             raise StoppedBeforeStart

@@ -57,8 +57,8 @@ class StopSignals:
             self.received, self._received_at = number, time.monotonic()
             if not self._is_deferred:
                 raise StoppedAtOnce(number)
-        elif self._is_supervised or is_said_again(number):
             return
-        elif time.monotonic() - self._received_at > _SECOND_AFTER_SECONDS:
-            # a supervisor would kill this rank now
-            raise StoppedAtOnce(self.received)
+        seconds = time.monotonic() - self._received_at
+        if self._is_supervised or seconds < _SECOND_AFTER_SECONDS or is_said_again(number, seconds):
+            return
+        raise StoppedAtOnce(self.received)  # a supervisor would kill this rank now

@@ -27,7 +27,7 @@ from campaign_run import Seen, is_complete
 
 from dure.process.stop_signals import stop_exit_code
 from dure.strategies.table import STRATEGIES
-from dure.training.checkpoints.store import verify
+from dure.training.checkpoints.reader import verify
 from tests.faults.test_kill_and_resume import TOLERANCE, answers
 
 Weights = Mapping[str, torch.Tensor]

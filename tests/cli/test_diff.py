@@ -13,7 +13,7 @@ import dure
 from dure.api.diff import Difference, compare
 from dure.cli import main
 from dure.errors import RunInvalid
-from dure.training.checkpoints.store import Checkpoint
+from dure.training.checkpoints.reader import Checkpoint
 from tests.conformance.tasks import Regression
 from tests.training.checkpoint_cases import flip_bit
 

@@ -8,7 +8,7 @@ import torch
 from dure.records.run_dir import RunDir
 from dure.strategies.table import STRATEGIES
 from dure.training.checkpoints import staging as host_copies
-from dure.training.checkpoints.store import Checkpoint, verify
+from dure.training.checkpoints.reader import Checkpoint, verify
 from tests.conformance.cases import is_layered, train_case
 from tests.conformance.tasks import Regression
 

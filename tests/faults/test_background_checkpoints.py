@@ -11,7 +11,7 @@ import pytest
 
 import dure
 from dure.training.checkpoints import rank_shard as checkpoint_share
-from dure.training.checkpoints.store import verify
+from dure.training.checkpoints.reader import verify
 from tests.commands import Command, RunFiles
 from tests.faults.test_kill_and_resume import weights
 

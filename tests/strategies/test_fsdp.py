@@ -14,7 +14,7 @@ from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.sharded.fsdp import FSDP
-from dure.training.checkpoints.store import verify
+from dure.training.checkpoints.reader import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import (
     TO_ROUNDING,

@@ -14,7 +14,7 @@ from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.training.checkpoints.store import verify
+from dure.training.checkpoints.reader import verify
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, are_same_bits, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression

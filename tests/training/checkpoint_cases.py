@@ -12,7 +12,9 @@ from torch.optim import AdamW, Optimizer
 
 from dure.comm.groups import Solo
 from dure.strategies.state.optimizer import optimizer_to_names
-from dure.training.checkpoints.store import CheckpointStore, Position, SavedCheckpoint, Snapshot
+from dure.training.checkpoints.async_save import AsyncSave, SavedCheckpoint
+from dure.training.checkpoints.state import Position, Snapshot
+from dure.training.checkpoints.store import CheckpointStore
 
 
 class TiedNet(nn.Module):
@@ -61,10 +63,21 @@ def at(samples: int) -> Position:
     return Position(samples_seen=samples, step=samples // 8, epoch=0)
 
 
+def save(
+    store: CheckpointStore, snapshot: Snapshot, position: Position, group: Any, **settings: Any
+) -> SavedCheckpoint:
+    """Save a checkpoint and wait for it."""
+    pending = AsyncSave(store, position, group, **settings).begin(snapshot, group)
+    pending.write()
+    saved = pending.settle(group)
+    assert saved is not None
+    return saved
+
+
 def save_at(store: CheckpointStore, samples: int, **settings: Any) -> SavedCheckpoint:
     """Save a trained model in one process."""
     model, optimizer = trained(seed=samples)
-    return store.save(snapshot_of(model, optimizer), at(samples), Solo(), **settings)
+    return save(store, snapshot_of(model, optimizer), at(samples), Solo(), **settings)
 
 
 def new_store(root: Path, keep: int = 2) -> tuple[CheckpointStore, list[str]]:

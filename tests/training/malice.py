@@ -11,7 +11,7 @@ from typing import Any
 
 from dure.errors import CheckpointDamaged
 from dure.training.checkpoints.manifest import MANIFEST_NAME, _closing, unseal
-from dure.training.checkpoints.store import Checkpoint
+from dure.training.checkpoints.reader import Checkpoint
 
 HUGE = 2**36
 """Bytes: more than the machine has."""

@@ -16,12 +16,14 @@ from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, TaskInvalid
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
-from dure.training.checkpoints.store import Checkpoint, Snapshot, export_weights, verify
+from dure.training.checkpoints.reader import Checkpoint, export_weights, verify
+from dure.training.checkpoints.state import Snapshot
 from tests.training.checkpoint_cases import (
     ThreadGroup,
     TiedNet,
     at,
     new_store,
+    save,
     save_at,
     snapshot_of,
     train,
@@ -40,7 +42,7 @@ OPTIMIZERS = {
 def test_training_when_resumed_from_a_checkpoint_is_bit_equal(tmp_path, name):
     store, _ = new_store(tmp_path)
     model, optimizer = trained(OPTIMIZERS[name])
-    path = store.save(snapshot_of(model, optimizer), at(24), Solo()).path
+    path = save(store, snapshot_of(model, optimizer), at(24), Solo()).path
     train(model, optimizer, 5, seed=1)
 
     other, again = trained(OPTIMIZERS[name], seed=99)
@@ -58,7 +60,7 @@ def test_checkpoint_when_loaded_gives_position_extra_metrics_and_random_state(tm
     model, optimizer = trained()
     extra = {"best": math.inf, "worst": -math.inf, "scaler": {"scale": 65536.0}, "betas": (0.9, 1e-300), "none": None}
     metrics = {"loss": {"value": 0.1 + 0.2, "count": 7}}
-    saved = store.save(snapshot_of(model, optimizer, extra=extra), at(24), Solo(), metrics=metrics)
+    saved = save(store, snapshot_of(model, optimizer, extra=extra), at(24), Solo(), metrics=metrics)
     checkpoint = Checkpoint.read(saved.path)
     assert (checkpoint.position, checkpoint.extra, checkpoint.metrics) == (at(24), extra, metrics)
     state = checkpoint.per_rank(world_size=1)
@@ -83,7 +85,7 @@ def test_checkpoint_when_weights_are_tied_stores_them_once(tmp_path):
 
 def test_checkpoint_file_when_read_by_the_safetensors_library_holds_the_same(tmp_path):
     model, optimizer = trained()
-    path = new_store(tmp_path)[0].save(snapshot_of(model, optimizer), at(8), Solo()).path
+    path = save(new_store(tmp_path)[0], snapshot_of(model, optimizer), at(8), Solo()).path
     for name, tensor in safetensors.torch.load_file(path / "model.safetensors").items():
         assert torch.equal(tensor, model.state_dict()[name])
 
@@ -94,7 +96,7 @@ def test_checkpoint_when_read_by_torchs_distributed_checkpoint_holds_the_same(tm
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     model, optimizer = trained()
-    path = new_store(tmp_path)[0].save(snapshot_of(model, optimizer), at(8), Solo()).path
+    path = save(new_store(tmp_path)[0], snapshot_of(model, optimizer), at(8), Solo()).path
     found = {name: torch.zeros_like(value) for name, value in model.state_dict().items() if name != "head.weight"}
     load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
@@ -108,7 +110,7 @@ def test_checkpoint_when_read_by_torchs_distributed_checkpoint_holds_the_same(tm
 def test_tensor_when_of_any_dtype_and_shape_comes_back_bit_equal(tmp_path, dtype, shape):
     tensor = (torch.rand(shape) * 8).to(dtype)
     mixed = {"a": tensor, "odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2, dtype=torch.float64)}
-    path = new_store(tmp_path)[0].save(Snapshot(model=mixed), at(0), Solo()).path
+    path = save(new_store(tmp_path)[0], Snapshot(model=mixed), at(0), Solo()).path
     found = Checkpoint.read(path).weights()["a"]
     assert found.dtype == dtype
     assert found.shape == tensor.shape
@@ -119,14 +121,14 @@ def test_nan_payloads_and_signed_zeros_when_saved_come_back_bit_equal(tmp_path):
     odd = torch.tensor(
         struct.unpack("<4d", bytes.fromhex("000000000000f8ff01000000000ff07f" + "00" * 7 + "80" + "00" * 8))
     )
-    path = new_store(tmp_path)[0].save(Snapshot(model={"odd": odd}), at(0), Solo()).path
+    path = save(new_store(tmp_path)[0], Snapshot(model={"odd": odd}), at(0), Solo()).path
     assert torch.equal(Checkpoint.read(path).weights()["odd"].view(torch.int64), odd.view(torch.int64))
 
 
 def test_tensor_when_not_contiguous_or_overlapping_keeps_its_values(tmp_path):
     base = torch.arange(24.0).reshape(2, 3, 4)
     views = {"transposed": base.permute(2, 0, 1), "row": base[1], "all": base, "expanded": torch.ones(1).expand(5)}
-    path = new_store(tmp_path)[0].save(Snapshot(model=views), at(0), Solo()).path
+    path = save(new_store(tmp_path)[0], Snapshot(model=views), at(0), Solo()).path
     found = Checkpoint.read(path).weights()
     assert all(torch.equal(found[name], view) for name, view in views.items())
 
@@ -163,7 +165,7 @@ class Growing(nn.Module):
 def test_load_model_when_buffers_grew_or_came_then_they_have_the_shape_that_was_saved(tmp_path):
     model = Growing()
     model.queue, model.mean = torch.arange(3.0), torch.ones(2, dtype=torch.float64)
-    path = new_store(tmp_path)[0].save(Snapshot(model=model.state_dict()), at(8), Solo()).path
+    path = save(new_store(tmp_path)[0], Snapshot(model=model.state_dict()), at(8), Solo()).path
     other = Growing()
     needs = Needs(model=rectangles(other.state_dict().items()), optimizer={}, buffers=whole_buffers(other))
     Checkpoint.read(path, needs=needs).load_model(other)
@@ -174,7 +176,7 @@ def test_load_model_when_buffers_grew_or_came_then_they_have_the_shape_that_was_
 def test_load_model_when_it_ties_what_the_checkpoint_does_not_is_refused(tmp_path):
     model, _ = trained()
     state = {**model.state_dict(), "head.weight": model.head.weight.detach() + 1}
-    path = new_store(tmp_path)[0].save(Snapshot(model=state), at(8), Solo()).path
+    path = save(new_store(tmp_path)[0], Snapshot(model=state), at(8), Solo()).path
     with pytest.raises(CheckpointMismatch, match=r"embedding.weight and head.weight are one tensor in the model"):
         Checkpoint.read(path).load_model(TiedNet())
 
@@ -194,9 +196,9 @@ def test_load_optimizer_when_the_groups_differ_is_refused(tmp_path):
 
 def test_save_when_the_state_needs_pickle_is_refused_by_place(tmp_path):
     with pytest.raises(TaskInvalid, match=r"optimizer\.other\.clock is a builtins\.object"):
-        new_store(tmp_path)[0].save(Snapshot(optimizer={"other": {"clock": object()}}), at(8), Solo())
+        save(new_store(tmp_path)[0], Snapshot(optimizer={"other": {"clock": object()}}), at(8), Solo())
     with pytest.raises(TaskInvalid, match=r"tensor w has dtype torch\.complex128"):
-        new_store(tmp_path)[0].save(Snapshot(model={"w": torch.zeros(1, dtype=torch.complex128)}), at(8), Solo())
+        save(new_store(tmp_path)[0], Snapshot(model={"w": torch.zeros(1, dtype=torch.complex128)}), at(8), Solo())
     assert not list(tmp_path.iterdir())
 
 
@@ -216,7 +218,7 @@ def test_export_when_done_holds_all_names_and_replaces_atomically(tmp_path):
 def test_save_on_three_ranks_when_done_holds_every_ranks_own_state(tmp_path):
     store, _ = new_store(tmp_path)
     model, optimizer = trained()
-    answers = ThreadGroup(3).run(lambda group: store.save(snapshot_of(model, optimizer, group.rank), at(8), group))
+    answers = ThreadGroup(3).run(lambda group: save(store, snapshot_of(model, optimizer, group.rank), at(8), group))
     assert {answer.path for answer in answers} == {tmp_path / "samples-000000000008"}
     for rank in range(3):
         state = Checkpoint.read(answers[0].path, rank=rank).per_rank(world_size=3)
@@ -280,5 +282,5 @@ def test_extra_state_of_a_module_when_plain_comes_back(tmp_path):
     optimizer = SGD(model.parameters())
     snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
     other = Counting(2, 2)
-    Checkpoint.read(new_store(tmp_path)[0].save(snapshot, at(0), Solo()).path).load_model(other)
+    Checkpoint.read(save(new_store(tmp_path)[0], snapshot, at(0), Solo()).path).load_model(other)
     assert other.seen == 5

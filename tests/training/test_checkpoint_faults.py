@@ -19,9 +19,10 @@ from dure.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWrit
 from dure.training.checkpoints import writer as checkpoint_writer
 from dure.training.checkpoints.manifest import seal, unseal
 from dure.training.checkpoints.rank_shard import Share
-from dure.training.checkpoints.store import Checkpoint, Snapshot, verify
+from dure.training.checkpoints.reader import Checkpoint, verify
+from dure.training.checkpoints.state import Snapshot
 from tests.training import malice
-from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save_at, snapshot_of, trained
+from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save, save_at, snapshot_of, trained
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rank0.safetensors", "state.json"]
 
@@ -43,7 +44,7 @@ def test_two_hundred_single_bit_flips_when_tried_are_two_hundred_refusals(tmp_pa
 
 
 def test_manifest_when_any_single_bit_of_it_flips_is_refused(tmp_path):
-    data = (new_store(tmp_path)[0].save(Snapshot(), at(8), Solo()).path / "manifest.json").read_bytes()
+    data = (save(new_store(tmp_path)[0], Snapshot(), at(8), Solo()).path / "manifest.json").read_bytes()
     for bit in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -194,11 +195,11 @@ import sys
 from pathlib import Path
 from dure.comm.groups import Solo
 from dure.training.checkpoints.store import CheckpointStore
-from tests.training.checkpoint_cases import at, snapshot_of, trained
+from tests.training.checkpoint_cases import at, save, snapshot_of, trained
 store = CheckpointStore(Path(sys.argv[1]), 2, print)
 model, optimizer = trained()
 for samples in range(8, 10**6, 8):
-    store.save(snapshot_of(model, optimizer), at(samples), Solo(), is_best=samples % 24 == 0)
+    save(store, snapshot_of(model, optimizer), at(samples), Solo(), is_best=samples % 24 == 0)
     print(samples, flush=True)
 """
 
@@ -300,4 +301,4 @@ def _save_with_failing_rank(root: Path, monkeypatch: pytest.MonkeyPatch, error: 
     monkeypatch.setattr(Share, "write", failing)
     store, _ = new_store(root)
     model, optimizer = trained()
-    return ThreadGroup(3).run(lambda group: store.save(snapshot_of(model, optimizer, group.rank), at(8), group))
+    return ThreadGroup(3).run(lambda group: save(store, snapshot_of(model, optimizer, group.rank), at(8), group))

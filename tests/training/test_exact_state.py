@@ -13,11 +13,12 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid, WorkerFailed
 from dure.strategies.state.optimizer import optimizer_to_names
-from dure.training.checkpoints.store import Checkpoint, Snapshot
+from dure.training.checkpoints.reader import Checkpoint
+from dure.training.checkpoints.state import Snapshot
 from tests.conformance.cases import records_of
 from tests.conformance.tasks import Regression
 from tests.faulty_task import Faulty
-from tests.training.checkpoint_cases import at, new_store
+from tests.training.checkpoint_cases import at, new_store, save
 
 
 def model_and_optimizer(make: Any = lambda p: SGD(p, lr=0.1)) -> tuple[nn.Module, Optimizer]:
@@ -29,7 +30,7 @@ def model_and_optimizer(make: Any = lambda p: SGD(p, lr=0.1)) -> tuple[nn.Module
 def through_a_checkpoint(root: Any, model: nn.Module, optimizer: Optimizer, make: Any = None) -> Optimizer:
     """Return an optimiser over the same model that has taken up the checkpoint of the first."""
     snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
-    path = new_store(root)[0].save(snapshot, at(8), Solo()).path
+    path = save(new_store(root)[0], snapshot, at(8), Solo()).path
     again = SGD(model.parameters(), lr=9.0) if make is None else make(model.parameters())
     Checkpoint.read(path).load_optimizer(model, again)
     return again
@@ -140,7 +141,7 @@ def two_in_one() -> Tensor:
 def test_tensor_when_no_file_can_hold_it_is_refused(part, tensor, words, tmp_path):
     held = {"x": tensor()} if part == "model" else {"state": {"w": {"x": tensor()}}}
     with pytest.raises(TaskInvalid, match=words.replace("tensor x", "tensor .*x")):
-        new_store(tmp_path)[0].save(Snapshot(**{part: held}), at(8), Solo())
+        save(new_store(tmp_path)[0], Snapshot(**{part: held}), at(8), Solo())
     assert not list(tmp_path.iterdir())
 
 

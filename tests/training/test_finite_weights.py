@@ -14,9 +14,10 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import WeightsNotFinite, WorkerFailed
 from dure.training.checkpoints.finite_check import FiniteCheck, finite_parameters
-from dure.training.checkpoints.store import CheckpointStore, Snapshot
+from dure.training.checkpoints.state import Snapshot
+from dure.training.checkpoints.store import CheckpointStore
 from tests.conformance.tasks import WIDTH, Regression
-from tests.training.checkpoint_cases import ThreadGroup, at, new_store
+from tests.training.checkpoint_cases import ThreadGroup, at, new_store, save
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 
@@ -46,8 +47,8 @@ def masked() -> nn.Module:
     return model
 
 
-def save(store: CheckpointStore, model: nn.Module, finite: frozenset[str], samples: int) -> Any:
-    return store.save(Snapshot(model=model.state_dict(), finite=finite), at(samples), Solo())
+def save_model(store: CheckpointStore, model: nn.Module, finite: frozenset[str], samples: int) -> Any:
+    return save(store, Snapshot(model=model.state_dict(), finite=finite), at(samples), Solo())
 
 
 def test_checkpoint_when_a_parameter_is_not_finite_any_more_is_left_out_and_those_before_it_stay(tmp_path):
@@ -55,13 +56,13 @@ def test_checkpoint_when_a_parameter_is_not_finite_any_more_is_left_out_and_thos
     model = masked()
     finite = finite_parameters(model)
     assert finite == {"weight", "bias", "whole"}
-    first = save(store, model, finite, 8).path
+    first = save_model(store, model, finite, 8).path
     with torch.no_grad():
         model.weight[1, 1] = math.nan
     with pytest.raises(
         WeightsNotFinite, match=r"the parameter weight is not finite after step 2, .* 16 samples is left"
     ):
-        save(store, model, finite, 16)
+        save_model(store, model, finite, 16)
     assert store.newest_valid() == first
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -72,7 +73,7 @@ def test_ranks_when_the_weights_of_one_are_not_finite_fail_alike(tmp_path):
 
         rows = torch.full((1, 2), math.inf if group.rank == 1 else 1.0)
         model = {"w": Piece(tensor=rows, offsets=(group.rank, 0), shape=(3, 2))}
-        return new_store(tmp_path)[0].save(Snapshot(model=model, finite=frozenset({"w"})), at(8), group)
+        return save(new_store(tmp_path)[0], Snapshot(model=model, finite=frozenset({"w"})), at(8), group)
 
     answers = ThreadGroup(3).run(save_on)
     assert [type(answer) for answer in answers] == [WeightsNotFinite] * 3

@@ -19,12 +19,13 @@ from dure.errors import CheckpointDamaged
 from dure.strategies.state.optimizer import optimizer_to_names
 from dure.strategies.state.pieces import Needs, Piece, Rectangle
 from dure.training.checkpoints import tensor_stream
-from dure.training.checkpoints.store import Checkpoint, Snapshot
+from dure.training.checkpoints.reader import Checkpoint
+from dure.training.checkpoints.state import Snapshot
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.snapshot_policy import MemorySaver
 from tests.conformance.cases import train_case
 from tests.conformance.tasks import Regression
-from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store
+from tests.training.checkpoint_cases import ThreadGroup, at, flip_bit, new_store, save
 from tests.training.test_snapshot_state import Net, momentum, session_of
 
 WHOLE = torch.arange(5 * 7 * 3.0).reshape(5, 7, 3)
@@ -33,7 +34,7 @@ WHOLE = torch.arange(5 * 7 * 3.0).reshape(5, 7, 3)
 def in_rows(root: Path, world_size: int, whole: Tensor = WHOLE) -> Path:
     """Save a tensor in rows, and state of its shape and of another one."""
 
-    def save(group: Any) -> Any:
+    def work(group: Any) -> Any:
         rows = whole.tensor_split(world_size)
         begin = sum(len(part) for part in rows[: group.rank])
 
@@ -44,9 +45,9 @@ def in_rows(root: Path, world_size: int, whole: Tensor = WHOLE) -> Path:
 
         state = {"w": {"sum": piece(2), "step": torch.tensor(3)}, "other": {"sum": torch.ones(2)}}
         snapshot = Snapshot(model={"w": piece(1), "other": torch.zeros(2)}, optimizer={"state": state})
-        return new_store(root)[0].save(snapshot, at(8), group)
+        return save(new_store(root)[0], snapshot, at(8), group)
 
-    return Path(ThreadGroup(world_size).run(save)[-1].path)
+    return Path(ThreadGroup(world_size).run(work)[-1].path)
 
 
 PARTS = [
@@ -128,7 +129,7 @@ def test_checkpoint_when_loaded_whole_is_not_in_memory_twice(tmp_path, peak_byte
         state = {"exp_avg": torch.zeros(MIB), "exp_avg_sq": torch.zeros(MIB), "step": torch.tensor(1.0)}
         optimizer.state[parameter] = state
     snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
-    path = new_store(tmp_path)[0].save(snapshot, at(8), Solo()).path
+    path = save(new_store(tmp_path)[0], snapshot, at(8), Solo()).path
     model, optimizer = build()
 
     def load() -> None:

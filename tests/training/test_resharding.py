@@ -11,10 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from dure.comm.groups import ProcessGroup, Solo
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.optimizer import optimizer_to_names
+from dure.strategies.state.pieces import Piece
 from dure.training.checkpoints.manifest import seal
-from dure.training.checkpoints.store import Checkpoint, Piece, Snapshot, verify
+from dure.training.checkpoints.reader import Checkpoint, verify
+from dure.training.checkpoints.state import Snapshot
 from tests.comm.gloo_ranks import on_ranks
-from tests.training.checkpoint_cases import ThreadGroup, at, new_store
+from tests.training.checkpoint_cases import ThreadGroup, at, new_store, save
 
 WHOLE = torch.arange(35.0).reshape(5, 7)
 
@@ -22,7 +24,7 @@ WHOLE = torch.arange(35.0).reshape(5, 7)
 def _save_in_rows(root: Path, world_size: int) -> Path:
     """Save a tensor cut into rows, an uneven cut with more ranks than rows included, beside a replicated one."""
 
-    def save(group) -> object:
+    def work(group) -> object:
         rows = torch.tensor_split(WHOLE, world_size)
         offset = sum(len(part) for part in rows[: group.rank])
         replicated = Piece(tensor=torch.ones(2), offsets=(0,), shape=(2,))
@@ -32,9 +34,9 @@ def _save_in_rows(root: Path, world_size: int) -> Path:
             "plain": torch.tensor(3),
         }
         state = {"state": {"w": {"sum": Piece(tensor=rows[group.rank] * 2, offsets=(offset, 0), shape=(5, 7))}}}
-        return new_store(root)[0].save(Snapshot(model=model, optimizer=state), at(8), group)
+        return save(new_store(root)[0], Snapshot(model=model, optimizer=state), at(8), group)
 
-    answers = ThreadGroup(world_size).run(save)
+    answers = ThreadGroup(world_size).run(work)
     return answers[-1].path
 
 
@@ -89,7 +91,7 @@ def _steps_of_fsdp(num_ranks: int, root: Path, path: Path | None = None) -> tupl
         else:
             step(0)
             snapshot = Snapshot(model=model.state_dict(), optimizer=optimizer_to_names(model, optimizer))
-        saved = path or new_store(root)[0].save(snapshot, at(4), group).path
+        saved = path or save(new_store(root)[0], snapshot, at(4), group).path
         step(1)
         return saved, {name: value.full_tensor() for name, value in model.state_dict().items()}
 
@@ -114,5 +116,5 @@ def test_fsdp_checkpoint_when_loaded_into_the_plain_model_fits(tmp_path):
     model.register_buffer("plain", torch.tensor(0))
     Checkpoint.read(path).load_model(model)
     assert torch.equal(model.w, WHOLE)
-    again = new_store(tmp_path / "again")[0].save(Snapshot(model=model.state_dict()), at(8), Solo()).path
+    again = save(new_store(tmp_path / "again")[0], Snapshot(model=model.state_dict()), at(8), Solo()).path
     assert verify(again).model["w"].is_whole

@@ -14,7 +14,8 @@ from dure.records.run_dir import RunDir
 from dure.spec import PLACE_FIELDS
 from dure.terminal import tell
 from dure.torchcompat import bytes_of
-from dure.training.checkpoints.store import Checkpoint, CheckpointStore
+from dure.training.checkpoints.reader import Checkpoint
+from dure.training.checkpoints.store import CheckpointStore
 
 
 @dataclass(frozen=True, kw_only=True)

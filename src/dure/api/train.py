@@ -219,7 +219,8 @@ def export(run: "Path | str", file: "Path | str", *, which: str = "last") -> dic
     Returns:
         `file`, `num_bytes`, `checkpoint`.
     """
-    from dure.training.checkpoints.store import CheckpointStore, export_weights
+    from dure.training.checkpoints.reader import export_weights
+    from dure.training.checkpoints.store import CheckpointStore
 
     opened = RunDir.open(Path(run))
     if Path(file).suffix != ".safetensors":

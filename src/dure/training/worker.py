@@ -30,7 +30,8 @@ from dure.strategies.state.pieces import Needs, rectangles
 from dure.strategies.table import load_strategy
 from dure.terminal import print_traceback, tell
 from dure.torchcompat import SequenceNumber, import_late_parts
-from dure.training.checkpoints.store import Checkpoint, CheckpointStore
+from dure.training.checkpoints.reader import Checkpoint
+from dure.training.checkpoints.store import CheckpointStore
 from dure.training.fault_injection import PlannedFaults, read_faults
 from dure.training.session.evaluation import evaluate
 from dure.training.session.session import (

@@ -1,22 +1,34 @@
-"""A checkpoint on its way to the disk while the ranks train on.
+"""One save, from the ranks' agreement on it until it is on the disk, while they train on.
 
-Only `settle` exchanges anything, and it is called by all ranks between the same two steps: a collective of a second
-thread would meet another rank's in another order. The threads themselves talk through the directory that they write
-into: every rank leaves a word there when its files are on the disk, and rank 0's thread then writes the manifest.
+Only `begin` and `settle` exchange anything, and they are called by all ranks between the same two steps: a collective
+of a second thread would meet another rank's in another order. The threads themselves talk through the directory that
+they write into: every rank leaves a word there when its files are on the disk, and rank 0's thread then writes the
+manifest.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import psutil
 
 from dure.comm.groups import Group
-from dure.errors import PeerLost, StateChanged
-from dure.training.checkpoints.writer import CheckpointWriter, word_of
+from dure.errors import DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
+from dure.training.checkpoints.rank_shard import PieceTable, Share, merged_state, share_of, without_copies
+from dure.training.checkpoints.staging import HostCopies
+from dure.training.checkpoints.state import Position, Snapshot
+from dure.training.checkpoints.store import CheckpointStore
+from dure.training.checkpoints.writer import CheckpointWriter, Target
 from dure.units import format_bytes
 
+MOST_OF_MEMORY = 0.5
+"""Fraction of the host's free memory that the copies of all ranks may take."""
+_MARGIN_BYTES = 2**20
+"""Bytes that the directory and a few lines of records may need in addition to the files."""
+_MANIFEST_BYTES_PER_TENSOR = 512
 _SHORTEST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 10.0
 """Seconds that rank 0, when it fails, waits for the others' parts after its own."""
@@ -29,6 +41,8 @@ class SavedCheckpoint:
     """A checkpoint that is on the disk."""
 
     path: Path
+    position: Position
+    is_best: bool
     num_bytes: int
     """Bytes of all files of all ranks, the manifest excluded."""
     stall_seconds: float
@@ -44,31 +58,46 @@ class _Cancelled(Exception):
     """The checkpoint is not wanted any more."""
 
 
-class PendingSave:
-    """One rank's part in one checkpoint, from the moment when what it saves may change again."""
+class AsyncSave:
+    """One rank's part in one checkpoint."""
 
     def __init__(
         self,
-        writer: CheckpointWriter,
-        metrics: Any,
-        is_best: bool,
-        after_commit: Callable[[SavedCheckpoint], None],
-        started: float,
+        store: CheckpointStore,
+        position: Position,
+        group: Group,
+        *,
+        metrics: Any = None,
+        is_best: bool = False,
+        on_saved: Callable[[SavedCheckpoint], None] | None = None,
+        started: float | None = None,
     ) -> None:
-        """Take over a writer that has begun.
+        """Prepare; nothing is done before `begin`.
 
         Args:
-            writer: This rank's.
-            metrics: For the manifest.
-            is_best: For the manifest.
-            after_commit: Called on rank 0 when the checkpoint is on the disk, in the thread if there is one.
-            started: `perf_counter` when training was first held up for it.
+            store: Where to.
+            position: Where in the run this is; the same on every rank.
+            group: The ranks that save. They share a file system.
+            metrics: Plain values for the manifest: the evaluation at this position.
+            is_best: Whether this is the best so far; it is then kept until a better one is saved.
+            on_saved: Called on rank 0 when the checkpoint is on the disk, in the thread if there is one.
+            started: `perf_counter` when training was first held up for it; now by default.
         """
-        self.position = writer.position
-        self._writer = writer
+        self.position = position
+        self.is_copied = False
+        """True if a copy is written, so that training may go on at once; the tensors may change when it is whole."""
+        self._store = store
+        self._rank, self._world_size = group.rank, group.world_size
+        self._target = Target(root=store.root, position=position, fence=store.fence)
+        self.writer: CheckpointWriter
+        """Writer of this rank's files, from `begin` on."""
+        self._copies: HostCopies | None = None
+        """Staging buffer that makes the copy; None if there is none."""
+        self._copied_bytes = self._free_bytes = 0
+        """Bytes that the copies of all ranks would take beyond their present buffers, and bytes of free memory."""
         self._metrics = metrics
         self._is_best = is_best
-        self._after_commit = after_commit
+        self._on_saved = on_saved
         self._thread: threading.Thread | None = None
         self._is_whole = threading.Event()
         """True once the copy is complete, so that it may be written."""
@@ -84,14 +113,87 @@ class PendingSave:
         """Error of another rank, of which the thread on rank 0 knows."""
         self._saved: SavedCheckpoint | None = None
         """Checkpoint that was saved, on rank 0; None before it is."""
-        self._held: tuple[float, float | None] = (0.0, started)
+        self._held: tuple[float, float | None] = (0.0, time.perf_counter() if started is None else started)
         """Seconds that training was held up, and since when it is now; one value, because two threads use it."""
         self._began_to_write = 0.0
 
-    @property
-    def is_copied(self) -> bool:
-        """Return whether training may go on before it is written."""
-        return self._writer.is_copied
+    def begin(self, snapshot: Snapshot, group: Group, copies: HostCopies | None = None) -> Self:
+        """Agree on who writes what, find room for it, and copy the tensors if asked to; writing is left to the caller.
+
+        All ranks succeed or all raise, with nothing left behind.
+
+        Args:
+            snapshot: What to save; it says what each rank has to give.
+            group: The ranks that save.
+            copies: Takes the copy, so that training may go on at once, unless memory is short: `is_copied` says which.
+
+        Communication: two gathered JSON messages, about 200 bytes per rank and, with sharded tensors, 100 per piece.
+
+        Raises:
+            DiskFull: On every rank, when there is no room.
+            CheckpointNotWritten: On a rank that could not do its part.
+            TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
+            PeerLost: Another rank could not do its part.
+        """
+        shares: list[Share] = []
+
+        def describe() -> dict[str, Any]:
+            shares.append(share_of(snapshot, self._rank))
+            return _described(shares[0], copies, is_spread=snapshot.is_spread)
+
+        described = self._agree(group, "prepare", describe)
+        share = shares[0]
+        pieces = self._adopt(share, described, is_spread=snapshot.is_spread)
+        name = self._agree(group, "begin", lambda: None if self._rank else self._target.writing_name())[0]
+        if copies is not None and self._copied_bytes <= MOST_OF_MEMORY * self._free_bytes:
+            share, self.is_copied, self._copies = copies.of(share), True, copies
+        self.writer = CheckpointWriter(self._target, name, share, pieces, self._world_size)
+        return self
+
+    def _agree(self, group: Group, phase: str, action: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part of a phase and exchange the answers; a failure anywhere is an error everywhere."""
+        mine: Exception | None = None
+        try:
+            answer = {"answer": self._target.attempt(action)}
+        except Exception as error:
+            mine = error
+            answer = word_of(error)
+        answers = group.all_gather_json(answer)
+        if mine is not None:
+            raise mine
+        self._raise_what_others_said(answers, phase)
+        return [other["answer"] for other in answers]
+
+    def _raise_what_others_said(self, answers: Sequence[Mapping[str, Any]], phase: str) -> None:
+        """Raise what went wrong on another rank, if anything did.
+
+        Raises:
+            DiskFull: It found no room.
+            StateChanged: What it copied did not stay as it was.
+            WeightsNotFinite: What it was to write is not finite.
+            PeerLost: Anything else.
+        """
+        for rank, other in enumerate(answers):
+            if (kind := _TOLD.get(other.get("kind"))) is not None:
+                raise kind(other["error"])
+            if "error" in other:
+                raise PeerLost(
+                    f"rank {rank} could not {phase} its part of the checkpoint"
+                    f" at {self.position.samples_seen} samples: {other['error']}"
+                )
+
+    def _adopt(self, share: Share, described: Sequence[Mapping[str, Any]], *, is_spread: bool) -> list[PieceTable]:
+        """Take over what the ranks agreed on into this rank's share, and return the pieces that each writes."""
+        pieces = without_copies([each["pieces"] for each in described])
+        share.keep_only(pieces[self._rank])
+        if is_spread and self._rank == 0:
+            share.state = merged_state([each["state"].encode() for each in described])
+            for each in described:
+                share.aliases = {**each["aliases"], **share.aliases}
+        self._target.needed_bytes = sum(each["num_bytes"] for each in described) + _MARGIN_BYTES
+        self._copied_bytes = sum(each.get("copied", 0) for each in described)
+        self._free_bytes = min((each["free"] for each in described if each.get("free") is not None), default=0)
+        return pieces
 
     @property
     def is_whole(self) -> bool:
@@ -101,7 +203,7 @@ class PendingSave:
     @property
     def memory_words(self) -> str:
         """Return the memory that the copies need and the memory that is free, in words."""
-        return f"{format_bytes(self._writer.copied_bytes)} of the {format_bytes(self._writer.free_bytes)}"
+        return f"{format_bytes(self._copied_bytes)} of the {format_bytes(self._free_bytes)}"
 
     @property
     def is_busy(self) -> bool:
@@ -115,7 +217,7 @@ class PendingSave:
 
     def start(self) -> None:
         """Write in a thread, as soon as the copy is complete, and let training go on."""
-        if self._writer.copies is None or self._writer.copies.is_complete:
+        if self._copies is None or self._copies.is_complete:
             self._is_whole.set()
         name = f"dure-checkpoint-{self.position.samples_seen}"
         # an interpreter that ends must not wait for a rank that never left its word
@@ -128,8 +230,8 @@ class PendingSave:
         if self._thread is None or self._is_whole.is_set():
             return
         is_held_already = self._hold()
-        assert self._writer.copies is not None
-        if not self._writer.copies.complete():
+        assert self._copies is not None
+        if not self._copies.complete():
             self._error = StateChanged(
                 f"weights or the optimiser's state changed outside the optimiser's step while the checkpoint at "
                 f"{self.position.samples_seen} samples was copied beside it, so it is left out"
@@ -143,8 +245,8 @@ class PendingSave:
         if self._error is None:
             self.write()
         self._is_written.set()
-        if self._writer.rank:
-            self._writer.leave_word({"files": self._files} if self._error is None else word_of(self._error))
+        if self._rank:
+            self.writer.leave_word({"files": self._files} if self._error is None else word_of(self._error))
         elif self._error is None:
             self._finish()
 
@@ -152,7 +254,7 @@ class PendingSave:
         """Write this rank's files; a failure is kept for `settle`."""
         self._began_to_write = time.perf_counter()
         try:
-            self._files = self._writer.write(self._check)
+            self._files = self.writer.write(self._check)
         except Exception as error:
             self._error = error
         finally:
@@ -166,15 +268,19 @@ class PendingSave:
         """Make the checkpoint visible, on rank 0, when every rank's files are there."""
         try:
             parts = self._await_parts()
-            name = self._writer.commit(parts, self._metrics, self._is_best)
+            name = self.writer.commit(parts, self._metrics, self._is_best)
             self._saved = SavedCheckpoint(
-                path=self._writer.root / name,
+                path=self._store.root / name,
+                position=self.position,
+                is_best=self._is_best,
                 num_bytes=sum(entry["num_bytes"] for part in parts for entry in part.values()),
                 stall_seconds=self._stall_seconds(),
                 write_seconds=time.perf_counter() - self._began_to_write,
-                beside_bytes=0 if self._writer.copies is None else self._writer.copies.beside_bytes,
+                beside_bytes=0 if self._copies is None else self._copies.beside_bytes,
             )
-            self._after_commit(self._saved)
+            self._store.take_in(self._saved.path, is_best=self._is_best)
+            if self._on_saved is not None:
+                self._on_saved(self._saved)
         except Exception as error:
             self._error = error
 
@@ -183,7 +289,7 @@ class PendingSave:
         look = _SHORTEST_LOOK_SECONDS
         while self._parts is None:
             self._check()
-            if (words := self._writer.words()) is not None:
+            if (words := self.writer.words()) is not None:
                 self._heard = next((PeerLost(word["error"]) for word in words if "error" in word), None)
                 if self._heard is not None:
                     raise _Cancelled(str(self._heard))
@@ -209,24 +315,28 @@ class PendingSave:
         self._hold()
         self.complete_copy()
         self._is_written.wait()
-        if self._thread is not None and self._writer.rank:
+        if self._thread is not None and self._rank:
             self._thread.join()  # its word is left before rank 0 may take away where
         said = group.all_gather_json(self._word())
-        if self._writer.rank == 0 and self._saved is None and self._error is None:
-            if len(said) == self._writer.world_size and all("error" not in one for one in said):
+        if self._rank == 0 and self._saved is None and self._error is None:
+            if len(said) == self._world_size and all("error" not in one for one in said):
                 self._parts = [one["files"] for one in said]
             else:
                 self._is_cancelled.set()
         self._end()
         if not any("error" in one or one["saved"] for one in said):
             said = group.all_gather_json(self._word())
-        self._writer.abandon()
+        self.writer.abandon()
         self._let_go()
         if self._error is not None and not isinstance(self._error, _Cancelled):
             raise self._error
-        self._writer.raise_what_others_said(said, "write")
+        self._raise_what_others_said(said, "write")
         told = next((one["saved"] for one in said if one["saved"]), None)
-        return None if told is None else SavedCheckpoint(**{**told, "path": self._writer.root / told["path"]})
+        return (
+            None
+            if told is None
+            else SavedCheckpoint(**{**told, "path": self._store.root / told["path"], "position": self.position})
+        )
 
     def _word(self) -> dict[str, Any]:
         if self._error is not None and not isinstance(self._error, _Cancelled):
@@ -237,7 +347,7 @@ class PendingSave:
     def _end(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        elif self._writer.rank == 0 and self._saved is None and self._error is None:
+        elif self._rank == 0 and self._saved is None and self._error is None:
             self._finish()
 
     def leave(self, *, is_hurried: bool) -> None:
@@ -255,10 +365,10 @@ class PendingSave:
             self._is_cancelled.set()
             self._thread.join()
         deadline = time.monotonic() + _LONGEST_PATIENCE_SECONDS
-        is_waiting = self._writer.rank > 0 and not is_hurried and self._error is None
-        while is_waiting and self._writer.is_still_written() and time.monotonic() < deadline:
+        is_waiting = self._rank > 0 and not is_hurried and self._error is None
+        while is_waiting and self.writer.is_still_written() and time.monotonic() < deadline:
             time.sleep(_LONGEST_LOOK_SECONDS)
-        self._writer.abandon()
+        self.writer.abandon()
 
     def _hold(self) -> bool:
         """Count from now on as time that training was held up; return whether it was counted already."""
@@ -272,3 +382,24 @@ class PendingSave:
     def _stall_seconds(self) -> float:
         seconds, since = self._held
         return seconds + (0.0 if since is None else time.perf_counter() - since)
+
+
+def _described(share: Share, copies: HostCopies | None, *, is_spread: bool) -> dict[str, Any]:
+    """Return what the other ranks need to know of a share. Plain JSON values."""
+    tensors = sum(len(part) for part in share.parts.values())
+    needed = share.most_bytes() + tensors * _MANIFEST_BYTES_PER_TENSOR
+    described = {"pieces": share.pieces(), "num_bytes": needed, "aliases": share.aliases}
+    if copies is not None:
+        missing = copies.missing_bytes(share)
+        described |= {"copied": missing, "free": psutil.virtual_memory().available if missing else None}
+    return {**described, "state": share.state.decode()} if is_spread else described
+
+
+def word_of(error: Exception) -> dict[str, Any]:
+    """Return a failure as what the other ranks are told of it."""
+    kind = type(error).__name__
+    return {"error": f"{error}" or kind, **({"kind": kind} if kind in _TOLD else {})}
+
+
+_TOLD: dict[str | None, type[DureError]] = {kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)}
+"""Errors that are the same failure on every rank, whichever rank found it; by class name."""

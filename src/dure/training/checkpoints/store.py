@@ -12,39 +12,20 @@ start. Nothing is ever written into a directory that is a checkpoint already.
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from dure.comm.groups import Group
-from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError, PeerLost
-from dure.strategies.state.pieces import Piece
-from dure.training.checkpoints.async_save import PendingSave, SavedCheckpoint
+from dure.errors import CheckpointDamaged, CheckpointMismatch, DureError
 from dure.training.checkpoints.durable_files import open_regular, replace_file, sync_directory
 from dure.training.checkpoints.manifest import Manifest, read_manifest
-from dure.training.checkpoints.reader import Checkpoint, export_weights, verify
-from dure.training.checkpoints.staging import HostCopies
-from dure.training.checkpoints.state import Position, Snapshot
-from dure.training.checkpoints.writer import NAME, WRITING, CheckpointWriter, is_being_written
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointStore",
-    "PendingSave",
-    "Piece",
-    "Position",
-    "SavedCheckpoint",
-    "Snapshot",
-    "export_weights",
-    "verify",
-]
+from dure.training.checkpoints.reader import verify
+from dure.training.checkpoints.writer import NAME, WRITING, is_being_written
 
 TRASH = ".trash-"
 
 
 class CheckpointStore:
-    """The folder of one run's checkpoints. Only `begin` and `save` are collective; the rest is for any one rank."""
+    """The catalogue of one run's checkpoints. Nothing in it is collective: any one rank may ask."""
 
     def __init__(
         self, root: Path, keep: int, warn: Callable[[str], None], fence: Callable[[], None] = lambda: None
@@ -58,77 +39,13 @@ class CheckpointStore:
             fence: Asked before a checkpoint is completed; raises where another has taken over the run.
         """
         self.root = root
-        self._fence = fence
+        self.fence = fence
         self._keep = max(keep, 1)
         self._warn = warn
         self._damaged: set[str] = set()
 
-    def begin(
-        self,
-        snapshot: Snapshot,
-        position: Position,
-        group: Group,
-        metrics: Any = None,
-        is_best: bool = False,
-        copies: HostCopies | None = None,
-        on_saved: Callable[[SavedCheckpoint], None] | None = None,
-        started: float | None = None,
-    ) -> PendingSave:
-        """Begin a checkpoint: all that ranks must do together, and the copy. Writing it is left to the caller.
-
-        All ranks succeed or all raise.
-
-        Args:
-            snapshot: What to save; it says what each rank has to give.
-            position: Where in the run this is; the same on every rank.
-            group: The ranks that save. They share a file system.
-            metrics: Plain values for the manifest: the evaluation at this position.
-            is_best: Whether this is the best so far; it is then kept until a better one is saved.
-            copies: Where the copy goes, so that training may go on at once; none is made without it, nor where it
-                would take too much of the memory: `PendingSave.is_copied` says.
-            on_saved: Called on rank 0 when the checkpoint is on the disk.
-            started: `perf_counter` when training was first held up for it; now by default.
-
-        Communication:
-            Two blocking `all_gather_json` over `group`: about 200 bytes per rank, and with sharded tensors about 100
-            bytes per piece.
-
-        Raises:
-            DiskFull: The room is too little; on every rank, with nothing left behind.
-            CheckpointNotWritten: This rank could not make the directory.
-            TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
-            PeerLost: Another rank could not do its part.
-        """
-        started = time.perf_counter() if started is None else started
-        writer = CheckpointWriter(self.root, snapshot, position, group, self._fence)
-        writer.begin(copies)
-
-        def after_commit(saved: SavedCheckpoint) -> None:
-            self._after_commit(saved.path, is_best)
-            if on_saved is not None:
-                on_saved(saved)
-
-        return PendingSave(writer, metrics, is_best, after_commit, started)
-
-    def save(
-        self, snapshot: Snapshot, position: Position, group: Group, metrics: Any = None, is_best: bool = False
-    ) -> SavedCheckpoint:
-        """Save a checkpoint and wait for it; when this returns, on any rank, it is on the disk and will be found.
-
-        Then older checkpoints that need not be kept are removed. The arguments and errors are those of `begin`, and:
-
-        Raises:
-            DiskFull: The room ended while writing; on every rank, with nothing half-written left.
-        """
-        pending = self.begin(snapshot, position, group, metrics, is_best)
-        pending.write()
-        saved = pending.settle(group)
-        if saved is None:
-            raise PeerLost(f"a rank was lost with its part of the checkpoint at {position.samples_seen} samples")
-        return saved
-
-    def _after_commit(self, path: Path, is_best: bool) -> None:
-        """Point to the new checkpoint and remove old ones. It is safe already: what fails here is only told."""
+    def take_in(self, path: Path, *, is_best: bool) -> None:
+        """Point to a checkpoint that was written, and remove old ones. It is safe: what fails here is only told."""
         try:
             replace_file(self.root / "latest", f"{path.name}\n")
             if is_best:

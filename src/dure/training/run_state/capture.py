@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dure.strategies.state.saved_state import StrategyState
+from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.state import Snapshot
-from dure.training.checkpoints.store import Checkpoint
 from dure.training.seeds import capture_random_state, restore_random_state, seed_rank
 from dure.training.session.session import Session
 from dure.training.task.identity import refusal

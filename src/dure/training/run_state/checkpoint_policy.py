@@ -16,12 +16,13 @@ from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric
 from dure.strategies.state.checksum import checksum
 from dure.terminal import tell
+from dure.training.checkpoints.async_save import MOST_OF_MEMORY, AsyncSave, SavedCheckpoint
 from dure.training.checkpoints.finite_check import finite_parameters
 from dure.training.checkpoints.rank_shard import share_of
+from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.staging import HostCopies, steady_tensors
 from dure.training.checkpoints.state import Position, Snapshot
-from dure.training.checkpoints.store import Checkpoint, CheckpointStore, PendingSave, SavedCheckpoint
-from dure.training.checkpoints.writer import MOST_OF_MEMORY
+from dure.training.checkpoints.store import CheckpointStore
 from dure.training.run_state.capture import Progression, captured, restore
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import seed_rank
@@ -53,7 +54,7 @@ class Saver:
         self.last_step = -1
         self.last_samples = -1
         self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
-        self.pending: PendingSave | None = None
+        self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
         backward."""
@@ -97,8 +98,8 @@ class Saver:
         is_evaluated = now.evaluated_samples == now.samples_seen
         self.last_step, self.last_time = now.step, time.monotonic()
         try:
-            pending = self.store.begin(
-                self._captured(),
+            pending = AsyncSave(
+                self.store,
                 Position(
                     samples_seen=now.samples_seen,
                     step=now.step,
@@ -107,10 +108,9 @@ class Saver:
                 group,
                 metrics=_plain(metrics) if is_evaluated else None,
                 is_best=is_best,
-                copies=None if is_last else self.copies,
-                on_saved=partial(self._say_saved, step=now.step, samples_seen=now.samples_seen, is_best=is_best),
+                on_saved=self._say_saved,
                 started=started,
-            )
+            ).begin(self._captured(), group, None if is_last else self.copies)
         except DiskFull as error:
             self._go_on_without(now.samples_seen, error, is_last=is_last)
             return
@@ -229,7 +229,7 @@ class Saver:
         if now.best is not None and now.best["samples_seen"] == samples_seen:
             now.best = now.best_before
 
-    def _give_up_copies(self, pending: PendingSave) -> None:
+    def _give_up_copies(self, pending: AsyncSave) -> None:
         if self.copies is not None:
             self.copies.close()
         self.copies = None
@@ -238,18 +238,18 @@ class Saver:
             "waits while checkpoints are written"
         )
 
-    def _say_saved(self, saved: SavedCheckpoint, *, step: int, samples_seen: int, is_best: bool) -> None:
+    def _say_saved(self, saved: SavedCheckpoint) -> None:
         with suppress(DiskFull):  # it is saved all the same
             self.event(
                 "checkpoint",
                 path=saved.path.name,
-                samples_seen=samples_seen,
-                step=step,
+                samples_seen=saved.position.samples_seen,
+                step=saved.position.step,
                 num_bytes=saved.num_bytes,
                 stall_seconds=saved.stall_seconds,
                 write_seconds=saved.write_seconds,
                 beside_bytes=saved.beside_bytes,
-                is_best=is_best,
+                is_best=saved.is_best,
             )
 
     def resume(self) -> None:

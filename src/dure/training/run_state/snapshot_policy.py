@@ -13,8 +13,8 @@ import psutil
 from torch import Tensor
 
 from dure.strategies.state.checksum import checksum
-from dure.training.checkpoints.reader import checkpoint_of
-from dure.training.checkpoints.store import Checkpoint, Position
+from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
+from dure.training.checkpoints.state import Position
 from dure.training.run_state.capture import Progression, restore
 from dure.training.run_state.live_share import LiveShare, restore_own_buffers
 from dure.training.session.session import Session

@@ -15,8 +15,8 @@ from dure.comm.groups import Group
 from dure.process.context import Place
 from dure.strategies.state.pieces import Needs, Piece
 from dure.training.checkpoints.rank_shard import PARTS, Share
-from dure.training.checkpoints.reader import checkpoint_of
-from dure.training.checkpoints.store import Checkpoint, Position
+from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
+from dure.training.checkpoints.state import Position
 from dure.training.snapshots.memory import (
     PIECES,
     WHOLE,

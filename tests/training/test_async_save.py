@@ -13,11 +13,13 @@ import torch
 from dure.comm.groups import Solo
 from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
 from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints.async_save import AsyncSave
 from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.reader import Checkpoint, verify
 from dure.training.checkpoints.staging import HostCopies
-from dure.training.checkpoints.store import Checkpoint, CheckpointStore, PendingSave, verify
+from dure.training.checkpoints.store import CheckpointStore
 from tests.commands import wait_until
-from tests.training.checkpoint_cases import ThreadGroup, ThreadRank, at, new_store, snapshot_of, train, trained
+from tests.training.checkpoint_cases import ThreadGroup, ThreadRank, at, new_store, save, snapshot_of, train, trained
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +52,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(Share, "write", fails)
 
 
-def begin(store: CheckpointStore, group: Any, samples: int = 8, **settings: Any) -> PendingSave:
-    pending = store.begin(snapshot_of(*trained(), group.rank), at(samples), group, copies=HostCopies(2), **settings)
+def begin(store: CheckpointStore, group: Any, samples: int = 8, **settings: Any) -> AsyncSave:
+    pending = AsyncSave(store, at(samples), group, **settings)
+    pending.begin(snapshot_of(*trained(), group.rank), group, HostCopies(2))
     pending.start()
     return pending
 
@@ -65,7 +68,7 @@ def test_checkpoint_when_training_goes_on_beside_it_holds_the_state_it_began_wit
     model, optimizer = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {name: value.clone() for name, value in optimizer.state[model.norm.weight].items()}
-    pending = store.begin(snapshot_of(model, optimizer), at(8), Solo(), copies=HostCopies(2))
+    pending = AsyncSave(store, at(8), Solo()).begin(snapshot_of(model, optimizer), Solo(), HostCopies(2))
     pending.start()
     train(model, optimizer, 5, seed=1)
     slow_disk.set()
@@ -77,7 +80,7 @@ def test_checkpoint_when_training_goes_on_beside_it_holds_the_state_it_began_wit
 
 def test_checkpoint_when_written_beside_training_has_the_very_files_of_one_that_is_waited_for(tmp_path):
     begin(new_store(tmp_path / "beside")[0], Solo()).settle(Solo())
-    waited = new_store(tmp_path / "waited")[0].save(snapshot_of(*trained()), at(8), Solo())
+    waited = save(new_store(tmp_path / "waited")[0], snapshot_of(*trained()), at(8), Solo())
     assert verify(tmp_path / "beside" / waited.path.name).files == verify(waited.path).files
 
 
@@ -97,12 +100,12 @@ def test_checkpoint_when_all_threads_are_done_is_there_before_the_ranks_meet_aga
     assert leftovers(tmp_path) == leftovers(answers[0].path) == []
 
 
-def begin_beside(root: Path, group: Any, model: Any, optimizer: Any) -> PendingSave:
+def begin_beside(root: Path, group: Any, model: Any, optimizer: Any) -> AsyncSave:
     copies = HostCopies(2)
     copies.is_beside = True
     steady = frozenset(name for name, _ in model.named_parameters())
     snapshot = replace(snapshot_of(model, optimizer, group.rank), steady=steady)
-    pending = new_store(root)[0].begin(snapshot, at(8), group, copies=copies)
+    pending = AsyncSave(new_store(root)[0], at(8), group).begin(snapshot, group, copies)
     pending.start()
     return pending
 
@@ -115,7 +118,7 @@ def test_checkpoint_when_copied_beside_training_has_the_very_files_of_one_that_i
     train(model, optimizer, 2, seed=1)
     saved = pending.settle(Solo())
     assert saved.beside_bytes > 0
-    waited = new_store(tmp_path / "waited")[0].save(snapshot_of(*trained()), at(8), Solo())
+    waited = save(new_store(tmp_path / "waited")[0], snapshot_of(*trained()), at(8), Solo())
     assert verify(saved.path).files == verify(waited.path).files
 
 
@@ -175,11 +178,11 @@ def test_failure_in_one_ranks_thread_when_all_meet_is_raised_on_all(tmp_path, mo
 
 
 def test_rank_when_lost_with_its_part_leaves_no_checkpoint_and_nobody_waits_for_it(tmp_path):
-    pendings: list[PendingSave] = [None] * 3
+    pendings: list[AsyncSave] = [None] * 3
 
     def start(group: ThreadRank) -> None:
-        pendings[group.rank] = new_store(tmp_path)[0].begin(
-            snapshot_of(*trained(), group.rank), at(8), group, copies=HostCopies(2)
+        pendings[group.rank] = AsyncSave(new_store(tmp_path)[0], at(8), group).begin(
+            snapshot_of(*trained(), group.rank), group, HostCopies(2)
         )
         if group.rank < 2:
             pendings[group.rank].start()
@@ -211,7 +214,7 @@ def test_rank_when_in_a_hurry_leaves_nothing_behind(tmp_path, slow_disk):
 def test_copy_when_memory_is_short_is_not_made(tmp_path, monkeypatch):
     free = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    pending = new_store(tmp_path)[0].begin(snapshot_of(*trained()), at(8), Solo(), copies=HostCopies(2))
+    pending = AsyncSave(new_store(tmp_path)[0], at(8), Solo()).begin(snapshot_of(*trained()), Solo(), HostCopies(2))
     assert not pending.is_copied
     assert pending.memory_words.endswith("KiB of the 1000 B")
     pending.write()

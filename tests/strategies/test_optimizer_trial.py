@@ -53,6 +53,10 @@ class Chained(optim.SGD):
             one.data.add_(other.data.sum())
 
 
+def test_optimiser_when_it_takes_sparse_gradients_alone_then_it_is_tried_with_those():
+    assert reason_not_to_divide(optim.SparseAdam([*model().parameters()])) is None
+
+
 TOGETHER = {
     optim.LBFGS: "its step asks for a closure",
     Coupled: "what it does to one parameter depends on the others",

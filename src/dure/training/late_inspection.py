@@ -4,16 +4,16 @@ A loss may change its ways after some steps: a phase that begins, a threshold th
 checkpoint the generators are looked at, and before some of them a few losses are compared with those of their parts.
 """
 
+import itertools
 import math
 import time
 from dataclasses import replace
 
 from dure.data.randomness import GeneratorStates
 from dure.errors import DataInvalid
-from dure.strategies.contract.declarations import reduces_in_step
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.training.inspection.loss_inspection import tolerance_of
-from dure.training.rehearsal import few_evaluated
+from dure.training.rehearsal import few_losses
 from dure.training.session.session import Session
 from dure.training.session.task_inspection import inspection_of
 
@@ -33,7 +33,8 @@ class LateInspection:
         self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
         is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
         self._needs_all = strategy.evaluates_together or not is_whole
-        self._is_reduction_told = strategy.traits.reduced_in_step is not None
+        self._told = set(strategy.not_preserved())
+        """Declarations of this run so far."""
         self._num_calls = 0
         self._looked_at = time.monotonic()
         self._place = 0
@@ -42,7 +43,7 @@ class LateInspection:
     def new_declarations(self, step: int, *, is_last: bool) -> list[str]:
         """Inspect, and return what the run does not preserve beyond what is declared.
 
-        Communication: that of two small evaluations, where ranks evaluate together.
+        Communication: one gathered JSON message, and that of three small evaluations where ranks evaluate together.
 
         Args:
             step: Steps that were taken.
@@ -54,16 +55,16 @@ class LateInspection:
             self._generators = None
             traits = replace(traits, draws=True)
             texts += [self._session.draws_anew] if self._session.draws_anew else []
-        if traits.reduced_in_step and not self._is_reduction_told:
-            self._is_reduction_told = True
-            texts.append(reduces_in_step(traits.reduced_in_step))
         self._num_calls += 1
         if self._is_due(is_last=is_last) and self._is_comparable() and (figures := self._difference()):
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
-        if traits is strategy.traits:
-            return texts
-        known, strategy.traits = strategy.not_preserved(), traits
-        return [*texts, *(text for text in strategy.not_preserved() if text not in known)]
+        strategy.traits = traits
+        texts += strategy.not_preserved()
+        # another rank may have another part of the model, or have met other samples
+        everyones = strategy.group.all_gather_json([text for text in dict.fromkeys(texts) if text not in self._told])
+        new = [text for text in dict.fromkeys(itertools.chain(*everyones)) if text not in self._told]
+        self._told.update(new)
+        return new
 
     def _is_due(self, *, is_last: bool) -> bool:
         if is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1):
@@ -106,14 +107,16 @@ class LateInspection:
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
         try:
-            at_once, in_parts, few = few_evaluated(session, loader, num_samples, has_metrics=False)
+            losses = few_losses(session, loader, num_samples)
         except DataInvalid:  # on all ranks alike: none of these samples counts
             return None
         finally:
             before.put_back()
             for buffer, value in buffers:
                 buffer.copy_(value)
-        one, other = at_once["loss"].value, in_parts["loss"].value
+        if losses is None:
+            return None
+        one, other, few = losses
         tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         if math.isclose(one, other, rel_tol=tolerance) or not math.isfinite(one + other):
             return None

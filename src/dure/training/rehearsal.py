@@ -251,7 +251,7 @@ def _limited_embeddings(session: Session) -> dict[str, _Kept]:
 
 
 def few_evaluated(
-    session: Session, loader: Loader, num_samples: int, *, has_metrics: bool = True
+    session: Session, loader: Loader, num_samples: int
 ) -> tuple[dict[str, Metric], dict[str, Metric], int]:
     """Evaluate a few samples at once, and in two parts; return both, and how many samples they are.
 
@@ -259,21 +259,46 @@ def few_evaluated(
         session: With task and strategy.
         loader: Of the samples.
         num_samples: Samples that there are.
-        has_metrics: Whether the task's metrics are asked for, too.
     """
     few = min(_NUM_SAMPLES, num_samples)
     at_once, in_parts = (
-        evaluate(
+        evaluate(session.task, session.strategy, loader.without_workers(), num_samples=few, batch_size=size)
+        for size in (few, max(1, few // 2))
+    )
+    return at_once, in_parts, few
+
+
+def few_losses(session: Session, loader: Loader, num_samples: int) -> tuple[float, float, int] | None:
+    """Return the loss of a few samples at once, that in two parts, and how many samples they are, in an evaluation.
+
+    None if the loss depends on random numbers, which are others in parts.
+
+    Args:
+        session: With task and strategy.
+        loader: Of the samples.
+        num_samples: Samples that there are.
+
+    Raises:
+        DataInvalid: On all ranks alike: none of these samples counts.
+    """
+    few = min(_NUM_SAMPLES, num_samples)
+
+    def loss(size: int, seed: int | None = None) -> float:
+        found = evaluate(
             session.task,
             session.strategy,
             loader.without_workers(),
             num_samples=few,
             batch_size=size,
-            has_metrics=has_metrics,
+            has_metrics=False,
+            seed=seed,
         )
-        for size in (few, max(1, few // 2))
-    )
-    return at_once, in_parts, few
+        return found["loss"].value
+
+    at_once, in_parts = loss(few), loss(max(1, few // 2))
+    if at_once == in_parts or loss(few, session.spec.seed + 1) == at_once:
+        return at_once, in_parts, few
+    return None
 
 
 def _weights(session: Session) -> dict[str, int]:

@@ -413,3 +413,40 @@ class TakingTurns(ZooTask):
         self.calls += model.training
         outputs = model(x, y, is_critics=self.calls % 2 == 1)
         return sum(functional.softplus(output if number else -output).mean() for number, output in enumerate(outputs))
+
+
+@feature("Later", "dropout whose rate a schedule raises from zero", declares=("random numbers",))
+class RaisedDropout(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.dropout = nn.Dropout(0.0)
+        return chain().insert(2, self.dropout)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.dropout.p = 0.5 if samples_seen >= 25 else 0.0
+            return 1.0
+
+        return schedule
+
+
+class Noise(nn.Module):
+    """Noise of a size that is set from outside."""
+
+    size = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.size * torch.randn_like(x) if self.training and self.size else x
+
+
+@feature("Later", "a layer's noise that a schedule raises from zero", declares=("random numbers",))
+class RaisedNoise(ZooTask):
+    def build_model(self) -> nn.Module:
+        self.noise = Noise()
+        return chain().insert(2, self.noise)
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.noise.size = 0.1 if samples_seen >= 25 else 0.0
+            return 1.0
+
+        return schedule

@@ -70,13 +70,9 @@ def by_trial(traits: LossTraits) -> list[str]:
     if traits.differs_by_world:
         texts.append(depends_on_ranks(traits.differs_by_world))
     if traits.reduced_in_step:
-        texts.append(reduces_in_step(traits.reduced_in_step))
+        called = f"the step of its optimiser, or a hook on it, calls {traits.reduced_in_step} itself"
+        texts.append(depends_on_ranks(called))
     return texts
-
-
-def reduces_in_step(name: str) -> str:
-    """Return the declaration about an optimiser whose step, or a hook on it, reduces something over ranks."""
-    return depends_on_ranks(f"the step of its optimiser, or a hook on it, calls {name} itself")
 
 
 def depends_on_ranks(figures: str) -> str:

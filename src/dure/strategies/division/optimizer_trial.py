@@ -110,6 +110,8 @@ class _Trial:
             for number in range(_NUM_STEPS)
         ]
         self._has_rebound = False
+        self._is_sparse = False
+        """True if gradients are given as those of a sparse embedding."""
 
     def reason(self) -> str | None:
         everything = range(len(self._parameters))
@@ -125,6 +127,9 @@ class _Trial:
         except Exception as error:
             if "closure" in str(error).lower():
                 return NEEDS_CLOSURE
+            if "sparse" in str(error).lower() and not self._is_sparse:
+                self._is_sparse = True  # it takes no other gradients (SparseAdam)
+                return self.reason()
             return f"its step failed in a trial with {type(error).__name__}: {error}"
         if self._has_rebound:
             return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
@@ -195,7 +200,8 @@ class _Trial:
                 }
         for gradients in self._gradients:
             for position, parameter in chosen.items():
-                parameter.grad = cut(gradients[position]).clone()
+                gradient = cut(gradients[position]).clone()
+                parameter.grad = gradient.to_sparse(1) if self._is_sparse and gradient.dim() else gradient
             places = [parameter.data_ptr() for parameter in chosen.values()]
             self._step_alone()
             self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]

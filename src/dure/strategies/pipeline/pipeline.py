@@ -8,6 +8,7 @@ ddp do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SectionPlan
-from dure.strategies.sections.random_state import CommonSeeds, drawing_from
+from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
@@ -95,6 +96,7 @@ class Pipeline(ReducedFacts):
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), options)
         self._seeds = CommonSeeds()
+        self._draws = SectionDraws(self.device)
         self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
         """The stages of this rank."""
         self.data_rank = self.random_stream = self.mesh.coordinate("data")
@@ -274,7 +276,7 @@ class Pipeline(ReducedFacts):
             if is_last:
                 return self._loss_root(index, call, begin, received)
             assert lanes is not None
-            with drawing_from(self.device, call.seed, begin), self.precision.autocast(), guarded():
+            with self._drawing_of(call, begin), self.precision.autocast(), guarded():
                 value = self.sections.run(
                     (begin, end), call.args, call.kwargs, received=received, known=call.known, device=self.device
                 )
@@ -282,6 +284,9 @@ class Pipeline(ReducedFacts):
         except Exception as error:
             self._failure = error
             raise
+
+    def _drawing_of(self, call: _Call, begin: int) -> AbstractContextManager[None]:
+        return self._draws.of(call.seed, begin, in_training=self.model.training)
 
     def _loss_root(self, index: int, call: _Call, begin: int, received: Any) -> Tensor:
         """Compute the task's loss of a microbatch: the model that it calls goes on with what was received."""
@@ -292,7 +297,7 @@ class Pipeline(ReducedFacts):
             if is_called:
                 raise TaskInvalid(called_again(self.model))
             is_called = True
-            with drawing_from(self.device, call.seed, begin):
+            with self._drawing_of(call, begin):
                 return self.sections.run(
                     (begin, None), args, kwargs, received=received, known=call.known, device=self.device
                 )
@@ -360,8 +365,8 @@ class Pipeline(ReducedFacts):
         clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.facts_dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether anything but the seeds of sections has been drawn."""
-        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
+        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
+        return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Refuse: gradients are expected of the parameters that were trained when the run began."""

@@ -14,12 +14,23 @@ from torch import Tensor
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
 
 
-@contextmanager
-def drawing_from(device: torch.device, seed: int, section: int) -> Iterator[None]:
-    """Draw what belongs to a section of a microbatch, and put all generators back as they were."""
-    with kept_global_randomness(device):
-        seed_draws(device, seed, section)
-        yield
+class SectionDraws:
+    """Draws of this rank's sections."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.is_seen = False
+        """True once a section has drawn in training."""
+
+    @contextmanager
+    def of(self, seed: int, section: int, *, in_training: bool) -> Iterator[None]:
+        """Draw what belongs to a section of a microbatch, and put all generators back as they were."""
+        with kept_global_randomness(self._device):
+            seed_draws(self._device, seed, section)
+            before = GeneratorStates.now(self._device) if in_training and not self.is_seen else None
+            yield
+            if before is not None and not GeneratorStates.now(self._device).is_same_as(before):
+                self.is_seen = True
 
 
 class CommonSeeds:

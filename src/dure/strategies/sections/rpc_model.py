@@ -37,7 +37,7 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.sections.random_state import CommonSeeds, drawing_from
+from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import stand_in
@@ -68,6 +68,7 @@ class RpcModel(ReducedFacts):
         self.drives = self.takes_samples = self.leads_share = group.rank == 0
         self.waits_for_facts = True
         self._seeds = CommonSeeds()
+        self._draws = SectionDraws(self.device)
         self._outputs: list[Sequence[Tensor]] = []
         """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
         self._threads = threading.local()
@@ -179,7 +180,8 @@ class RpcModel(ReducedFacts):
         """
         from torch.distributed import rpc
 
-        seed = self._seeds.draw() if self.model.training else 0
+        # an evaluation seeds the generators for each batch, and must find them as they were
+        seed = self._seeds.draw() if self.model.training else torch.default_generator.initial_seed() % 2**62
         call = Call(args, kwargs, seed, self.model.training, torch.is_grad_enabled())
         result: Any = self.run_section(call, Result(None, []))
         sent = to_device(call, HOST)
@@ -216,7 +218,7 @@ class RpcModel(ReducedFacts):
             self.model.train(call.is_training)
         begin, end = self.plan.bounds(self.group.rank)
         is_last = self.group.rank == self.group.world_size - 1
-        draws = drawing_from(self.device, call.seed, begin)
+        draws = self._draws.of(call.seed, begin, in_training=call.is_training)
         with torch.set_grad_enabled(call.has_gradient), draws, self.precision.autocast(), guarded():
             value, _, learned = self.sections.learn(
                 (begin, None if is_last else end), call.args, call.kwargs, received=received.value,
@@ -351,8 +353,8 @@ class RpcModel(ReducedFacts):
         clip_by_common_norm(self.group, parameters, most, dtype=self.facts_dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether anything but the seeds of sections has been drawn."""
-        return super().has_drawn_since(before) and not self._seeds.are_all_since(before)
+        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
+        return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Refuse: gradients are expected of the parameters that were trained when the run began."""

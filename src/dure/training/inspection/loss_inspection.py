@@ -58,6 +58,8 @@ _LATER_SECONDS = 2.0
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
 _OTHER_TOLERANCE = 5e-2
+_ROUNDED = 1e3
+"""Size of a gradient that is rounding, in units in the last place of the largest parameter's."""
 
 
 class LossInspection:
@@ -416,9 +418,12 @@ class LossInspection:
     def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
         """Return figures of gradients that do not add up though their losses do, or None."""
         tolerance = 10 * self._tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
+        largest = max((float(gradient.norm()) for gradient in whole.gradients.values()), default=0.0)
         for name, gradient in whole.gradients.items():
             others = [part.gradients[name] for part in parts if name in part.gradients]
             scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
+            if scale < _ROUNDED * torch.finfo(gradient.dtype).eps * largest:
+                continue  # it is zero: a layer before a softmax or a norm that takes its mean away
             difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
             if math.isfinite(difference) and difference > tolerance * scale:
                 return (

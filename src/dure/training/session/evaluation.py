@@ -45,6 +45,7 @@ def evaluate(
     num_samples: int,
     batch_size: int,
     has_metrics: bool = True,
+    seed: int | None = None,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
@@ -60,6 +61,7 @@ def evaluate(
         num_samples: That there are, or the first so many.
         batch_size: Of each batch but the last.
         has_metrics: Whether the task's metrics are asked for, too.
+        seed: Of what model, loss and metrics draw; that of the run by default.
         on_batch: Called before each batch.
 
     Returns:
@@ -78,7 +80,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(kept_global_randomness(*devices))
         stack.callback(_put_back, strategy, models, modes)
-        calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed)))
+        calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed if seed is None else seed)))
         for model in models if strategy.takes_samples else ():  # a server has no whole model
             strategy.computed(model.eval)
         stack.enter_context(torch.no_grad())

@@ -90,6 +90,8 @@ def _inspected_alone(
     is_same = len(once) == len(again) and all(map(is_equal, once, again))
     has_drawn = states != [*_generator_states(loader.data)]
     state = (*traits.learned_state, *traits.counted_state)
+    if has_drawn or not is_same:  # of samples that are never twice the same nothing can be compared
+        traits = replace(traits, not_additive=None, differs_by_world=None)
     traits = replace(
         traits,
         collate_draws=loader.has_collate_drawn,

@@ -1,0 +1,58 @@
+"""Declarations that would be false: of tasks that come out as on one device, the record says nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.conformance.zoo.cell import reference_of, run_cell
+from tests.conformance.zoo.feature import Feature, Samples, ZooTask, chain
+
+
+class NoiseInEvaluation(ZooTask):
+    """Draws in evaluations, and there alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return functional.mse_loss(model(x if model.training else x + torch.randn_like(x)), y)
+
+
+class SoftmaxOverDocuments(ZooTask):
+    """Takes the last bias out again, so that its gradient is rounding."""
+
+    def train_data(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(22, 5, 6, generator=generator, dtype=torch.float64)
+        return Samples(x, torch.rand(22, 5, generator=generator, dtype=torch.float64))
+
+    def eval_data(self) -> Any:
+        return None
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, grades = batch
+        return -(grades.softmax(1) * model(x)[..., 0].log_softmax(1)).sum(1).mean()
+
+
+class KeepsWorldSize(ZooTask):
+    """Reads how many ranks there are, for its messages."""
+
+    def build_model(self) -> nn.Module:
+        self.num_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return chain()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("task", [NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize])
+def test_task_when_it_is_exact_then_nothing_is_declared(task: type[ZooTask], strategy: str, tmp_path: Path) -> None:
+    feature = Feature(name=task.__name__, group="", title="", task=task, settings={"eval_every_epochs": 1.0})
+    reference = reference_of(feature, tmp_path)
+    assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
+    for summary in tmp_path.glob("*/summary.json"):
+        assert json.loads(summary.read_text())["not_preserved"] == []

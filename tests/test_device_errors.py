@@ -3,16 +3,19 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dure.failures.device_errors import device_error
+from dure.failures.record import FailureRecord, failure_from_json
 from dure.failures.report import describe_failure, leave_word
 from dure.failures.verdict import WorkerEnd, judge
 from dure.host.gpu_health import GpuHealth
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
 from dure.process.own_descriptors import keep
+from tests.failed_ranks import failure_of
 
 ADVICE = (  # of torch 2.11 and 2.13
     "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
@@ -87,11 +90,11 @@ def test_error_of_a_device_then_it_is_told_in_words_with_a_cure_and_without_torc
     means, cure = MEANINGS[seen]
     error = raised(text, code) if has_code else RuntimeError(str(raised(text)))
     failure = described(error)
-    assert failure["message"].startswith(f"{text} (")
-    assert means in failure["message"]
-    assert cure in failure["advice"]
-    assert "Compile with" not in failure["message"]
-    assert "Compile with" in failure["traceback"]  # the whole text is kept
+    assert failure.message.startswith(f"{text} (")
+    assert means in failure.message
+    assert cure in failure.advice
+    assert "Compile with" not in failure.message
+    assert "Compile with" in failure.traceback  # the whole text is kept
 
 
 OTHERS = {
@@ -114,7 +117,7 @@ OTHERS = {
 @pytest.mark.parametrize("which", OTHERS)
 def test_error_when_another_library_says_it_then_it_is_known_too(which):
     text, means = OTHERS[which]
-    assert means in described(RuntimeError(text))["message"].partition("\n")[0]
+    assert means in described(RuntimeError(text)).message.partition("\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -129,37 +132,37 @@ def test_error_when_another_library_says_it_then_it_is_known_too(which):
 )
 def test_error_of_another_kind_then_its_text_stands_as_it_is(error):
     failure = described(error)
-    assert (failure["message"], failure["advice"]) == (str(error), None)
-    assert not failure["may_be_gpu"]
+    assert (failure.message, failure.advice) == (str(error), None)
+    assert not failure.may_be_gpu
 
 
 def test_memory_when_it_runs_out_then_it_is_no_lost_device():
     failure = described(RuntimeError("CUDA error: out of memory"))
-    assert "microbatch" in failure["advice"]
-    assert not failure["may_be_gpu"]
+    assert "microbatch" in failure.advice
+    assert not failure.may_be_gpu
 
 
 def test_gpu_when_the_driver_says_it_is_lost_then_that_is_told_and_no_kernel_is_blamed():
     failure = described(raised(LAUNCH, 719), LOST)
-    assert failure["message"].endswith("; GPU 1 is lost and no longer answers on its bus, its driver says)")
-    assert "CUDA_LAUNCH_BLOCKING" not in failure["advice"]
-    assert "leave it out with CUDA_VISIBLE_DEVICES" in failure["advice"]
-    assert failure["is_gpu_lost"]
+    assert failure.message.endswith("; GPU 1 is lost and no longer answers on its bus, its driver says)")
+    assert "CUDA_LAUNCH_BLOCKING" not in failure.advice
+    assert "leave it out with CUDA_VISIBLE_DEVICES" in failure.advice
+    assert failure.is_gpu_lost
 
 
 def test_gpu_when_the_driver_finds_nothing_then_the_kernel_is_looked_for():
     failure = described(raised(LAUNCH, 719), WELL)
-    assert "the driver finds nothing wrong with GPU 1" in failure["message"]
-    assert "CUDA_LAUNCH_BLOCKING=1 to see which" in failure["advice"]
-    assert not failure["is_gpu_lost"]
+    assert "the driver finds nothing wrong with GPU 1" in failure.message
+    assert "CUDA_LAUNCH_BLOCKING=1 to see which" in failure.advice
+    assert not failure.is_gpu_lost
 
 
 def test_gpu_when_it_is_sick_then_nvidia_smi_is_called_with_its_address():
     sick = GpuHealth(has_answered=True, smi_id="00000000:52:00.0", troubles=("has had 2 memory error(s)",))
     failure = described(raised(ECC, 214), sick)
-    assert "GPU 1 has had 2 memory error(s), its driver says" in failure["message"]
-    assert "`nvidia-smi -q -i 00000000:52:00.0`" in failure["advice"]
-    assert failure["origin"] == "task"  # nobody's: not to be reported as an error in dure
+    assert "GPU 1 has had 2 memory error(s), its driver says" in failure.message
+    assert "`nvidia-smi -q -i 00000000:52:00.0`" in failure.advice
+    assert failure.origin == "task"  # nobody's: not to be reported as an error in dure
 
 
 def test_gpus_when_a_rank_has_several_then_the_one_that_is_ill_is_named():
@@ -170,23 +173,23 @@ def test_gpus_when_a_rank_has_several_then_the_one_that_is_ill_is_named():
 
 
 def test_gpu_when_nobody_knows_which_and_the_driver_says_nothing_then_none_is_named():
-    assert "or the GPU failed while it ran)" in described(raised(LAUNCH), UNSAID, gpus=())["message"]
+    assert "or the GPU failed while it ran)" in described(raised(LAUNCH), UNSAID, gpus=()).message
 
 
 def test_kernel_when_launches_block_then_the_line_is_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert "it is this line's kernel" in described(raised("CUDA error: device-side assert triggered"))["advice"]
+    assert "it is this line's kernel" in described(raised("CUDA error: device-side assert triggered")).advice
 
 
 def test_access_to_another_gpu_when_ones_own_is_well_then_it_followed_from_that_ones_failure():
     text = "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"
-    assert described(raised(text, 226), WELL)["is_consequence"]
-    assert not described(raised(text, 226), LOST)["is_consequence"]
+    assert described(raised(text, 226), WELL).is_consequence
+    assert not described(raised(text, 226), LOST).is_consequence
 
 
-def end(failure: dict, rank: int, time_: float) -> WorkerEnd:
-    record = {**failure, "rank": rank, "time": time_}
-    return WorkerEnd(rank=rank, exit_code=1, time=time_, was_stopped=False, failure=record)
+def end(failure: FailureRecord, rank: int, time_: float) -> WorkerEnd:
+    failure = replace(failure, rank=rank, time=time_)
+    return WorkerEnd(rank=rank, exit_code=1, time=time_, was_stopped=False, failure=failure)
 
 
 NCCL_PEER = NCCL(
@@ -222,14 +225,15 @@ def test_restart_when_the_gpu_is_still_there_then_it_is_tried():
 def test_word_when_the_driver_is_asked_then_a_record_without_it_stands_there_before():
     report, before = keep(os.memfd_create("report")), []
 
-    def describe(ask) -> dict:
+    def describe(ask) -> FailureRecord:
         if ask is not None:
-            before.append(json.loads(os.pread(report, 2**20, 0)))
+            before.append(failure_from_json(json.loads(os.pread(report, 2**20, 0))))
         # shorter than the first: it must cover it all the same
-        return {"may_be_gpu": True, "time": time.time(), "message": "first, and long" if ask is None else "then"}
+        message = "first, and long" if ask is None else "then"
+        return failure_of(may_be_gpu=True, time=time.time(), message=message)
 
     left = leave_word(describe, report)
-    assert [record["message"] for record in before] == ["first, and long"]
-    assert json.loads(os.pread(report, 2**20, 0)) == left
-    assert (left["message"], left["time"]) == ("then", before[0]["time"])  # when it failed, and not when it was asked
+    assert [failure.message for failure in before] == ["first, and long"]
+    assert failure_from_json(json.loads(os.pread(report, 2**20, 0))) == left
+    assert (left.message, left.time) == ("then", before[0].time)  # when it failed, and not when it was asked
     os.close(report)

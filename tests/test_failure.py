@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite
+from dure.failures.record import CodeLine, FailureRecord
 from dure.failures.report import describe_failure
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
@@ -18,7 +19,7 @@ from tests.strategies.test_base import prepared
 from tests.training.test_session import Small
 
 
-def caught(action) -> dict:
+def caught(action) -> FailureRecord:
     try:
         action()
     except BaseException as error:
@@ -32,9 +33,9 @@ def _raise(error: BaseException) -> None:
 
 def test_failure_when_the_task_raises_then_its_line_is_named():
     failure = caught(lambda: fail("raise"))
-    assert failure["origin"] == "task"
-    assert failure["user_line"]["text"] == 'raise ValueError("a planned failure")'
-    assert (failure["rank"], failure["step"], failure["exit_code"]) == (1, 5, 1)
+    assert failure.origin == "task"
+    assert failure.user_line.text == 'raise ValueError("a planned failure")'
+    assert (failure.rank, failure.step, failure.exit_code) == (1, 5, 1)
 
 
 def test_failure_when_only_a_library_failed_then_its_notes_are_told():
@@ -44,8 +45,8 @@ def test_failure_when_only_a_library_failed_then_its_notes_are_told():
         list(loader.batches(requests))
     info.value.__traceback__ = info.value.__traceback__.tb_next
     failure = describe_failure(info.value, 0, None)
-    assert failure["user_line"] is None
-    first, note = failure["message"].splitlines()
+    assert failure.user_line is None
+    first, note = failure.message.splitlines()
     assert first.startswith("stack expects each tensor to be equal size")
     assert note == "while collating samples 0, 1 of the data"
 
@@ -57,18 +58,18 @@ def test_failure_when_a_file_is_no_python_then_its_own_line_is_named(text, tmp_p
     failure = caught(lambda: runpy.run_path(str(file)))
     number = 2 if text.startswith("def") else 1
     line = text.splitlines()[number - 1]
-    assert failure["user_line"] == {"file": str(file), "line": number, "function": "<module>", "text": line}
-    assert failure["origin"] == "task"
+    assert failure.user_line == CodeLine(file=str(file), line=number, function="<module>", text=line)
+    assert failure.origin == "task"
 
 
 def test_failure_when_a_text_in_memory_is_no_python_then_the_line_that_reads_it_is_named():
-    assert caught(lambda: compile("x = (", "<string>", "exec"))["user_line"]["file"] == __file__
+    assert caught(lambda: compile("x = (", "<string>", "exec")).user_line.file == __file__
 
 
 def test_failure_when_the_task_leaves_then_the_cure_is_named():
     failure = caught(lambda: fail("sys_exit"))
-    assert "sys.exit(7)" in failure["message"]
-    assert failure["user_traceback"] is None
+    assert "sys.exit(7)" in failure.message
+    assert failure.user_traceback is None
 
 
 def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
@@ -76,9 +77,9 @@ def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. Of the allocated memory 1 GiB is PyTorch's"
     )
     failure = caught(lambda: _raise(torch.OutOfMemoryError(message)))
-    assert failure["message"] == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
-    assert failure["advice"].startswith("use a smaller --microbatch-size (the result stays the same)")
-    assert failure["microbatch_size"] is None
+    assert failure.message == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
+    assert failure.advice.startswith("use a smaller --microbatch-size (the result stays the same)")
+    assert failure.microbatch_size is None
 
 
 @pytest.mark.parametrize(
@@ -97,19 +98,19 @@ def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
 )
 def test_failure_when_memory_ends_in_a_step_then_it_has_the_size_and_a_smaller_one_is_named(error):
     failure = describe_failure(error, 0, 3, 7)
-    assert failure["microbatch_size"] == 7
-    assert "use --microbatch-size 4 (the result stays the same)" in failure["advice"]
-    assert failure["origin"] == "task"
+    assert failure.microbatch_size == 7
+    assert "use --microbatch-size 4 (the result stays the same)" in failure.advice
+    assert failure.origin == "task"
 
 
 def test_failure_when_memory_ends_with_one_sample_then_no_smaller_microbatch_is_advised():
     failure = describe_failure(MemoryError(), 0, 3, 1)
-    assert failure["message"] == "out of memory"
-    assert failure["advice"].startswith("one sample at a time is too much for this device: use --precision bf16")
+    assert failure.message == "out of memory"
+    assert failure.advice.startswith("one sample at a time is too much for this device: use --precision bf16")
 
 
 def test_failure_when_it_is_another_then_it_has_no_size():
-    assert describe_failure(ValueError("wrong"), 0, 3, 7)["microbatch_size"] is None
+    assert describe_failure(ValueError("wrong"), 0, 3, 7).microbatch_size is None
 
 
 class Starved(Small):
@@ -128,8 +129,7 @@ def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_the
     with pytest.raises(RuntimeError, match="does not require grad") as info:
         evaluate(task, strategy, loader, num_samples=2, batch_size=2)
     assert (
-        "let what needs them in the loss compute under torch.enable_grad()"
-        in describe_failure(info.value, 0, 3)["advice"]
+        "let what needs them in the loss compute under torch.enable_grad()" in describe_failure(info.value, 0, 3).advice
     )
 
 
@@ -138,7 +138,7 @@ def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_he
     loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
     with pytest.raises(MemoryError, match="no more") as info:
         evaluate(task, strategy, loader, num_samples=2, batch_size=2)
-    assert describe_failure(info.value, 0, 3)["advice"].startswith("use a smaller --eval-batch-size, --precision bf16")
+    assert describe_failure(info.value, 0, 3).advice.startswith("use a smaller --eval-batch-size, --precision bf16")
 
 
 def test_failure_when_dure_itself_is_wrong_then_it_is_not_the_tasks():
@@ -147,7 +147,7 @@ def test_failure_when_dure_itself_is_wrong_then_it_is_not_the_tasks():
     except TypeError as error:
         error.__traceback__ = error.__traceback__.tb_next  # this test stands where dure's own worker does
         failure = describe_failure(error, 0, None)
-    assert failure["origin"] == "dure"
+    assert failure.origin == "dure"
 
 
 def test_failure_when_torch_raises_without_the_task_then_it_is_a_librarys():
@@ -159,7 +159,7 @@ def test_failure_when_torch_raises_without_the_task_then_it_is_a_librarys():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as info:
         wrapped(torch.ones(2, 3))
     info.value.__traceback__ = info.value.__traceback__.tb_next
-    assert describe_failure(info.value, 0, None)["origin"] == "library"
+    assert describe_failure(info.value, 0, None).origin == "library"
 
 
 def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse():
@@ -167,15 +167,15 @@ def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse
         raise OSError(errno.ENOSPC, "No space left on device")
 
     error = caught(writes)
-    assert error["origin"] == "task"  # raised in this file: the task's own full disk is the task's to explain
+    assert error.origin == "task"  # raised in this file: the task's own full disk is the task's to explain
     with pytest.raises(OSError, match="No space") as info:
         writes()
     info.value.__traceback__ = None
     failure = describe_failure(info.value, 0, 3)
-    assert (failure["type"], failure["exit_code"], failure["is_ours"]) == (DiskFull.__name__, 2, True)
+    assert (failure.type, failure.exit_code, failure.is_ours) == (DiskFull.__name__, 2, True)
 
 
 def test_failure_when_the_loss_is_not_finite_then_its_message_stands_alone():
     failure = caught(lambda: _raise(LossNotFinite("the loss is nan at step 5")))
-    assert failure["is_ours"]
-    assert failure["user_traceback"] is None
+    assert failure.is_ours
+    assert failure.user_traceback is None

@@ -8,32 +8,18 @@ from typing import Any
 
 import pytest
 
+from dure.documents import DocumentInvalid
+from dure.failures.record import CodeLine, Departure, failure_to_json
 from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
 from dure.process.stop_signals import signal_name
+from tests.failed_ranks import failure_of
 
 
 def end(
     rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, is_tolerated: bool = False, **failure: Any
 ) -> WorkerEnd:
-    record = None
-    if failure:
-        record = {
-            "rank": rank,
-            "time": time,
-            "step": 4,
-            "type": "ValueError",
-            "message": "seen",
-            "advice": None,
-            "exit_code": code,
-            "is_ours": False,
-            "is_misuse": False,
-            "is_consequence": False,
-            "origin": "task",
-            "user_line": None,
-            "user_traceback": None,
-            **failure,
-        }
+    record = failure_of(rank, time=time, exit_code=code, **failure) if failure else None
     return WorkerEnd(
         rank=rank, exit_code=code, time=time, was_stopped=was_stopped, failure=record, is_tolerated=is_tolerated
     )
@@ -137,7 +123,7 @@ def test_verdict_when_a_script_was_run_then_nobody_speaks_of_a_task(origin, tmp_
 def test_verdict_when_a_rank_could_only_write_a_file_then_the_file_is_read(tmp_path):
     (tmp_path / "logs").mkdir()
     record = end(0, 1, message="from the file").failure
-    Path(tmp_path, "logs", "failure-rank0.json").write_text(json.dumps(record))
+    Path(tmp_path, "logs", "failure-rank0.json").write_text(json.dumps(failure_to_json(record)))
     assert "from the file" in judge(tmp_path, [end(0, 1)]).text
 
 
@@ -148,13 +134,20 @@ def test_exit_code_when_a_user_ends_a_rank_with_any_then_it_is_no_signal(tmp_pat
 
 
 def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_told(tmp_path):
-    line = {"file": "train.py", "line": 6, "function": "main", "text": "sys.exit(text)"}
-    left = replace(end(1, 1), departure={"message": "no data\ndure: forged", "user_line": line})
+    line = CodeLine(file="train.py", line=6, function="main", text="sys.exit(text)")
+    left = replace(end(1, 1), departure=Departure(message="no data\ndure: forged", user_line=line))
     text = judge(tmp_path, [end(0, 1, 1.0, **LOST), left], is_script=True).text
     told = "rank 1 ended with exit code 1: no data\n  dure: forged\n  train.py:6 in main: sys.exit(text)\n"
     assert text.startswith(told)
     assert in_brief(left, 2) == "rank 1 ended with exit code 1: no data (train.py:6)"
     assert end_from_json(end_to_json(left), "node 1", 0.0).departure == left.departure
+
+
+def test_end_when_a_peers_failure_is_none_then_it_is_refused():
+    sent = end_to_json(end(1, 1, message="seen"))
+    assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")
+    with pytest.raises(DocumentInvalid, match="holds other fields than it should \\(pid"):
+        end_from_json({**sent, "failure": {**sent["failure"], "pid": "one"}}, "node 1", 0.0)
 
 
 def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():

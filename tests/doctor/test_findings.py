@@ -3,12 +3,14 @@
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dure.doctor.findings import diagnose
 from dure.errors import PeerLost
+from dure.failures.record import failure_file, failure_to_json
 from dure.failures.report import describe_failure
 from dure.launch.hangs.diagnosis import explain
 from dure.records.run_dir import SCRIPT, SUMMARY, RunDir
@@ -45,8 +47,8 @@ def test_run_when_it_died_then_says_so(run):
 def test_run_when_its_supervisor_died_after_a_rank_failed_then_the_rank_is_judged_from_its_own_record(run):
     for number, seconds in ((0, 2), (1, 1)):  # rank 0 only lost rank 1, and wrote that down later
         error = PeerLost("rank 1 is gone") if number == 0 else ValueError("no such thing")
-        record = {**describe_failure(error, number, step=4), "time": time.time() + seconds}
-        run.write_json(f"logs/failure-rank{number}.json", record)
+        failure = replace(describe_failure(error, number, step=4), time=time.time() + seconds)
+        run.write_json(failure_file(number), failure_to_json(failure))
     died, failed = found(run)
     assert died[1].startswith("it ended without a word")
     assert failed == ("error", "before that, rank 1 failed after step 4: ValueError: no such thing")

@@ -20,6 +20,7 @@ from dure.launch.nodes import rendezvous
 from dure.launch.nodes.peers import Nodes, StoppedByPeer
 from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings, split_address
 from dure.launch.nodes.secret import read_secret
+from tests.failed_ranks import failure_of
 
 FACTS = {"script": "train.py", "seed": 0}
 
@@ -355,7 +356,7 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
     monkeypatch.setattr(rendezvous, "time", Clock)
     zero, one = met(lambda: join(settings, FACTS, 1), join_late)
     now = real()
-    failure = {"time": now - 1000.0, "message": "🏖" * 10_000, "rank": 1}
+    failure = failure_of(1, time=now - 1000.0, message="🏖" * 10_000)
     ends = [
         [WorkerEnd(rank=0, exit_code=1, time=now + 1, was_stopped=False, node="node 0")],
         [WorkerEnd(rank=1, exit_code=1, time=now - 1000.0, was_stopped=False, failure=failure)],
@@ -368,6 +369,6 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
     assert one.ending["refusal"] == "no more"
     assert [end.rank for end in told[0]] == [end.rank for end in told[1]] == [0, 1]
     assert abs(told[0][1].time - now) < 1.0
-    assert abs(told[0][1].failure["time"] - now) < 1.0
-    assert told[0][1].failure["message"] == "🏖" * 300
+    assert abs(told[0][1].failure.time - now) < 1.0
+    assert told[0][1].failure.message == "🏖" * 300
     assert told[1][0].node == "node 0"

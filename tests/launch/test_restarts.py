@@ -8,6 +8,7 @@ import pytest
 
 from dure.failures.verdict import WorkerEnd
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
+from tests.failed_ranks import LINE, failure_of
 
 
 def killed(rank=1, number=signal.SIGKILL):
@@ -19,10 +20,9 @@ def followed(rank=0):
 
 
 def raised(rank=1, *, is_ours=False, is_consequence=False, origin="task", message="a planned failure"):
-    failure = {
-        "rank": rank, "time": 1.0, "type": "ValueError", "message": message, "is_ours": is_ours, "origin": origin,
-        "is_consequence": is_consequence, "user_line": {"file": "train.py", "line": 7},
-    }  # fmt: skip
+    failure = failure_of(
+        rank, message=message, is_ours=is_ours, origin=origin, is_consequence=is_consequence, user_line=LINE
+    )
     return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
 
 
@@ -95,7 +95,7 @@ def test_failures_when_more_than_the_budget_then_the_window_says_so(monkeypatch)
 
 
 def starved(size, rank=1):
-    failure = {**raised(rank).failure, "type": "OutOfMemoryError", "microbatch_size": size}
+    failure = replace(raised(rank).failure, type="OutOfMemoryError", microbatch_size=size)
     return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
 
 
@@ -112,7 +112,7 @@ def test_memory_when_there_is_no_restart_then_nothing_is_halved():
 
 
 def diverged(rank, message="rank 2 holds other values"):
-    failure = {**raised(rank, is_ours=True, message=message).failure, "go_back_to": 32}
+    failure = replace(raised(rank, is_ours=True, message=message).failure, go_back_to=32)
     return WorkerEnd(rank=rank, exit_code=1, time=1.0, was_stopped=False, failure=failure)
 
 

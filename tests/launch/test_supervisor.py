@@ -22,6 +22,7 @@ from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import Worker
 from dure.process import stop_signals
 from tests.commands import wait_until
+from tests.failed_ranks import failure_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +100,11 @@ def test_rank_that_can_be_missed_when_it_ends_by_itself_then_the_others_are_ende
 
 
 def test_rank_when_it_fails_then_its_report_reaches_the_supervisor(tmp_path, start):
-    assert launch(tmp_path, start, [0, "report"]).ends[1].failure == {"message": "told"}
+    assert launch(tmp_path, start, [0, "report"]).ends[1].failure == failure_of(1, message="told")
+
+
+def test_rank_when_its_report_is_no_failure_then_it_left_none(tmp_path, start):
+    assert launch(tmp_path, start, [0, "report nonsense"]).ends[1].failure is None
 
 
 def test_signal_when_it_reaches_the_supervisor_then_every_rank_gets_it(tmp_path, start):

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dure.failures.record import failure_to_json
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
+from tests.failed_ranks import failure_of
 
 
 def before_fork(job: Mapping[str, Any]) -> None:
@@ -33,7 +35,10 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     if deed == "raise":
         raise RuntimeError("planned")
     if deed == "report":
-        os.pwrite(place.report_fd, b'{"message": "told"}', 0)
+        os.pwrite(place.report_fd, json.dumps(failure_to_json(failure_of(rank, message="told"))).encode(), 0)
+        return 1
+    if deed == "report nonsense":
+        os.pwrite(place.report_fd, b'{"message": "told", "time": [], "rank": -1}', 0)
         return 1
     if deed in ("kill", "train and be killed"):
         if deed != "kill":

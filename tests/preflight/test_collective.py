@@ -10,6 +10,7 @@ from dure.failures.verdict import WorkerEnd
 from dure.preflight.collective import RankProgress, backend_of, judged, try_collective
 from dure.preflight.findings import Finding
 from dure.preflight.settings import PreflightSettings
+from tests.failed_ranks import failure_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
@@ -92,7 +93,7 @@ def test_rank_when_it_fails_then_its_own_words_are_told(odd):
 
 
 def lost(rank: int, time_: float) -> WorkerEnd:
-    failure = {"is_consequence": True, "is_ours": False, "type": "RuntimeError", "message": "Timed out waiting"}
+    failure = failure_of(rank, is_consequence=True, type="RuntimeError", message="Timed out waiting")
     return WorkerEnd(rank=rank, exit_code=1, time=time_, was_stopped=False, failure=failure)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from dure.cluster.rank import Launched, meeting_point, read_launcher
 from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
+from dure.failures.record import failure_file, failure_to_json
 from dure.failures.verdict import judge, stop_signal
 from dure.host.devices import count_accelerators, count_cores, crowding
 from dure.launch.hangs.diagnosis import tell_of_hang
@@ -351,7 +352,7 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
         error = Interrupted("stopped", stop_exit_code(stopped_by))
     for end in outcome.ends:
         if end.failure is not None:
-            run.write_json(f"logs/failure-rank{end.rank}.json", end.failure)
+            run.write_json(failure_file(end.rank), failure_to_json(end.failure))
     if not is_own:
         if error is not None:
             raise error

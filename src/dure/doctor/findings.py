@@ -4,13 +4,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dure.errors import DureError
-from dure.failures.verdict import WorkerEnd, judge, read_failure
+from dure.failures.record import read_failure
+from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
 from dure.records.jsonl import last_record
 from dure.records.run_dir import SUMMARY, RunDir, saying
@@ -159,15 +159,13 @@ def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
     ends = []
     for path in _by_rank(run, "failure-rank*.json"):
         failure = read_failure(run.path, int(path.stem.rpartition("rank")[2]))
-        with suppress(KeyError, TypeError):
-            if failure is not None and failure["time"] >= since:
-                rank, code, when = failure["rank"], failure["exit_code"], failure["time"]
-                ends.append(WorkerEnd(rank=rank, exit_code=code, time=when, was_stopped=False, failure=failure))
-    with suppress(KeyError, TypeError):
-        if any(not end.failure["is_consequence"] for end in ends if end.failure is not None):
-            verdict = judge(run.path, ends, is_script=run.is_script)
-            return None if verdict is None else verdict.text
-    return None
+        if failure is not None and failure.time >= since:
+            rank, code, when = failure.rank, failure.exit_code, failure.time
+            ends.append(WorkerEnd(rank=rank, exit_code=code, time=when, was_stopped=False, failure=failure))
+    if all(end.failure is None or end.failure.is_consequence for end in ends):
+        return None
+    verdict = judge(run.path, ends, is_script=run.is_script)
+    return None if verdict is None else verdict.text
 
 
 def _last_records(run: RunDir) -> Iterator[str]:

@@ -9,13 +9,15 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 
 from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json
 from dure.host.gpu_health import gpu_health
 from dure.process.context import DEPARTURE
 from dure.process.own_descriptors import usable
@@ -67,7 +69,7 @@ def describe_failure(
     microbatch_size: int | None = None,
     gpus: Sequence[int] = (),
     ask_driver: AskDriver | None = None,
-) -> dict[str, Any]:
+) -> FailureRecord:
     """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence.
 
     Args:
@@ -94,31 +96,31 @@ def describe_failure(
         message = "\n".join([message, *getattr(error, "__notes__", ())])
     # what memory does not suffice for, or a device that fails, is not an error of the code that asked for it
     is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
-    return {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "step": step,
-        "type": kind,
-        "message": message,
-        "advice": advice,
-        "exit_code": error.exit_code if isinstance(error, DureError) else 1,
-        "is_ours": is_ours,
-        "is_misuse": isinstance(error, Misuse),
-        "is_consequence": is_lost_peer or (device is not None and device.is_consequence),
-        "may_be_gpu": device is not None and device.may_be_gpu,
-        "is_gpu_lost": device is not None and device.is_lost,
-        "origin": "task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
-        "microbatch_size": microbatch_size if is_out_of_memory else None,
-        "go_back_to": error.go_back_to if isinstance(error, ReplicasDiverged) else None,
-        "user_line": line,
-        "user_traceback": None if is_ours else _shown_traceback(error, device, has_user_line=line is not None),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    return FailureRecord(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time=time.time(),
+        step=step,
+        type=kind,
+        message=message,
+        advice=advice,
+        exit_code=error.exit_code if isinstance(error, DureError) else 1,
+        is_ours=is_ours,
+        is_misuse=isinstance(error, Misuse),
+        is_consequence=is_lost_peer or (device is not None and device.is_consequence),
+        may_be_gpu=device is not None and device.may_be_gpu,
+        is_gpu_lost=device is not None and device.is_lost,
+        origin="task" if line or hasattr(error, "is_planned") or is_nobodys else _origin(error),
+        microbatch_size=microbatch_size if is_out_of_memory else None,
+        go_back_to=error.go_back_to if isinstance(error, ReplicasDiverged) else None,
+        user_line=line,
+        user_traceback=None if is_ours else _shown_traceback(error, device, has_user_line=line is not None),
+        traceback="".join(traceback.format_exception(error)),
+    )
 
 
-def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd: int | None) -> dict[str, Any]:
+def leave_word(describe: Callable[[AskDriver | None], FailureRecord], report_fd: int | None) -> FailureRecord:
     """Write down why this process fails, and once more when the driver has said what is with its GPU.
 
     First without it: where a GPU fails, NCCL's watchdog may abort the process at any moment.
@@ -128,11 +130,16 @@ def leave_word(describe: Callable[[AskDriver | None], dict[str, Any]], report_fd
         report_fd: Where its supervisor reads it; None: it has none.
     """
     failure = describe(None)
-    _write_report(report_fd, failure)
-    if failure["may_be_gpu"]:
-        failure = {**describe(gpu_health), "time": failure["time"]}
-        _write_report(report_fd, failure)
+    write_failure(failure, report_fd)
+    if failure.may_be_gpu:
+        failure = replace(describe(gpu_health), time=failure.time)
+        write_failure(failure, report_fd)
     return failure
+
+
+def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
+    """Write a failure where the supervisor reads it; without one, nowhere."""
+    _write_report(report_fd, failure_to_json(failure))
 
 
 def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
@@ -143,7 +150,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
         report_fd: Where its supervisor reads it; None: it has none.
     """
     message = None if leave.code is None or isinstance(leave.code, int) else str(leave.code)
-    _write_report(report_fd, {DEPARTURE: {"message": message, "user_line": _user_line(leave)}})
+    _write_report(report_fd, {DEPARTURE: asdict(Departure(message=message, user_line=_user_line(leave)))})
 
 
 def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
@@ -243,7 +250,7 @@ def _said_in_loader(message: str) -> str:
     return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
 
 
-def _user_line(error: BaseException) -> dict[str, Any] | None:
+def _user_line(error: BaseException) -> CodeLine | None:
     """Return the innermost line of the task's code that the exception went through."""
     message = str(error)
     if _LOADER_MARK in message:
@@ -257,7 +264,7 @@ def _user_line(error: BaseException) -> dict[str, Any] | None:
     if not chosen:
         return None
     last = frames[chosen[-1]]
-    return {"file": shown_name(last.filename), "line": last.lineno, "function": last.name, "text": last.line}
+    return CodeLine(file=shown_name(last.filename), line=last.lineno, function=last.name, text=last.line)
 
 
 def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
@@ -267,7 +274,7 @@ def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
     return [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
 
 
-def _origin(error: BaseException) -> str:
+def _origin(error: BaseException) -> Literal["library", "dure"]:
     """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`.
 
     Native code leaves no frame: what torch's raises (a RuntimeError) seems to come from the line that called it.

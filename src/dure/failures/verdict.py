@@ -4,10 +4,9 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dure.documents import DocumentInvalid, read_json
-from dure.failures.frames import Frame, from_here, users_frame
+from dure.failures.frames import Frame, users_frame
+from dure.failures.record import CodeLine, Departure, FailureRecord, failure_file, read_failure
 from dure.process.stop_signals import STOP_SIGNALS, signal_name, stop_exit_code
 from dure.units import format_bytes
 
@@ -44,10 +43,10 @@ class WorkerEnd:
     """True if the supervisor itself ended it, because another rank had failed."""
     was_held: bool = False
     """True if a signal or a debugger held the process when the supervisor ended it."""
-    failure: Mapping[str, Any] | None = None
+    failure: FailureRecord | None = None
     """Rank's own record of its failure, if it could leave one."""
-    departure: Mapping[str, Any] | None = None
-    """Record of a script that left by `sys.exit`: its `message`, if it gave one, and the `user_line` of the call."""
+    departure: Departure | None = None
+    """End of a script that left by `sys.exit`."""
     is_tolerated: bool = False
     """True if the others could go on without it."""
     is_out_of_memory: bool | None = None
@@ -71,7 +70,7 @@ class Verdict:
 
     text: str
     exit_code: int
-    first: Mapping[str, Any] | None
+    first: FailureRecord | None
     """The failure record of the first cause, when that rank left one."""
 
 
@@ -103,12 +102,12 @@ def judge(
     )
     others = [end for end in failed if end is not first]
     lines = [told, *(_waits(first, others, failures) if failure is None else ())]
-    same = [e for e in others if (f := failures[e.rank]) and failure and f["message"] == failure["message"]]
+    same = [e for e in others if (f := failures[e.rank]) and failure and f.message == failure.message]
     followed = [e for e in others if e not in same]
-    if len(ends) > 1 and followed and not (failure and failure["is_misuse"]):
+    if len(ends) > 1 and followed and not (failure and failure.is_misuse):
         ranks = ", ".join(str(end.rank) for end in sorted(followed, key=lambda end: end.rank))
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
-    code = 1 if failure is None else int(failure["exit_code"])
+    code = 1 if failure is None else failure.exit_code
     if is_script and failure is None and first.exit_code > 0:
         code = first.exit_code  # what it chose to say with it is between it and its user
     return Verdict(text="\n".join(lines), exit_code=code, first=failure)
@@ -123,14 +122,14 @@ def _failed(ends: list[WorkerEnd]) -> list[WorkerEnd]:
     return [end for end in ends if end.exit_code != 0 and end.exit_code not in STOP_ENDS and not end.is_tolerated]
 
 
-def _is_consequence(end: WorkerEnd, failure: Mapping[str, Any] | None) -> bool:
-    return end.was_stopped if failure is None else bool(failure["is_consequence"])
+def _is_consequence(end: WorkerEnd, failure: FailureRecord | None) -> bool:
+    return end.was_stopped if failure is None else failure.is_consequence
 
 
-def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]) -> WorkerEnd:
+def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> WorkerEnd:
     def order(end: WorkerEnd) -> tuple[bool, bool, float, int]:
         failure = failures[end.rank]
-        told = end.time if failure is None else failure["time"]
+        told = end.time if failure is None else failure.time
         return _is_consequence(end, failure), end.was_stopped, told, end.rank
 
     failed = _failed(ends)
@@ -151,15 +150,6 @@ def stop_signal(ends: list[WorkerEnd]) -> int | None:
     return next((STOP_ENDS[end.exit_code] for end in ends if end.exit_code in STOP_ENDS), None)
 
 
-def read_failure(run: Path, rank: int) -> dict[str, Any] | None:
-    """Return what a rank wrote down when it failed, or None."""
-    try:
-        record = read_json(run / "logs" / f"failure-rank{rank}.json")
-    except (OSError, DocumentInvalid):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
     """Find who the others lost, when all that failed only lost a peer: one that left with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0]
@@ -167,25 +157,24 @@ def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd |
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
 
 
-def _told(end: WorkerEnd, failure: Mapping[str, Any], num_ranks: int, run: Path, *, is_script: bool = False) -> str:
-    if failure["is_ours"]:
-        return str(failure["message"]) + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
-    where = "" if not failure["step"] else f" after step {failure['step']}"
+def _told(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: Path, *, is_script: bool = False) -> str:
+    if failure.is_ours:
+        return failure.message + (f"\n  said by {end.name(num_ranks)}" if end.node else "")
+    where = "" if not failure.step else f" after step {failure.step}"
     what = "script" if is_script else "task"
     who = end.name(num_ranks, f"the {what}")
     # no line of a message begins where one of ours does
-    text = f"{who} failed{where}: {failure['type']}: {_set_in(failure['message'])}"
-    if failure["advice"]:
-        text = f"{text.removesuffix('.')}: {failure['advice']}"
-    line = failure["user_line"]
-    if line:
-        text += f"\n  {_line_words(line)}"
-    if failure["user_traceback"]:
-        text += f"\n  {_set_in(failure['user_traceback'])}"
-    record = run / "logs" / f"failure-rank{failure['rank']}.json"
-    if failure["origin"] == "dure":
+    text = f"{who} failed{where}: {failure.type}: {_set_in(failure.message)}"
+    if failure.advice:
+        text = f"{text.removesuffix('.')}: {failure.advice}"
+    if failure.user_line is not None:
+        text += f"\n  {failure.user_line}"
+    if failure.user_traceback:
+        text += f"\n  {_set_in(failure.user_traceback)}"
+    record = run / failure_file(failure.rank)
+    if failure.origin == "dure":
         return f"{text}\n  this is an error in dure and not in the {what}: please report it with {record}"
-    if failure["origin"] == "library":
+    if failure.origin == "library":
         text += f"\n  in a library that dure called, at no line of the {what}; the traceback is in {record}"
     return text
 
@@ -199,14 +188,15 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
     who = end.name(num_ranks)
     failure = end.failure
     if failure is None and end.departure is not None and end.exit_code >= 0:
-        return _left(end, who).partition("\n")[0] + _place(end.departure["user_line"])
+        return _left(end, who).partition("\n")[0] + _place(end.departure.user_line)
     if failure is None:
         return _silent_end(end, num_ranks).partition(";")[0]
-    where = _place(failure["user_line"])
-    said = str(failure["message"]).partition("\n")[0]
-    if failure.get("go_back_to") is not None:
+    said = failure.message.partition("\n")[0]
+    if failure.go_back_to is not None:
         return said  # which names the rank, and not the one that tells it
-    return f"{who} failed: {said}" if failure["is_ours"] else f"{who} failed: {failure['type']}: {said}{where}"
+    if failure.is_ours:
+        return f"{who} failed: {said}"
+    return f"{who} failed: {failure.type}: {said}{_place(failure.user_line)}"
 
 
 def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bool = False) -> str:
@@ -236,18 +226,14 @@ def _left(end: WorkerEnd, who: str) -> str:
         text += ", and the others lost it in a call that needs all"
     if end.departure is None:
         return text
-    if end.departure["message"]:
-        text += f": {_set_in(end.departure['message'])}"
-    line = end.departure["user_line"]
-    return text if line is None else f"{text}\n  {_line_words(line)}"
+    if end.departure.message:
+        text += f": {_set_in(end.departure.message)}"
+    line = end.departure.user_line
+    return text if line is None else f"{text}\n  {line}"
 
 
-def _place(line: Mapping[str, Any] | None) -> str:
-    return "" if line is None else f" ({from_here(line['file'])}:{line['line']})"
-
-
-def _line_words(line: Mapping[str, Any]) -> str:
-    return f"{from_here(line['file'])}:{line['line']} in {line['function']}: {line['text']}"
+def _place(line: CodeLine | None) -> str:
+    return "" if line is None else f" ({line.place})"
 
 
 def _killed_for_memory(limit_bytes: int | None) -> str:
@@ -260,17 +246,14 @@ def _killed_for_memory(limit_bytes: int | None) -> str:
     )
 
 
-def _waits(
-    first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, Mapping[str, Any] | None]
-) -> Iterator[str]:
+def _waits(first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> Iterator[str]:
     """Say what the others were waiting in for a rank that left without a word."""
     for end in sorted(others, key=lambda end: end.rank):
         failure = failures[end.rank]
-        call = failure.get("collective") if failure else None
-        if failure and call:
-            line = failure["user_line"]
-            where = f" at {from_here(line['file'])}:{line['line']} in {line['function']}" if line else ""
-            yield f"  rank {end.rank} was in {call}{where}"
+        if failure is not None and failure.collective:
+            line = failure.user_line
+            where = "" if line is None else f" at {line.place} in {line.function}"
+            yield f"  rank {end.rank} was in {failure.collective}{where}"
     if first.exit_code == -signal.SIGABRT and first.crash:
         yield (
             "  gloo aborts so where ranks do not agree on the shape or the type of what they send, and torch RPC at a "

@@ -235,7 +235,7 @@ _SILENT_CURE = (
 def _is_cause(end: WorkerEnd) -> bool:
     if end.exit_code == 0 or end.was_stopped:
         return False
-    return end.failure is None or not end.failure["is_consequence"]
+    return end.failure is None or not end.failure.is_consequence
 
 
 def _was_held(end: WorkerEnd | None) -> bool:
@@ -254,9 +254,8 @@ def _has_said(end: WorkerEnd | None) -> bool:
 def _reason(end: WorkerEnd, num_ranks: int) -> str:
     if end.failure is None:
         return in_brief(end, num_ranks).removeprefix(f"{end.name(num_ranks)} was ")
-    failed = end.failure
-    said = str(failed["message"]).strip().partition("\n")[0]
-    return said if failed["is_ours"] else f"{failed['type']}: {said}"
+    said = end.failure.message.strip().partition("\n")[0]
+    return said if end.failure.is_ours else f"{end.failure.type}: {said}"
 
 
 def _behind(ranks: Sequence[RankProgress]) -> list[RankProgress]:

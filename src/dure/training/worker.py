@@ -18,6 +18,7 @@ from torch import Tensor
 from dure.comm.groups import Group
 from dure.errors import DureError, LossNotFinite, Misuse, TaskInvalid
 from dure.failures.device_errors import AskDriver
+from dure.failures.record import FailureRecord, failure_file, failure_to_json
 from dure.failures.report import describe_failure, is_peer_lost, leave_word, told_undisturbed
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
@@ -226,18 +227,18 @@ class Worker:
             return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
         rank = self.place.rank.rank
 
-        def describe(ask_driver: AskDriver | None) -> dict[str, Any]:
+        def describe(ask_driver: AskDriver | None) -> FailureRecord:
             return describe_failure(error, rank, self.step, self.microbatch_size, self.gpus, ask_driver)
 
         failure = leave_word(describe, self.place.report_fd)
         with suppress(DureError):  # a full disk is told through the descriptor
-            self.run.write_json(failure_file(rank), failure)
+            self.run.write_json(failure_file(rank), failure_to_json(failure))
             # one rank says it: the first whose loss it was, for the others may not know
             if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
                 self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
         if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
-            print_traceback(failure["traceback"])
-        return int(failure["exit_code"])
+            print_traceback(failure.traceback)
+        return failure.exit_code
 
     def _leave_disorderly(self) -> None:
         """Leave the group without the others, where this process lives on; a supervised one just ends."""
@@ -256,11 +257,6 @@ def _own_parameters(strategy: Strategy) -> dict[str, Tensor]:
 
 def _heartbeats(place: Place) -> Heartbeats | None:
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
-
-
-def failure_file(rank: int) -> str:
-    """Return the name of the record that a failed rank leaves in the run folder."""
-    return f"logs/failure-rank{rank}.json"
 
 
 def main(job: Mapping[str, Any], place: Place) -> int:

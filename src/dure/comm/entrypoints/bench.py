@@ -1,7 +1,6 @@
 """The entry of a rank of `dure bench`: join the others, measure, leave."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,7 +11,7 @@ import torch
 
 from dure.comm.groups import open_group
 from dure.comm.timing import BenchPlan, measure
-from dure.failures.report import describe_failure
+from dure.failures.report import describe_failure, write_failure
 from dure.process.context import Place
 from dure.terminal import LiveLine
 from dure.torchcompat import import_late_parts
@@ -43,9 +42,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
         group.close()
     except BaseException as error:
         failure = describe_failure(error, place.rank.rank, None)
-        if place.report_fd is not None:
-            os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
-        return int(failure["exit_code"])
+        write_failure(failure, place.report_fd)
+        return failure.exit_code
     return 0
 
 

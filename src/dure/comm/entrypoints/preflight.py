@@ -5,7 +5,6 @@ launcher reads there how far it came.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from dure.comm.algorithms.wire import sends_from_devices
 from dure.comm.groups import open_group
-from dure.failures.report import describe_failure
+from dure.failures.report import describe_failure, write_failure
 from dure.process.context import Place
 from dure.torchcompat import import_late_parts
 
@@ -83,9 +82,8 @@ def main(job: Mapping[str, Any], place: Place) -> int:
             group.close()
     except BaseException as error:
         failure = describe_failure(error, rank, None)
-        if place.report_fd is not None:
-            os.pwrite(place.report_fd, json.dumps(failure).encode(), 0)
-        return int(failure["exit_code"])
+        write_failure(failure, place.report_fd)
+        return failure.exit_code
     return 0
 
 

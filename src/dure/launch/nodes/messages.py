@@ -3,11 +3,12 @@
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.failures.frames import Frame
+from dure.failures.record import departure_from_json, failure_from_json, failure_to_json
 from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes.channel import MESSAGE_LIMIT_BYTES
 
@@ -43,7 +44,9 @@ def end_to_json(end: WorkerEnd) -> dict[str, Any]:
 
 
 def _said_by(end: WorkerEnd, longest: int) -> dict[str, Any]:
-    return {"failure": _cut(end.failure, longest), "departure": _cut(end.departure, longest)}
+    failure = None if end.failure is None else failure_to_json(end.failure)
+    departure = None if end.departure is None else asdict(end.departure)
+    return {"failure": _cut(failure, longest), "departure": _cut(departure, longest)}
 
 
 def _cut(value: Any, longest: int) -> Any:
@@ -54,9 +57,11 @@ def _cut(value: Any, longest: int) -> Any:
 
 def end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
     """Rebuild how a rank of another node ended, in this node's time."""
-    failure = told["failure"]
+    failure = None if told["failure"] is None else failure_from_json(told["failure"])
     if failure is not None:
-        failure = {**failure, "time": float(failure["time"]) + clock_behind_seconds}
+        failure = replace(failure, time=failure.time + clock_behind_seconds)
+    departure = None if told["departure"] is None else departure_from_json(told["departure"])
     crash = tuple(Frame(**frame) for frame in told["crash"])
     time_ = float(told["time"]) + clock_behind_seconds
-    return WorkerEnd(**{**told, "failure": failure, "crash": crash, "time": time_, "node": told["node"] or node})
+    own = {"failure": failure, "departure": departure, "crash": crash, "time": time_, "node": told["node"] or node}
+    return WorkerEnd(**{**told, **own})

@@ -69,15 +69,15 @@ class Restarts:
         first = first_failure(list(ends))
         if first is None:
             return None
-        if first.failure is not None and (size := first.failure.get("microbatch_size")):
+        if first.failure is not None and (size := first.failure.microbatch_size):
             return self._with_smaller_microbatches(first, size, step_of(first.rank), len(ends))
-        if first.failure is not None and first.failure.get("is_gpu_lost"):
+        if first.failure is not None and first.failure.is_gpu_lost:
             self.refusal = "a GPU that is gone does not come back by itself, so the ranks were not started again"
             return None
         if not (self.policy.after_any or _may_help(first, step_of)):
             return None
         step, cause = step_of(first.rank), in_brief(first, len(ends))
-        go_back_to = None if first.failure is None else first.failure.get("go_back_to")
+        go_back_to = None if first.failure is None else first.failure.go_back_to
         # what all ranks found out together, any of them may be the first to say
         rank, what = (None if go_back_to is not None else first.rank), cause
         if first.is_out_of_memory:
@@ -150,6 +150,6 @@ def _may_help(end: WorkerEnd, step_of: Callable[[int], int]) -> bool:
     failure = end.failure
     if failure is None:
         return end.exit_code < 0
-    if failure["is_consequence"] or failure.get("go_back_to") is not None:
+    if failure.is_consequence or failure.go_back_to is not None:
         return True
-    return not failure["is_ours"] and failure["origin"] != "dure" and step_of(end.rank) > 1
+    return not failure.is_ours and failure.origin != "dure" and step_of(end.rank) > 1

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from dure.terminal import print_traceback
 
 if TYPE_CHECKING:
     from dure.failures.device_errors import AskDriver
+    from dure.failures.record import FailureRecord
 
 _kept: list[object] = []
 """Objects that the script leaves behind. A process group that is destroyed while the interpreter is alive joins its
@@ -228,10 +230,11 @@ def _fail(error: BaseException, place: Place, step: int) -> int:
         print_traceback("\nOriginal exception was:")
         sys.__excepthook__(type(error), error, error.__traceback__)
     sys.stderr.flush()
-    more = {"user_traceback": None, "collective": _collective()}
+    collective = _collective()
 
-    def describe(ask_driver: "AskDriver | None") -> dict[str, Any]:
-        return {**describe_failure(error, place.rank.rank, step, ask_driver=ask_driver), **more}
+    def describe(ask_driver: "AskDriver | None") -> "FailureRecord":
+        failure = describe_failure(error, place.rank.rank, step, ask_driver=ask_driver)
+        return replace(failure, user_traceback=None, collective=collective)
 
     leave_word(describe, place.report_fd)
     return code

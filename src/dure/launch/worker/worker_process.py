@@ -5,11 +5,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from dure.documents import DocumentInvalid, parse_json
+from dure.failures.record import Departure, FailureRecord, departure_from_json, failure_from_json
 from dure.failures.verdict import STOP_ENDS, WorkerEnd
 from dure.host.oom import OomWatch
 from dure.launch.worker.leftovers import mark_of, started_at
@@ -58,9 +60,7 @@ class Worker:
         if code is None:
             self.oom.look()
         else:
-            report = _read_report(self.report_fd) or {}
-            departure = report.get(DEPARTURE)
-            failure = report if report and departure is None else None
+            failure, departure = _last_words(_read_report(self.report_fd) or {})
             # an exception is the task's, and would come again on another rank; what kills a process is the machine's
             was_killed = code < 0 and code not in STOP_ENDS and not self.was_stopped and failure is None
             is_out_of_memory = self.oom.was_killed() if was_killed and code == -signal.SIGKILL else None
@@ -114,6 +114,15 @@ def unnamed_file(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _last_words(report: Mapping[str, Any]) -> tuple[FailureRecord | None, Departure | None]:
+    """Return what a rank that has ended left: a failure, a departure, or neither where it is damaged."""
+    with suppress(DocumentInvalid):
+        if DEPARTURE in report:
+            return None, departure_from_json(report[DEPARTURE])
+        return failure_from_json(report), None
+    return None, None
 
 
 def _read_report(descriptor: int) -> dict[str, Any] | None:

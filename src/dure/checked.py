@@ -1,0 +1,61 @@
+"""Fields of records that a file or a peer holds: their types with limits, and the one check of a record."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from dure.documents import DocumentInvalid
+
+MOST_TEXT = 2**22
+"""Longest text of a field, in characters."""
+_MOST_FAULTS = 3
+
+Record = TypeVar("Record")
+
+
+def _limited(text: str) -> str:
+    # a limit of pydantic's own would refuse texts that are no Unicode, as names of files may be
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"has more than {MOST_TEXT:,} characters")
+    return text
+
+
+_Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Text = Annotated[str, Field(strict=True), AfterValidator(_limited)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Rank = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+ExitCode = Annotated[int, Field(strict=True, ge=0, lt=256)]
+Number = _Whole | Annotated[float, Field(strict=True)]
+"""Number of any kind: a whole one stays whole, and it may be infinite or none."""
+Time = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
+"""Seconds since the epoch."""
+
+
+def checked(adapter: TypeAdapter[Record], found: object, version: int) -> Record:
+    """Return a record from plain values, as a JSON document has them.
+
+    Fields that a newer version has added are passed over.
+
+    Args:
+        adapter: Adapter of the record's class.
+        found: What was read. Without a `version` it is of the first.
+        version: The version that this dure writes.
+
+    Raises:
+        DocumentInvalid: It is no such record.
+    """
+    try:
+        return adapter.validate_python(found)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:_MOST_FAULTS]]
+    except ArithmeticError as error:
+        faults = [str(error)]
+    theirs = found.get("version") if isinstance(found, Mapping) else None
+    newer = f"is of version {theirs}, newer than {version}, and " if _is_newer(theirs, version) else ""
+    raise DocumentInvalid(f"{newer}holds other fields than it should ({'; '.join(faults)})")
+
+
+def _is_newer(theirs: Any, version: int) -> bool:
+    return isinstance(theirs, int) and theirs > version

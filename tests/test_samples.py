@@ -1,0 +1,32 @@
+"""Records of runs that an older dure made, before records had versions: kept as files, and read as those of today."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dure.failures.record import CodeLine, failure_from_json, failure_to_json, read_failure
+
+RUNS = Path(__file__).with_name("samples") / "run_folders"
+FAILURES = sorted(RUNS.glob("*/logs/failure-rank*.json"))
+NAMES = [f"{path.parts[-3]} {path.stem}" for path in FAILURES]
+
+
+@pytest.mark.parametrize("path", FAILURES, ids=NAMES)
+def test_failure_when_it_is_written_again_then_only_the_version_is_new(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert "version" not in found
+    assert failure_to_json(failure_from_json(found)) == {"version": 1, "collective": None, **found}
+
+
+def test_failures_when_read_then_their_kinds_are_those_that_runs_ended_with() -> None:
+    raised, only_lost = read_failure(RUNS / "raised", 1), read_failure(RUNS / "raised", 0)
+    assert raised is not None
+    assert only_lost is not None
+    assert (raised.type, raised.message, raised.origin) == ("ValueError", "a planned failure", "task")
+    text = 'raise ValueError("a planned failure")'
+    assert raised.user_line == CodeLine(file="/home/user/tests/faulty_task.py", line=24, function="fail", text=text)
+    assert (only_lost.is_consequence, raised.is_consequence) == (True, False)
+    script = read_failure(RUNS / "script_raises", 1)
+    assert script is not None
+    assert script.collective == "all_reduce #3 of [1] float"

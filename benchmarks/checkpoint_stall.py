@@ -27,6 +27,7 @@ from paired import HERE, compare, describe_surroundings, random_rounds, surround
 
 import dure
 from dure.process.context import Place
+from dure.records.events import CheckpointSaved
 from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
@@ -117,14 +118,14 @@ def stall(folder: Path, megabytes: int, num_rounds: int) -> dict[str, Any]:
         steps[name].append(_seconds(step) - waited[-1])
         waits[name].append(seconds + waited[-1])
         saver.settle()
-    saves = [event for event in run.events() if event["event"] == "checkpoint"]
+    saves = [event for event in run.events() if isinstance(event, CheckpointSaved)]
     saver.leave(None, None, None)
     return {
         "first": first,
         "seconds": {name: values[1:] for name, values in waits.items()},
         "step_seconds": {name: values[1:] for name, values in steps.items()},
-        "write_seconds": statistics.median(event["write_seconds"] for event in saves),
-        "num_bytes": saves[-1]["num_bytes"],
+        "write_seconds": statistics.median(event.write_seconds for event in saves),
+        "num_bytes": saves[-1].num_bytes,
     }
 
 
@@ -156,8 +157,8 @@ def runs(folder: Path, megabytes: int, num_rounds: int) -> dict[str, list[float]
             **ways[name],
         )
         # the last one is the same in all: nothing runs beside it
-        events = [e for e in RunDir.open(Path(summary.run)).events() if e["event"] == "checkpoint"]
-        seconds[name].append((summary.wall_seconds - events[-1]["stall_seconds"]) / num_steps)
+        events = [e for e in RunDir.open(Path(summary.run)).events() if isinstance(e, CheckpointSaved)]
+        seconds[name].append((summary.wall_seconds - events[-1].stall_seconds) / num_steps)
     return seconds
 
 

@@ -29,6 +29,7 @@ import torch
 from paired import HERE, compare, describe_surroundings, random_rounds, surroundings, write_results
 
 import dure
+from dure.records.events import ReplicasCompared
 from dure.records.run_dir import RunDir
 from dure.strategies.state.checksum import checksum
 from dure.training.run_state.replica_check import MOST_FRACTION, ReplicaCheck
@@ -113,8 +114,8 @@ def runs(model: str, num_rounds: int) -> dict[str, Any]:
             begin = SKIPPED + number * block - 1
             seconds[kind].append((times[begin + block] - times[begin]) / block)
         usual = train(Path(name), "usual", model, num_steps)
-        (told,) = (event for event in usual.events() if event["event"] == "replicas_compared")
-    return {"seconds": seconds, "told": {key: told[key] for key in ("count", "every", "fraction")}}
+        (told,) = (event for event in usual.events() if isinstance(event, ReplicasCompared))
+    return {"seconds": seconds, "told": {key: getattr(told, key) for key in ("count", "every", "fraction")}}
 
 
 def train(folder: Path, name: str, model: str, num_steps: int) -> RunDir:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dure.cli import main
+from dure.records.events import Attempt
 from dure.records.run_dir import RunDir
 from tests.test_rundir import begin
 
@@ -30,7 +31,7 @@ VALUES: tuple[Any, ...] = (
 def runs(tmp_path: Path) -> Path:
     for name in ("bad", "good"):
         run = begin(tmp_path / "runs", name)
-        run.append_event("attempt", pid=1, host="x")
+        run.append_event(Attempt(pid=1, host="x"))
         run.write_json("summary.json", SUMMARY)
         run.records_path(0).write_text(json.dumps(STEP) + "\n", encoding="utf-8")
     return tmp_path / "runs"
@@ -108,7 +109,7 @@ def test_summary_when_a_field_is_of_another_type_then_the_run_is_one_line(
     for number, value in enumerate(VALUES):
         text = json.dumps({**SUMMARY, field: value})
         run = begin(runs, f"bad-{number}")
-        run.append_event("attempt", pid=1, host="x")
+        run.append_event(Attempt(pid=1, host="x"))
         (run.path / "summary.json").write_text(text, encoding="utf-8")
         assert spoken(capsys, "doctor", str(run.path))[0] == 0, text
     for words in (["runs", "--runs-dir", str(runs)], ["runs", "--runs-dir", str(runs), "--json"]):

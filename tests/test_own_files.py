@@ -14,6 +14,7 @@ from dure.cli import main
 from dure.errors import RunInvalid
 from dure.launch.logs.log_pump import LogFile
 from dure.own_files import make_folder
+from dure.records.events import Attempt
 from dure.records.link_costs import write_costs
 from dure.records.run_dir import RunDir
 from dure.records.step_writer import RecordWriter
@@ -53,7 +54,7 @@ def test_folder_when_it_is_made_then_its_files_are_as_readable_as_it_is(
 ) -> None:
     run = RunDir.create(tmp_path, "x", is_shared=is_shared)
     run.write_json("summary.json", {})
-    run.append_event("attempt")
+    run.append_event(Attempt())
     RecordWriter(run.records_path(0)).close()
     os.close(LogFile(run.log_path(0)).descriptor)
     folder, file = (0o777 & ~umask, 0o666 & ~umask) if is_shared else (0o700, 0o600)
@@ -84,7 +85,7 @@ LINE = '{"samples_seen": 9}\n'
 def write_all(run: RunDir) -> None:
     """Write, in any order, what a run does not write anew."""
     (run.path / "rank1.jsonl").write_text(LINE)
-    run.append_event("x")
+    run.append_event(Attempt())
     run.undo_records_after(0)
     RecordWriter(run.records_path(0)).close()
     os.close(LogFile(run.log_path(0)).descriptor)

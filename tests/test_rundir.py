@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dure.errors import DiskFull, RunInvalid
+from dure.records.events import Warned
 from dure.records.run_dir import RunDir, check_name, default_name
 from dure.records.run_list import list_runs
 from dure.spec import resolve
@@ -139,29 +140,29 @@ def test_event_when_the_disk_is_full_then_says_so(run: RunDir, monkeypatch: pyte
 
     monkeypatch.setattr(os, "write", refuse)
     with pytest.raises(DiskFull, match="the disk is full; free some space"):
-        run.append_event("x")
+        run.append_event(Warned(message="x"))
 
 
 def test_event_when_the_disk_takes_only_a_part_of_it_then_this_is_an_error_and_the_next_one_is_whole(tmp_path):
     run = RunDir.create(tmp_path, "run")
-    run.append_event("one")
+    run.append_event(Warned(message="one"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((run.path / "events.jsonl").stat().st_size + 10, limits[1]))
     try:
         with pytest.raises(RunInvalid, match=r"events\.jsonl cannot be written: File too large"):
-            run.append_event("two")
+            run.append_event(Warned(message="two"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    run.append_event("three")
-    assert [event["event"] for event in run.events()] == ["one", "three"]
+    run.append_event(Warned(message="three"))
+    assert [event.message for event in run.events()] == ["one", "three"]
 
 
 def test_events_when_a_crash_tore_a_line_then_the_others_are_read(run: RunDir) -> None:
-    run.append_event("one", pid=1)
+    run.append_event(Warned(message="one"))
     with (run.path / "events.jsonl").open("a") as file:
         file.write('{"time": 3, "eve')
-    run.append_event("two")
-    assert [event["event"] for event in run.events()] == ["one", "two"]
+    run.append_event(Warned(message="two"))
+    assert [event.message for event in run.events()] == ["one", "two"]
 
 
 def test_records_when_the_last_line_is_torn_then_the_others_are_read(run: RunDir) -> None:

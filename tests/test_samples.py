@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dure.failures.record import CodeLine, failure_from_json, failure_to_json, read_failure
+from dure.records.events import EVENTS, Evaluated, UnknownEvent, event_from_json, event_to_json
+from dure.records.run_dir import RunDir
 
 RUNS = Path(__file__).with_name("samples") / "run_folders"
 FAILURES = sorted(RUNS.glob("*/logs/failure-rank*.json"))
@@ -30,3 +33,29 @@ def test_failures_when_read_then_their_kinds_are_those_that_runs_ended_with() ->
     script = read_failure(RUNS / "script_raises", 1)
     assert script is not None
     assert script.collective == "all_reduce #3 of [1] float"
+
+
+LINES = [
+    pytest.param(json.loads(line), id=f"{path.parent.name} {number}")
+    for path in sorted(RUNS.glob("*/events.jsonl"))
+    for number, line in enumerate(path.read_text().splitlines(), 1)
+]
+
+
+@pytest.mark.parametrize("found", LINES)
+def test_event_when_it_is_written_again_then_only_the_version_is_new(found: dict[str, Any]) -> None:
+    event = event_from_json(found)
+    assert type(event) is EVENTS[found["event"]]
+    assert json.loads(json.dumps(event_to_json(event))) == {"version": 1, **found}
+
+
+def test_events_when_all_samples_are_read_then_nearly_every_kind_is_among_them() -> None:
+    kinds = {type(event) for path in RUNS.iterdir() for event in RunDir(path).events()}
+    assert UnknownEvent not in kinds
+    missing = {name for name, kind in EVENTS.items() if kind not in kinds}
+    assert missing <= {"slow_threads", "not_preserved", "warning"}
+
+
+def test_evaluations_when_read_then_counts_are_whole_numbers_still() -> None:
+    evaluated = next(event for event in RunDir(RUNS / "resumed").events() if isinstance(event, Evaluated))
+    assert {type(metric.count) for metric in evaluated.metrics.values()} == {int}

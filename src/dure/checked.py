@@ -25,6 +25,8 @@ _Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(strict=True), AfterValidator(_limited)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Step = Annotated[int, Field(strict=True, ge=-1, lt=2**63)]
+"""Step that a rank was in; -1 before the first."""
 Rank = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 ExitCode = Annotated[int, Field(strict=True, ge=0, lt=256)]
 Number = _Whole | Annotated[float, Field(strict=True)]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dure.records.events import CheckpointSaved, Warned
 from dure.records.run_dir import RunDir
 from dure.strategies.table import STRATEGIES
 from dure.training.checkpoints import staging as host_copies
@@ -31,10 +32,10 @@ def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_a
     for path in paths:
         assert digests(beside / "checkpoints" / path.name) == digests(path), path.name
     Checkpoint.read(beside / "checkpoints" / paths[0].name)
-    saves = [event for event in RunDir.open(beside).events() if event["event"] == "checkpoint"]
+    saves = [event for event in RunDir.open(beside).events() if isinstance(event, CheckpointSaved)]
     is_steady = strategy not in ("averaging", "diloco", "parameter_server", "rpc_model")
-    assert [event["beside_bytes"] > 0 for event in saves] == [is_steady] * len(saves)
-    assert not [event for event in RunDir.open(beside).events() if event["event"] == "warning"]
+    assert [event.beside_bytes > 0 for event in saves] == [is_steady] * len(saves)
+    assert not [event for event in RunDir.open(beside).events() if isinstance(event, Warned)]
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -65,8 +66,8 @@ def test_checkpoints_when_the_loss_itself_changes_weights_are_of_one_position_al
         train_case(tmp_path, Meddling(way=way), checkpoint_async=is_async, **settings) for is_async in (True, False)
     )
     events = list(RunDir.open(beside).events())
-    saved = [(event["samples_seen"], event["beside_bytes"] > 0) for event in events if event["event"] == "checkpoint"]
-    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    saved = [(event.samples_seen, event.beside_bytes > 0) for event in events if isinstance(event, CheckpointSaved)]
+    warnings = [event.message for event in events if isinstance(event, Warned)]
     if way == "always":  # seen before the first save: nothing is copied beside a loss like this
         assert saved == [(16, False), (32, False), (44, False)]
         assert warnings == []

@@ -13,6 +13,7 @@ from dure.errors import PeerLost
 from dure.failures.record import failure_file, failure_to_json
 from dure.failures.report import describe_failure
 from dure.launch.hangs.diagnosis import explain
+from dure.records.events import Attempt, Restarted, StepSkipped
 from dure.records.run_dir import SCRIPT, SUMMARY, RunDir
 from tests.launch.test_hang import call, rank
 
@@ -21,7 +22,7 @@ from tests.launch.test_hang import call, rank
 def run(tmp_path: Path) -> RunDir:
     run = RunDir.create(tmp_path, "run", for_script=True)
     run.write_script({"script": "/x/train.py", "world_size": 2})
-    run.append_event("attempt")
+    run.append_event(Attempt())
     return run
 
 
@@ -100,7 +101,7 @@ def test_hang_when_its_record_is_damaged_then_the_rest_is_told(run):
 
 def test_restarts_when_always_of_one_rank_then_its_device_is_suspected(run):
     for number in range(1, 6):
-        run.append_event("restart", number=number, rank=1, step=10 * number, message="rank 1 was killed")
+        run.append_event(Restarted(number=number, rank=1, step=10 * number, message="rank 1 was killed"))
     (finding,) = diagnose(ended(run, "completed")).findings
     assert finding.what.splitlines()[0] == "all ranks were started again 5 times"
     assert finding.what.splitlines()[-1] == "  … and 2 before"
@@ -110,7 +111,7 @@ def test_restarts_when_always_of_one_rank_then_its_device_is_suspected(run):
 
 def test_steps_when_left_out_then_are_counted(run):
     for step in (3, 9):
-        run.append_event("step_skipped", step=step, message="the loss is nan: rank 0, samples [1, 2]")
+        run.append_event(StepSkipped(step=step, message="the loss is nan: rank 0, samples [1, 2]"))
     ((_, what),) = found(ended(run, "completed"))
     assert what.startswith("2 step(s) were left out because the loss was not finite, the first step 3")
 
@@ -139,3 +140,12 @@ def test_run_when_its_step_records_are_noise_then_their_file_is_named(run):
     assert found(run) == [("warning", "rank0.jsonl is damaged: its end holds no record of a step")]
     path.write_text('{"samples_seen": 32}\n{"sam')  # a crash leaves this
     assert found(run) == []
+
+
+def test_run_when_an_event_is_damaged_then_it_is_named_and_an_event_of_a_newer_dure_is_not(run):
+    lines = ('{"event": "restart", "time": 1}', '{"event": "moved", "time": 1}')
+    with (run.path / "events.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    ((severity, what),) = found(ended(run, "completed"))
+    assert severity == "warning"
+    assert what.startswith("1 event(s) cannot be read, the first, restart, holds other fields than it should (number")

@@ -2,18 +2,22 @@
 
 import pytest
 
+from dure.records.events import RankLost, Training, UnusedShare
 from dure.records.run_dir import RunDir
 from dure.report.summary import summarise
 from dure.spec import RunSpec
 
 
 def training(samples_seen):
-    return {"event": "training", "samples_seen": samples_seen, "epoch_samples": 100, "not_preserved": ["dropout"]}
+    return Training(
+        world_size=3, num_devices=3, device="cpu", epoch_samples=100, total_samples=100, samples_seen=samples_seen,
+        step=0, not_preserved=("dropout",),
+    )  # fmt: skip
 
 
 def lost(rank, *ends):
-    shares = [{"rank": rank, "samples_seen": end, "samples": [end - 2, end - 1]} for end in ends]
-    return {"event": "rank_lost", "rank": rank, "samples_seen": max(ends), "shares": shares}
+    shares = [UnusedShare(rank=rank, step=1, epoch=0, samples_seen=end, samples=(end - 2, end - 1)) for end in ends]
+    return RankLost(rank=rank, samples_seen=max(ends), shares=tuple(shares))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,6 @@ def lost(rank, *ends):
 def test_summary_when_ranks_were_lost_then_counts_the_samples_that_nobody_used(events, said, tmp_path):
     run = RunDir.create(tmp_path, "run")
     for event in events:
-        run.append_event(event["event"], **{key: value for key, value in event.items() if key != "event"})
+        run.append_event(event)
     summary = summarise(run, RunSpec(task="task.py:Task"), "completed")
     assert summary.not_preserved == ["dropout", *said]

@@ -23,6 +23,7 @@ from dure.launch.worker.child import Output
 from dure.launch.worker.fork_safety import reason_fork_would_fail
 from dure.process.context import Place
 from dure.process.stop_signals import stop_exit_code
+from dure.records import events
 from dure.records.run_dir import SPEC, SUMMARY, RunDir, default_name
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
@@ -152,30 +153,32 @@ def _restart_policy(spec: RunSpec, job: Mapping[str, Any]) -> RestartPolicy:
 
 
 def _note_restart(run: RunDir, restart: Restart, spec: RunSpec, *, writes: bool) -> None:
-    cause = {"rank": restart.rank, "step": restart.step, "message": restart.cause}
-    event: dict[str, Any]
+    rank, step, message = restart.rank, restart.step, restart.cause
+    event: events.Event
     if restart.microbatch_sizes is None:
-        event = {"event": "restart", "number": restart.number, **cause}
+        event = events.Restarted(number=restart.number, rank=rank, step=step, message=message)
         where = "" if restart.go_back_to is None else ", from where all agreed"
         said = f"restart {restart.number} of {spec.max_restarts}{where}"
     else:
         before, after = restart.microbatch_sizes
-        event = {"event": "microbatch_halved", "from": before, "to": after, **cause}
+        event = events.MicrobatchHalved(before=before, after=after, rank=rank, step=step, message=message)
         said = (
             f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
             f"the global batch stays {spec.global_batch_size}"
         )
     if writes:
-        run.append_event(**event)
+        run.append_event(event)
         run.forget_failures()
     say(f"{restart.cause}\n      {said}", spec)
 
 
 def _note_change(run: RunDir, why: str, nodes: Nodes, spec: RunSpec) -> None:
     """Say that the run goes on with other nodes, and write it down on the one that leads."""
-    there = sorted(member.node_rank for member in nodes.members)
+    there = tuple(sorted(member.node_rank for member in nodes.members))
     if nodes.is_leader:
-        run.append_event("nodes", message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader)
+        run.append_event(
+            events.NodesChanged(message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader)
+        )
         run.forget_failures()
     on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
     say(f"{why}\n      the run goes on with {on}: {nodes.world_size} rank{'s' * (nodes.world_size > 1)}", spec)
@@ -260,7 +263,8 @@ def finish(run: RunDir, spec: RunSpec, outcome: Outcome, *, is_own: bool = True)
         return summary
     if error.exit_code in _REFUSED and (summary.steps == 0 or not _has_begun(run)):
         raise error
-    run.append_event(status, message=str(error))
+    kind = events.Interrupted if isinstance(error, Interrupted) else events.Failed
+    run.append_event(kind(message=str(error)))
     run.write_json(SUMMARY, summary.to_json())
     raise error
 
@@ -281,25 +285,26 @@ def _cut_off_words(run: RunDir) -> str:
 
 def how_ended(run: RunDir) -> str | None:
     """Return how the last attempt ended, by the record of the node that led it; None while it goes on."""
-    match _last_event(run, "attempt", "completed", "interrupted", "failed"):
-        case "completed":
+    match _last_event(run, events.Attempt, events.Completed, events.Interrupted, events.Failed):
+        case events.Completed():
             return "the run was completed"
-        case "interrupted":
+        case events.Interrupted():
             return f"the run was stopped: `{run.resume_command}` goes on with it"
-        case "failed":
+        case events.Failed():
             return f"the run failed: `{run.resume_command}` goes on from its last checkpoint"
     return None
 
 
 def _ended_complete(run: RunDir) -> bool:
-    return _last_event(run, "attempt", "completed", "interrupted") == "completed"
+    last = _last_event(run, events.Attempt, events.Completed, events.Interrupted)
+    return isinstance(last, events.Completed)
 
 
-def _last_event(run: RunDir, *names: str) -> str | None:
+def _last_event(run: RunDir, *kinds: type[events.Event]) -> events.Event | None:
     last = None
     for event in run.events():
-        if event["event"] in names:
-            last = event["event"]
+        if isinstance(event, kinds):
+            last = event
     return last
 
 
@@ -321,4 +326,4 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
 
 def _has_begun(run: RunDir) -> bool:
     """Return whether the last attempt got as far as training."""
-    return _last_event(run, "attempt", "training") == "training"
+    return isinstance(_last_event(run, events.Attempt, events.Training), events.Training)

@@ -31,6 +31,7 @@ from dure.preflight.settings import PreflightSettings
 from dure.process.context import Place
 from dure.process.parent_death import die_with_parent
 from dure.process.stop_signals import stop_exit_code
+from dure.records import events
 from dure.records.run_dir import SUMMARY, RunDir, default_name
 from dure.terminal import shell_word, tell
 
@@ -332,7 +333,8 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
 
 
 def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
-    run.append_event("restart", number=restart.number, rank=restart.rank, step=restart.step, message=restart.cause)
+    rank, step, message = restart.rank, restart.step, restart.cause
+    run.append_event(events.Restarted(number=restart.number, rank=rank, step=step, message=message))
     tell(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
 
 

@@ -25,8 +25,9 @@ from dure.failures.verdict import judge, left_early
 from dure.launch.worker.child import is_worker
 from dure.own_files import touch
 from dure.process.stop_signals import end_if_unanswered, stop_exit_code
+from dure.records.events import Evaluation
 from dure.records.run_dir import SPEC, RunDir, saying
-from dure.records.step_record import RunSummary
+from dure.records.step_record import Metric, RunSummary
 from dure.report.summary import summarise
 from dure.spec import (
     EVALUATION_FIELDS,
@@ -287,5 +288,6 @@ def _evaluation_record(
         "wall_seconds": seconds,
         "samples_per_second": num_samples / seconds,
     }
-    run.append_event("evaluation", **record)
+    metrics = {name: Metric(**metric) for name, metric in result["metrics"].items()}
+    run.append_event(Evaluation(**{**record, "metrics": metrics}))
     return record

@@ -12,6 +12,7 @@ from dure.errors import DureError
 from dure.failures.record import read_failure
 from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
+from dure.records.events import Attempt, Event, RankLost, Restarted, StepSkipped, UnknownEvent
 from dure.records.jsonl import last_record
 from dure.records.run_dir import SUMMARY, RunDir, saying
 from dure.records.run_list import RunOverview, overview
@@ -67,6 +68,7 @@ def diagnose(run: RunDir) -> Diagnosis:
         events = list(run.events())
         end = _death(run, seen, events) if seen.status == "died" else _end(run, seen)
         found = [*end, *_hangs(run, seen), *_restarts(run, events), *_events(events), *_silence(run, seen)]
+        found += _damaged_events(events)
         found += _damaged_records(run) if seen.status != "running" else ()
     found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     return Diagnosis(run=str(run.path), status=seen.status, findings=tuple(found))
@@ -124,11 +126,11 @@ def _by_rank(run: RunDir, names: str) -> list[Path]:
     return sorted(found, key=lambda path: int(path.stem.rpartition("rank")[2]))
 
 
-def _death(run: RunDir, seen: RunOverview, events: list[dict[str, Any]]) -> Iterator[Finding]:
+def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Finding]:
     """Say what can still be known of a run whose supervisor was not left to judge it."""
-    began: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "attempt"), {})
-    since = float(began.get("time", 0.0))
-    where = f" (process {began['pid']} on {began['host']})" if {"pid", "host"} <= began.keys() else ""
+    began = next((event for event in reversed(events) if isinstance(event, Attempt)), Attempt(time=0.0))
+    since = began.time
+    where = "" if began.pid is None else f" (process {began.pid} on {began.host})"
     logs = [path for path in _by_rank(run, "rank*.log") if (st := path.stat()).st_size and st.st_mtime >= since]
     lines = [f"it ended without a word: its supervisor was killed, or the machine went down{where}{_last_step(seen)}"]
     lines += _last_records(run)
@@ -224,14 +226,14 @@ def _read_hang(run: RunDir, path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _restarts(run: RunDir, events: list[dict[str, Any]]) -> Iterator[Finding]:
-    restarts = [event for event in events if event.get("event") == "restart"]
+def _restarts(run: RunDir, events: list[Event]) -> Iterator[Finding]:
+    restarts = [event for event in events if isinstance(event, Restarted)]
     if not restarts:
         return
-    ranks = Counter(event["rank"] for event in restarts)
+    ranks = Counter(event.rank for event in restarts)
     rank, count = ranks.most_common(1)[0]
     is_one = len(restarts) > 1 and count == len(restarts)
-    causes = [f"  step {event['step']}: {event['message']}" for event in restarts[-_MOST_CAUSES:]]
+    causes = [f"  step {event.step}: {event.message}" for event in restarts[-_MOST_CAUSES:]]
     more = [f"  … and {len(restarts) - _MOST_CAUSES} before"] if len(restarts) > _MOST_CAUSES else []
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
     yield Finding(
@@ -242,23 +244,35 @@ def _restarts(run: RunDir, events: list[dict[str, Any]]) -> Iterator[Finding]:
     )
 
 
-def _events(events: list[dict[str, Any]]) -> Iterator[Finding]:
-    skipped = [event for event in events if event.get("event") == "step_skipped"]
+def _events(events: list[Event]) -> Iterator[Finding]:
+    skipped = [event for event in events if isinstance(event, StepSkipped)]
     if skipped:
         yield Finding(
             severity="warning",
             what=f"{len(skipped)} step(s) were left out because the loss was not finite, the first step "
-            f"{skipped[0]['step']}: {skipped[0]['message']}",
+            f"{skipped[0].step}: {skipped[0].message}",
             evidence=("events.jsonl",),
             remedy="look at these samples; a lower learning rate or --clip-norm may help",
         )
-    lost = [event for event in events if event.get("event") == "rank_lost"]
+    lost = [event for event in events if isinstance(event, RankLost)]
     for event in lost:
-        samples = sum(len(share["samples"]) for share in event["shares"])
+        samples = sum(len(share.samples) for share in event.shares)
         yield Finding(
             severity="warning",
-            what=f"rank {event['rank']} was lost, and {samples} samples of its shares were used by nobody",
+            what=f"rank {event.rank} was lost, and {samples} samples of its shares were used by nobody",
             evidence=("events.jsonl",),
+        )
+
+
+def _damaged_events(events: list[Event]) -> Iterator[Finding]:
+    """Name the first event that is not what an event of its name holds."""
+    damaged = [event for event in events if isinstance(event, UnknownEvent) and event.fault is not None]
+    if damaged:
+        yield Finding(
+            severity="warning",
+            what=f"{len(damaged)} event(s) cannot be read, the first, {damaged[0].name}, {damaged[0].fault}",
+            evidence=("events.jsonl",),
+            remedy="restore it from a copy of the run",
         )
 
 

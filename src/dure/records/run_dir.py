@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from dure.documents import DocumentInvalid, not_waiting, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.own_files import PRIVATE, SHARED, make_folder, open_own
+from dure.records.events import Attempt, Event, Hang, event_from_json, event_to_json
 from dure.records.jsonl import end_of_records_until, last_record, read_lines
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec, read_record
 from dure.terminal import shell_word
@@ -261,14 +262,14 @@ class RunDir:
 
     # --- events
 
-    def append_event(self, event: str, **fields: Any) -> None:
+    def append_event(self, event: Event) -> None:
         """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix.
 
         Raises:
             DiskFull: There is no space for all of it.
             RunInvalid: The folder cannot be written.
         """
-        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str) + "\n"
+        line = json.dumps(event_to_json(event), default=str) + "\n"
         with saying(self.path / EVENTS, "written"):
             descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
@@ -278,17 +279,15 @@ class RunDir:
             finally:
                 os.close(descriptor)
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Event]:
         """Yield the events; a line that a crash tore, or that is no event, is left out."""
-        return (
-            event
-            for event in read_lines(self.path / EVENTS)
-            if isinstance(event.get("event"), str) and isinstance(event.get("time"), int | float)
-        )
+        for line in read_lines(self.path / EVENTS):
+            with contextlib.suppress(DocumentInvalid):
+                yield event_from_json(line)
 
     def num_attempts(self) -> int:
         """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
-        return sum(event["event"] == "attempt" for event in self.events())
+        return sum(isinstance(event, Attempt) for event in self.events())
 
     def has_checkpoints(self) -> bool:
         """Tell whether anything there bears a checkpoint's name."""
@@ -332,7 +331,7 @@ class RunDir:
         """Keep what was found out while ranks hung, and an event that says so in short."""
         name = f"logs/hang-{len(self.hangs()) + 1}.json"
         self.write_json(name, {"time": time.time(), **record})
-        self.append_event("hang", message=str(record["text"]).partition("\n")[0], file=name)
+        self.append_event(Hang(message=str(record["text"]).partition("\n")[0], file=name))
 
     def hangs(self) -> list[Path]:
         """Return the records of hangs, the oldest first."""
@@ -372,7 +371,7 @@ class RunDir:
             with saying(self.path / LOCK, "written"):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{owner}\n".encode(), 0)
-            self.append_event("attempt", pid=owner, host=platform.node())
+            self.append_event(Attempt(pid=owner, host=platform.node()))
         except DiskFull:
             if not self.is_script and not (self.path / SPEC).is_file():
                 self.discard()

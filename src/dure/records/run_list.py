@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from dure.errors import DureError, RunInvalid
+from dure.records.events import Attempt
 from dure.records.jsonl import last_record
 from dure.records.run_dir import SCRIPT, SPEC, SUMMARY, RunDir, saying
 
@@ -110,7 +111,7 @@ def _status(run: RunDir, summary: Mapping[str, Any]) -> str:
     """Tell how a run stands. A summary older than the last attempt speaks of an attempt before that one."""
     if run.is_active():
         return "running"
-    attempts = [event["time"] for event in run.events() if event.get("event") == "attempt"]
+    attempts = [event.time for event in run.events() if isinstance(event, Attempt)]
     if not summary or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
         return "died"
     return str(summary["status"]) if "status" in summary else "unreadable"

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from dure.checked import Number
+
 
 class StepRecord(NamedTuple):
     """One optimiser step as one rank saw it: a line of `rank<r>.jsonl`.
@@ -46,8 +48,8 @@ class StepRecord(NamedTuple):
 class Metric:
     """A metric over the whole evaluation data."""
 
-    value: float
-    count: float
+    value: Number
+    count: Number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

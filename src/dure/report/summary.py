@@ -4,8 +4,21 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from dure.records.events import (
+    Attempt,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    MicrobatchHalved,
+    NotPreserved,
+    RankLost,
+    Restarted,
+    Resumed,
+    Training,
+    UnusedShare,
+)
 from dure.records.run_dir import RunDir
-from dure.records.step_record import EpochRow, Metric, RunSummary
+from dure.records.step_record import EpochRow, RunSummary
 from dure.spec import RunSpec
 
 _SPANS = ("data", "forward_backward", "sync", "optimizer")
@@ -32,23 +45,22 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
     seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in _SPANS))
     samples = last["samples_seen"] if last else 0
     events = _effective(run.events(), samples)
-    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "training"), {})
-    rows = [_row(event) for event in events if event["event"] == "evaluated"]
-    seconds["evaluation"] = sum(event["seconds"] for event in events if event["event"] == "evaluated")
-    saves = [event for event in events if event["event"] == "checkpoint"]
-    # of a run of an older dure there are seconds, all of them a stall
-    seconds["checkpoint"] = sum(event.get("stall_seconds", event.get("seconds", 0.0)) for event in saves)
+    start = next((event for event in reversed(events) if isinstance(event, Training)), None)
+    evaluations = [event for event in events if isinstance(event, Evaluated)]
+    rows = [_row(event) for event in evaluations]
+    seconds["evaluation"] = sum(event.seconds for event in evaluations)
+    seconds["checkpoint"] = sum(event.stall_seconds for event in events if isinstance(event, CheckpointSaved))
     return RunSummary(
         run=str(run.path),
         status=status,
         strategy=spec.strategy or "single",
-        world_size=start.get("world_size", 1),
-        num_devices=start.get("num_devices", spec.num_devices),
-        device=start.get("device", spec.device),
+        world_size=1 if start is None else start.world_size,
+        num_devices=spec.num_devices if start is None else start.num_devices,
+        device=spec.device if start is None else start.device,
         precision=spec.precision,
         steps=last["step"] if last else 0,
         samples=samples,
-        epochs=round(samples / start["epoch_samples"], 4) if start else 0.0,
+        epochs=0.0 if start is None else round(samples / start.epoch_samples, 4),
         final_loss=last["loss_sum"] / last["loss_count"] if last and last["loss_count"] else None,
         metrics=rows[-1].metrics if rows else {},
         best=_best(events),
@@ -58,90 +70,92 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
         rows=rows,
         not_preserved=[*_not_preserved(events), *_lost(run.events())],
         message=message,
-        restarts=sum(event["event"] == "restart" for event in run.events()),
+        restarts=sum(isinstance(event, Restarted) for event in run.events()),
         microbatch_size=_halved_to(run.events()),
     )
 
 
-def _not_preserved(events: Sequence[dict[str, Any]]) -> list[str]:
+def _not_preserved(events: Sequence[Event]) -> list[str]:
     """Return the differences that any attempt declared whose steps are still part of the run."""
     found: dict[str, None] = {}
-    attempts = [event for event in events if event["event"] == "training"]
+    attempts = [event for event in events if isinstance(event, Training)]
     for attempt, following in zip_longest(attempts, attempts[1:]):
-        if following is None or following["samples_seen"] > attempt["samples_seen"]:
-            found |= dict.fromkeys(attempt.get("not_preserved", []))
+        if following is None or following.samples_seen > attempt.samples_seen:
+            found |= dict.fromkeys(attempt.not_preserved)
     for event in events:
-        if event["event"] == "not_preserved":
-            found |= dict.fromkeys(event["texts"])
+        if isinstance(event, NotPreserved):
+            found |= dict.fromkeys(event.texts)
     return list(found)
 
 
 def _speaker(run: RunDir) -> int:
     """Return the rank whose records tell the run: the first, unless it was lost and another got further."""
-    lost = {event["rank"] for event in run.events() if event["event"] == "rank_lost"}
+    lost = {event.rank for event in run.events() if isinstance(event, RankLost)}
     if 0 not in lost:
         return 0
     steps = {rank: max((record["step"] for record in run.records(rank)), default=0) for rank in range(max(lost) + 2)}
     return max(steps, key=lambda rank: (steps[rank], -rank))
 
 
-def _lost(events: Iterable[dict[str, Any]]) -> list[str]:
+def _lost(events: Iterable[Event]) -> list[str]:
     """Return how many samples were not used because their rank died; a resumed run uses those after its checkpoint."""
-    shares: list[dict[str, Any]] = []
+    shares: list[UnusedShare] = []
     for event in events:
-        if event["event"] == "training":
-            shares = [share for share in shares if share["samples_seen"] <= event["samples_seen"]]
-        elif event["event"] == "rank_lost":
-            shares += event["shares"]
-    counts = {share["rank"]: 0 for share in shares}
+        if isinstance(event, Training):
+            shares = [share for share in shares if share.samples_seen <= event.samples_seen]
+        elif isinstance(event, RankLost):
+            shares += event.shares
+    counts = {share.rank: 0 for share in shares}
     for share in shares:
-        counts[share["rank"]] += len(share["samples"])
+        counts[share.rank] += len(share.samples)
     return [f"rank {rank} was lost: {n} samples of its shares were not used" for rank, n in counts.items() if n]
 
 
-def _halved_to(events: Iterable[dict[str, Any]]) -> int | None:
+def _halved_to(events: Iterable[Event]) -> int | None:
     """Return the microbatch that the last attempt came to; another attempt begins as it was asked to."""
     size = None
     for event in events:
-        if event["event"] in ("attempt", "microbatch_halved"):
-            size = event.get("to")
+        if isinstance(event, Attempt | MicrobatchHalved):
+            size = event.after if isinstance(event, MicrobatchHalved) else None
     return size
 
 
-def _effective(events: Iterable[dict[str, Any]], samples: int) -> list[dict[str, Any]]:
+def _effective(events: Iterable[Event], samples: int) -> list[Event]:
     """Leave out evaluations that a resumed run undid: of each position the last counts, of later positions none."""
-    found: list[dict[str, Any]] = []
+    found: list[Event] = []
     for event in events:
-        if event.get("event") == "resumed":
-            found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] <= event["samples_seen"]]
-        if event.get("event") == "evaluated":
-            if event["samples_seen"] > samples:
+        if isinstance(event, Resumed):
+            seen = event.samples_seen
+            found = [e for e in found if not isinstance(e, Evaluated) or e.samples_seen <= seen]
+        if isinstance(event, Evaluated):
+            if event.samples_seen > samples:
                 continue
-            found = [e for e in found if e["event"] != "evaluated" or e["samples_seen"] != event["samples_seen"]]
-        if event.get("event") in ("training", "not_preserved", "evaluated", "checkpoint", "resumed"):
-            found.append(event)
+            seen = event.samples_seen
+            found = [e for e in found if not isinstance(e, Evaluated) or e.samples_seen != seen]
+        found.append(event)
     return found
 
 
-def _row(event: dict[str, Any]) -> EpochRow:
+def _row(event: Evaluated) -> EpochRow:
     return EpochRow(
-        epoch=event["epochs"],
-        samples_seen=event["samples_seen"],
-        train_loss=event["train_loss"],
-        metrics={name: Metric(**metric) for name, metric in event["metrics"].items()},
-        seconds=event["seconds_since_last"],
+        epoch=event.epochs,
+        samples_seen=event.samples_seen,
+        train_loss=event.train_loss,
+        metrics=event.metrics,
+        seconds=event.seconds_since_last,
     )
 
 
-def _best(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    evaluated = next((e for e in reversed(events) if e["event"] == "evaluated" and e["is_best"]), None)
+def _best(events: list[Event]) -> dict[str, Any] | None:
+    evaluated = next((e for e in reversed(events) if isinstance(e, Evaluated) and e.is_best), None)
     if evaluated is None:
         return None
-    names = [e["path"] for e in events if e["event"] == "checkpoint" and e["samples_seen"] == evaluated["samples_seen"]]
-    name = evaluated["best_metric"]
+    seen = evaluated.samples_seen
+    names = [event.path for event in events if isinstance(event, CheckpointSaved) and event.samples_seen == seen]
+    name = evaluated.best_metric
     return {
         "metric": name,
-        "value": evaluated["metrics"][name]["value"],
-        "samples_seen": evaluated["samples_seen"],
+        "value": evaluated.metrics[name].value,
+        "samples_seen": seen,
         "checkpoint": names[-1] if names else None,
     }

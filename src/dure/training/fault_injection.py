@@ -25,11 +25,11 @@ from torch import Tensor
 
 from dure.documents import DocumentInvalid, read_toml
 from dure.errors import SpecInvalid
+from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.records.sums import Sum
 
 MOST_FAULTS = 1000
-EVENT = "fault"
 _SHOW_IN_STEP = frozenset({"nan", "flip"})
 _END_BEFORE_STEP = frozenset({"kill", "raise", "segv", "exit", "oom"})
 _SHOWN_NAMES = 8
@@ -136,7 +136,7 @@ def _where(said: Any) -> str:
 
 def _missed(faults: Iterable[Fault], run: RunDir) -> Iterator[Fault]:
     """Yield those that the run's events do not have; one that is planned twice counts twice."""
-    happened = Counter((e["rank"], e["step"], e["kind"]) for e in run.events() if e["event"] == EVENT)
+    happened = Counter((e.rank, e.step, e.kind) for e in run.events() if isinstance(e, events.FaultHappened))
     for fault in faults:
         this = fault.rank, fault.step, fault.kind
         if happened[this]:
@@ -194,7 +194,7 @@ class PlannedFaults:
         due = self._due.get(step)
         while due:
             fault = due.popleft()
-            self._run.append_event(EVENT, rank=fault.rank, step=step, kind=fault.kind)
+            self._run.append_event(events.FaultHappened(rank=fault.rank, step=step, kind=fault.kind))
             self._makes_nan = self._makes_nan or fault.kind == "nan"
             if fault.kind == "flip" and (tensor := self._flipped(fault)) is not None:
                 flip(tensor, fault.element, fault.bit)

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dure.errors import GroupShrank, LossNotFinite, ReplicasDiverged
 from dure.host.thread_check import slowdown_of_threads
+from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
@@ -106,7 +106,7 @@ class Conductor:
             if session.place.stopped_by is not None:
                 return self._save_and_leave(session.place.stopped_by)
             if trusted is not None:
-                self._event("replica_healed", step=position.step, samples_seen=position.samples_seen)
+                self._event(events.ReplicaHealed(step=position.step, samples_seen=position.samples_seen))
             self.current_step(position.step)
             check_sync_batchnorm(session, position.samples_seen)
             check_parts(session, position.samples_seen)
@@ -155,7 +155,7 @@ class Conductor:
         if self.position.samples_seen:
             self.current_phase("saving")
             self._together(lambda: self.saver.save(None, is_last=True))
-        self._event("interrupted", signal=signal)
+        self._event(events.Interrupted(signal=signal))
         return "interrupted"
 
     def _before_change(self) -> float:
@@ -178,7 +178,7 @@ class Conductor:
             if requests.stop:
                 self._settle()
                 self._save(is_last=True)
-                self._event("interrupted", signal=self._agreed_signal())
+                self._event(events.Interrupted(signal=self._agreed_signal()))
                 return "interrupted"
             if self.replicas.is_due():
                 self._compare()
@@ -286,7 +286,7 @@ class Conductor:
         self.current_phase("training")
         self._say_what_is_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
-            self._event("not_preserved", texts=texts)
+            self._event(events.NotPreserved(texts=tuple(texts)))
         if lost := self.session.strategy.lost_shares():
             self._say_lost(lost)
 
@@ -301,7 +301,7 @@ class Conductor:
             texts.append(f"state that began to change later ({few_of(late)}): by each part of a batch")
         self._told_not_kept |= {*new, *late}
         if texts:
-            self._event("not_preserved", texts=texts)
+            self._event(events.NotPreserved(texts=tuple(texts)))
 
     def _changed_late(self) -> list[str]:
         """Return the plain state that no try before training saw change, where batches are computed in parts."""
@@ -315,27 +315,27 @@ class Conductor:
         """Write down exactly which samples were not used because their rank died."""
         samples_seen, step = self.begun_at
         last = max(share.step for share in lost)
-        found = []
+        found: list[events.UnusedShare] = []
         batches = self.session.order.batches(samples_seen, self.session.total_samples)
         for number, batch in enumerate(batches, step + 1):
             if number > last:
                 break
             found += [
-                {
-                    "rank": share.rank,
-                    "step": number,
-                    "epoch": batch.epoch,
-                    "samples_seen": batch.samples_seen,
-                    "samples": RankShare.of(batch, share.data_rank, share.data_world_size, None).indices.tolist(),
-                    "is_partly_used": share.is_partly_used,
-                }
+                events.UnusedShare(
+                    rank=share.rank,
+                    step=number,
+                    epoch=batch.epoch,
+                    samples_seen=batch.samples_seen,
+                    samples=tuple(RankShare.of(batch, share.data_rank, share.data_world_size, None).indices.tolist()),
+                    is_partly_used=share.is_partly_used,
+                )
                 for share in lost
                 if share.step == number
             ]
         for rank in dict.fromkeys(share.rank for share in lost):
-            shares = [share for share in found if share["rank"] == rank]
-            self._event("rank_lost", rank=rank, samples_seen=self.position.samples_seen, shares=shares)
-            count = sum(len(share["samples"]) for share in shares)
+            shares = tuple(share for share in found if share.rank == rank)
+            self._event(events.RankLost(rank=rank, samples_seen=self.position.samples_seen, shares=shares))
+            count = sum(len(share.samples) for share in shares)
             self.progress.say(f"rank {rank} was lost, and {count} samples of its shares: rank_lost in events.jsonl")
 
     # evaluation
@@ -374,16 +374,17 @@ class Conductor:
         is_best = self._note_best(metrics)
         now = time.time()
         self._event(
-            "evaluated",
-            step=position.step,
-            samples_seen=position.samples_seen,
-            epochs=epochs,
-            train_loss=train_loss,
-            metrics={name: asdict(metric) for name, metric in metrics.items()},
-            is_best=is_best,
-            best_metric=session.spec.best_metric,
-            seconds=time.perf_counter() - start,
-            seconds_since_last=now - self.last_evaluation_time,
+            events.Evaluated(
+                step=position.step,
+                samples_seen=position.samples_seen,
+                epochs=epochs,
+                train_loss=train_loss,
+                metrics=metrics,
+                is_best=is_best,
+                best_metric=session.spec.best_metric,
+                seconds=time.perf_counter() - start,
+                seconds_since_last=now - self.last_evaluation_time,
+            )
         )
         self.progress.evaluated(metrics, epochs, train_loss)
         if self.scalars is not None:
@@ -418,22 +419,23 @@ class Conductor:
     def _say_start(self) -> None:
         session, spec, strategy = self.session, self.session.spec, self.session.strategy
         self._event(
-            "training",
-            world_size=session.group.world_size,
-            num_devices=spec.num_devices,
-            device=strategy.device.type,
-            transport=session.group.transport,
-            epoch_samples=session.order.epoch_samples,
-            total_samples=session.total_samples,
-            samples_seen=self.position.samples_seen,
-            step=self.position.step,
-            is_restart=self.is_restart,
-            not_preserved=[
-                *strategy.not_preserved(),
-                *self._not_preserved_by_halving(),
-                *chosen_by_timing(strategy.device.type, self.position.step),
-                *session.notes,
-            ],
+            events.Training(
+                world_size=session.group.world_size,
+                num_devices=spec.num_devices,
+                device=strategy.device.type,
+                transport=session.group.transport,
+                epoch_samples=session.order.epoch_samples,
+                total_samples=session.total_samples,
+                samples_seen=self.position.samples_seen,
+                step=self.position.step,
+                is_restart=self.is_restart,
+                not_preserved=(
+                    *strategy.not_preserved(),
+                    *self._not_preserved_by_halving(),
+                    *chosen_by_timing(strategy.device.type, self.position.step),
+                    *session.notes,
+                ),
+            )
         )
         if not self.is_first:
             return
@@ -455,7 +457,7 @@ class Conductor:
         for line in strategy.describe():
             self.progress.say(line)
         if strategy.device.type == "cpu" and (ratio := slowdown_of_threads()) is not None:
-            self._event("slow_threads", threads=session.place.threads, slowdown=ratio)
+            self._event(events.SlowThreads(threads=session.place.threads, slowdown=ratio))
             self.progress.say(
                 f"the {session.place.threads} threads of a rank wait for cores that other work uses: small operations "
                 f"take {ratio:,.0f} times as long as with one, so --threads 1 may be much faster"
@@ -471,12 +473,12 @@ class Conductor:
         return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]
 
     def _say_skipped(self, step: int, cause: LossNotFinite) -> None:
-        self._event("step_skipped", step=step, message=str(cause), culprits=list(cause.culprits))
+        self._event(events.StepSkipped(step=step, message=str(cause), culprits=tuple(map(dict, cause.culprits))))
         self.progress.say(f"step {step} was skipped: {cause}")
 
-    def _event(self, event: str, **fields: Any) -> None:
+    def _event(self, event: events.Event) -> None:
         if self.is_first:
-            self.run.append_event(event, **fields)
+            self.run.append_event(event)
 
 
 _NOTHING = Requests()

@@ -23,6 +23,7 @@ from dure.failures.report import describe_failure, is_peer_lost, leave_word, tol
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.stop_signals import stop_exit_code
+from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.strategies.contract.loss_traits import LossTraits
@@ -166,7 +167,7 @@ class Worker:
             missed = None if self.faults is None else self.faults.never_came(conductor.position.step)
             if missed is not None:
                 conductor.saver.warn(missed)
-            self.run.append_event("completed", samples_seen=conductor.position.samples_seen)
+            self.run.append_event(events.Completed(samples_seen=conductor.position.samples_seen))
         return status == "interrupted"
 
     def _cut(self, seconds: float) -> None:
@@ -235,7 +236,8 @@ class Worker:
             self.run.write_json(failure_file(rank), failure_to_json(failure))
             # one rank says it: the first whose loss it was, for the others may not know
             if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
-                self.run.append_event("loss_not_finite", message=str(error), culprits=list(error.culprits))
+                found = tuple(map(dict, error.culprits))
+                self.run.append_event(events.LossNotFinite(message=str(error), culprits=found))
         if rank > 0 and self.place.is_supervised and not isinstance(error, DureError):
             print_traceback(failure.traceback)
         return failure.exit_code

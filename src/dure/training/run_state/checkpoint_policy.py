@@ -11,6 +11,7 @@ import psutil
 from torch import Tensor
 
 from dure.errors import DiskFull, GroupShrank, StateChanged
+from dure.records import events
 from dure.records.leader_epoch import refuse_if_over
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric
@@ -41,7 +42,9 @@ class Saver:
     end of the run; the last one is written straight from the tensors, because nothing changes them any more.
     """
 
-    def __init__(self, session: Session, run: RunDir, progression: Progression, event: Callable[..., None]) -> None:
+    def __init__(
+        self, session: Session, run: RunDir, progression: Progression, event: Callable[[events.Event], None]
+    ) -> None:
         self.session = session
         self.run = run
         self.progression = progression
@@ -241,15 +244,16 @@ class Saver:
     def _say_saved(self, saved: SavedCheckpoint) -> None:
         with suppress(DiskFull):  # it is saved all the same
             self.event(
-                "checkpoint",
-                path=saved.path.name,
-                samples_seen=saved.position.samples_seen,
-                step=saved.position.step,
-                num_bytes=saved.num_bytes,
-                stall_seconds=saved.stall_seconds,
-                write_seconds=saved.write_seconds,
-                beside_bytes=saved.beside_bytes,
-                is_best=saved.is_best,
+                events.CheckpointSaved(
+                    path=saved.path.name,
+                    samples_seen=saved.position.samples_seen,
+                    step=saved.position.step,
+                    num_bytes=saved.num_bytes,
+                    stall_seconds=saved.stall_seconds,
+                    write_seconds=saved.write_seconds,
+                    beside_bytes=saved.beside_bytes,
+                    is_best=saved.is_best,
+                )
             )
 
     def resume(self) -> None:
@@ -316,7 +320,7 @@ class Saver:
     def _undo_records(self) -> None:
         if self.is_first:
             if self.session.place.round and (repeated := self.run.last_samples(0) - self.progression.samples_seen) > 0:
-                self.event("repeated", samples=repeated, samples_seen=self.progression.samples_seen)
+                self.event(events.Repeated(samples=repeated, samples_seen=self.progression.samples_seen))
             self.run.undo_records_after(self.progression.samples_seen)
         self.session.group.barrier()
 
@@ -326,11 +330,11 @@ class Saver:
         checkpoint = Checkpoint.read(path, rank=session.group.rank, needs=needs)
         restore(session, now, checkpoint)
         self.last_samples = now.samples_seen
-        self.event("resumed", checkpoint=name, samples_seen=now.samples_seen, step=now.step)
+        self.event(events.Resumed(checkpoint=name, samples_seen=now.samples_seen, step=now.step))
 
     def warn(self, message: str) -> None:
         """Say one sentence of what is wrong without ending the run, on the first rank, and write it down."""
         with suppress(DiskFull):  # of which this may be the warning
-            self.event("warning", message=message)
+            self.event(events.Warned(message=message))
         if self.is_first:
             tell(message)

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from dure.errors import ReplicasDiverged, SpecInvalid
+from dure.records import events
 from dure.strategies.state.checksum import checksum
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.divergence import Divergence, common_parts, find_divergence
@@ -61,7 +62,7 @@ class ReplicaCheck:
         self,
         session: Session,
         progression: Progression,
-        event: Callable[..., None],
+        event: Callable[[events.Event], None],
         checkpoint: Callable[[], str | None],
     ) -> None:
         """Prepare; `begin` is called once the session is where it goes on.
@@ -167,17 +168,18 @@ class ReplicaCheck:
         checkpoint = run.group.all_gather_json(self.checkpoint())[0]
         said = found.in_words(now.step)
         self.event(
-            "replicas_diverged",
-            step=now.step,
-            samples_seen=now.samples_seen,
-            agreed_step=self.agreed_step,
-            agreed_samples=self.agreed_samples,
-            ranks=list(found.odd),
-            holders=list(found.holders),
-            tensors=list(found.tensors),
-            element=found.element,
-            values={str(rank): value for rank, value in found.values.items()},
-            message=said,
+            events.ReplicasDiverged(
+                step=now.step,
+                samples_seen=now.samples_seen,
+                agreed_step=self.agreed_step,
+                agreed_samples=self.agreed_samples,
+                ranks=found.odd,
+                holders=found.holders,
+                tensors=found.tensors,
+                element=found.element,
+                values={str(rank): value for rank, value in found.values.items()},
+                message=said,
+            )
         )
         seen = f"{said}; all agreed after step {self.agreed_step}"
         if self.heals:
@@ -192,7 +194,9 @@ class ReplicaCheck:
         """Write down what the comparisons took of the time."""
         if self.count:
             spent = time.perf_counter() - self._begun
+            fraction = self.seconds / spent
             self.event(
-                "replicas_compared", count=self.count, every=self.pace.every, seconds=self.seconds,
-                fraction=self.seconds / spent,
-            )  # fmt: skip
+                events.ReplicasCompared(
+                    count=self.count, every=self.pace.every, seconds=self.seconds, fraction=fraction
+                )
+            )

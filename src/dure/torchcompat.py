@@ -690,8 +690,9 @@ def has_plain_state(module: nn.Module) -> bool:
 
 def has_plain_optimizer_state(optimizer: Optimizer) -> bool:
     """Return whether an optimiser's `state_dict` holds its `state` and `param_groups` as they are, and nothing else."""
-    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    return type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer) and not any(hooks)
+    if type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer):
+        return False  # a wrapper may lack the hooks, not having called the constructor
+    return not (optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A bit of a weight flips on one rank: it is named, nothing of it is saved, and a healed run is the undisturbed one."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,24 @@ def test_flip_when_its_place_cannot_be_then_it_is_refused_before_the_first_step(
     with pytest.raises(WorkerFailed, match=said) as info:
         train_case(tmp_path, Regression(), "ddp", 2, faults=planned(tmp_path, 0, 6, **more), **STEPS)
     assert info.value.exit_code == 2
+
+
+class SlowsDownByLosses(Regression):
+    """Has a schedule by what the loss has noted, which is another thing on each rank."""
+
+    def build_schedule(self, optimizer, total_samples):
+        self.losses = []
+        return lambda samples_seen: 0.5 ** sum(b > a for a, b in pairwise(self.losses))
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_schedule_when_it_goes_by_what_each_rank_saw_then_that_is_the_cause_that_is_told(tmp_path):
+    with pytest.raises(
+        WorkerFailed, match=r"after step \d+ lr of the optimiser is .* on rank 0 and .* on rank 1"
+    ) as error:
+        train_case(tmp_path, SlowsDownByLosses(), "ddp", 2, **{**STEPS, "check_replicas_every": 1})
+    assert error.value.exit_code == 2

@@ -102,9 +102,10 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 @contextmanager
 def _only_asked(strategy: Strategy) -> Iterator[None]:
-    """Put back generators, and what a schedule may set in the optimiser."""
+    """Put back generators, weights, and what a schedule may set in the optimiser."""
     with (
         kept_global_randomness(*strategy.devices),
+        _without_weights(strategy),
         _kept_groups(strategy.optimizer),
         _kept_groups(strategy.built_optimizer),
     ):

@@ -1,6 +1,7 @@
 """Features: traits that the first call of a loss on the first samples does not show, and what calls leave behind."""
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -450,3 +451,59 @@ class RaisedNoise(ZooTask):
             return 1.0
 
         return schedule
+
+
+@feature("Later", "small weights that a schedule sets to zero from the second epoch on")
+class PruningSchedule(ZooTask):
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def schedule(samples_seen: int) -> float:
+            with torch.no_grad():
+                for weight in weights if samples_seen >= 25 else ():
+                    weight.mul_(weight.abs() > 0.1)
+            return 1.0
+
+        return schedule
+
+
+@feature("Later", "a layer that a schedule unfreezes in the second epoch")
+class UnfreezingSchedule(ZooTask):
+    def build_model(self) -> nn.Module:
+        model = chain()
+        self.first = model[0].requires_grad_(False)
+        return model
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.first.requires_grad_(samples_seen >= 25)
+            return 1.0
+
+        return schedule
+
+
+class Wrapped(Optimizer):
+    """Wrapper of an optimiser that has not called the constructor, as Lookahead is often written."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+@feature("Optimisers", "a wrapper of an optimiser that has not called the constructor")
+class WrappedOptimizer(ZooTask):
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return Wrapped(super().build_optimizer(model))

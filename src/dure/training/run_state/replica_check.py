@@ -12,9 +12,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from dure.errors import ReplicasDiverged, SpecInvalid
+from dure.errors import ReplicasDiverged, SpecInvalid, TaskInvalid
 from dure.records import events
 from dure.strategies.state.checksum import checksum
+from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.divergence import Divergence, common_parts, find_divergence
 from dure.training.session.session import Session
@@ -128,6 +129,7 @@ class ReplicaCheck:
 
         Raises:
             ReplicasDiverged: Ranks that must hold the same do not.
+            TaskInvalid: The same, by settings of the optimiser that differ.
         """
         now, group = self.progression, self.session.group
         if not self.is_on or (now.step == self._checked and not again):
@@ -149,9 +151,26 @@ class ReplicaCheck:
         for part, ranks in common_parts([one["part"] for one in said]).items():
             digests = {rank: said[rank]["digest"] for rank in ranks}
             if len(set(digests.values())) > 1:
+                self._refuse_unlike_settings()
                 mine = own if own is not None and own.part == part else None
                 self._diverged(find_divergence(group, mine, digests))
         self._agree(said)
+
+    def _refuse_unlike_settings(self) -> None:
+        """Refuse a schedule, or an optimiser, that goes by what each rank saw: going back would not help.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            TaskInvalid: Names the setting and both values.
+        """
+        everyones = self.session.group.all_gather_json(plain_settings(self.session.strategy.optimizer))
+        for rank, settings in enumerate(everyones):
+            if difference := difference_of_settings(everyones[0], settings, "on rank 0", f"on rank {rank}"):
+                raise TaskInvalid(
+                    f"after step {self.progression.step} {difference}, so ranks no longer train the same weights: let "
+                    "the schedule follow samples seen or evaluations, and not the losses of a rank's own samples"
+                )
 
     def _agree(self, said: list[dict[str, Any]]) -> None:
         now = self.progression

@@ -82,6 +82,8 @@ class Conductor:
         """Plain state that the schedule sets, on all ranks alike."""
         self._set_by_step: set[str] = set()
         """Plain state that hooks on the optimiser's step change, on all ranks alike."""
+        self._set_by_evaluation: set[str] = set()
+        """Plain state that evaluations change."""
         self._before_step: ObjectState | None = None
         self._num_watched = 0
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
@@ -308,7 +310,8 @@ class Conductor:
         strategy, traits = self.session.strategy, self.session.strategy.traits
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
-        known = (*traits.learned_state, *traits.counted_state, *self._set_by_schedule, *self._set_by_step)
+        set_elsewhere = (*self._set_by_schedule, *self._set_by_step, *self._set_by_evaluation)
+        known = (*traits.learned_state, *traits.counted_state, *set_elsewhere)
         return self.session.kept.changed_since(known)
 
     def _say_lost(self, lost: list[LostShare]) -> None:
@@ -363,6 +366,7 @@ class Conductor:
                 on_batch=lambda: self.current_phase("evaluating"),
             )
         )
+        self._set_by_evaluation |= before.changed().keys()
         if is_extra:
             before.put_back()
             for buffer, value in buffers:

@@ -147,6 +147,10 @@ class LossInspection:
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
         buffers = first.buffers(self._model), second.buffers(self._model)
         state = first.trial.state, second.trial.state
+        if second is not first and self._has_copies():
+            places = range(half), range(half, few)
+            moved = [self._tried(each, as_in_training=True, perturbs=True) for each in places]
+            state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
             reason_unknown=unknown if is_slow and self._is_divided else None,
@@ -210,6 +214,16 @@ class LossInspection:
             gradient=gradient if math.isfinite(gradient) else None,
             tolerance=self._tolerance(first.value.dtype),
         )
+
+    def _has_copies(self) -> bool:
+        """Return whether objects seem to hold copies of parameters: a teacher that follows a pupil begins as one."""
+        own = {id(parameter): parameter for parameter in self._model.parameters()}
+        held = ObjectState(self._objects).first.values()
+        modules = [module for module in held if isinstance(module, nn.Module)]
+        tensors: list[Tensor] = [each for module in modules for each in module.parameters()]
+        tensors += [each for each in held if isinstance(each, Tensor)]
+        first = {_beginning(parameter) for parameter in own.values()} - {None}
+        return any(id(each) not in own and _beginning(each) in first for each in tensors)
 
     def _failure_of_one(self) -> str | None:
         try:
@@ -441,6 +455,7 @@ class LossInspection:
         scale: float = 1.0,
         draws: AbstractContextManager[Any] | None = None,
         keeps_caches: bool = False,
+        perturbs: bool = False,
     ) -> "_Tried":
         batch = self._fetch(places)
         trial = Trial(
@@ -448,6 +463,8 @@ class LossInspection:
         )
         with silent(), trial, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
+            if perturbs:
+                perturb(self._model)
             for name, parameter in self._model.named_parameters():
                 parameter.grad = gradients[name].clone() if gradients and name in gradients else None
             with torch.enable_grad(), self._autocast(), StateOfForward(self._model, self._objects) as state:
@@ -490,6 +507,13 @@ class LossInspection:
             return {}  # training will meet it
         named = self._model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def _beginning(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return shape and first values of a tensor, None for one that no parameter can equal."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.numel():
+        return None
+    return (tensor.shape, tensor.dtype, *tensor.detach().flatten()[:NUM_SAMPLES].tolist())
 
 
 def perturb(model: nn.Module) -> None:

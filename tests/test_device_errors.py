@@ -15,7 +15,7 @@ from dure.failures.verdict import WorkerEnd, judge
 from dure.host.gpu_health import GpuHealth
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
 from dure.process.own_descriptors import keep
-from tests.failed_ranks import failure_of
+from tests.records import failure_of
 
 ADVICE = (  # of torch 2.11 and 2.13
     "\nSearch for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "

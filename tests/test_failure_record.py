@@ -8,7 +8,7 @@ import pytest
 
 from dure.documents import DocumentInvalid
 from dure.failures.record import failure_file, failure_from_json, failure_to_json, read_failure
-from tests.failed_ranks import LINE, failure_of
+from tests.records import LINE, failure_of
 
 WHOLE = failure_to_json(failure_of(user_line=LINE, advice="wait", microbatch_size=3))
 

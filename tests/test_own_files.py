@@ -20,6 +20,7 @@ from dure.records.run_dir import RunDir
 from dure.records.step_writer import RecordWriter
 from dure.training.checkpoints.store import CheckpointStore
 from tests.conformance.tasks import Regression
+from tests.records import step_lines
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
@@ -79,7 +80,7 @@ def test_machine_record_when_it_is_written_then_only_its_owner_may_read_its_fold
     assert set(modes(tmp_path / "dure").values()) == {0o700, 0o600}
 
 
-LINE = '{"samples_seen": 9}\n'
+LINE = step_lines(9)
 
 
 def write_all(run: RunDir) -> None:

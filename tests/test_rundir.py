@@ -19,6 +19,7 @@ from dure.records.run_dir import RunDir, check_name, default_name
 from dure.records.run_list import list_runs
 from dure.spec import resolve
 from dure.strategies.table import STRATEGIES
+from tests.records import step_lines
 
 
 @pytest.fixture
@@ -166,8 +167,8 @@ def test_events_when_a_crash_tore_a_line_then_the_others_are_read(run: RunDir) -
 
 
 def test_records_when_the_last_line_is_torn_then_the_others_are_read(run: RunDir) -> None:
-    run.records_path(1).write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [record["step"] for record in run.records(1)] == [1, 2]
+    run.records_path(1).write_text(f'{step_lines(32, 48)}{{"st')
+    assert [record.step for record in run.records(1)] == [1, 2]
     assert list(run.records(2)) == []
 
 
@@ -237,7 +238,7 @@ def test_way_on_when_there_is_no_checkpoint_yet_then_says_that_it_starts_again(r
 def test_list_when_runs_ended_differently_then_says_how(tmp_path: Path) -> None:
     for name, status in (("a", "completed"), ("b", "interrupted"), ("c", "failed")):
         begin(tmp_path, name).write_json("summary.json", {"status": status, "samples": 64, "world_size": 2})
-    begin(tmp_path, "d").records_path(0).write_text('{"samples_seen": 32}\n{"samples_seen": 48}\n{"sam')
+    begin(tmp_path, "d").records_path(0).write_text(f'{step_lines(32, 48)}{{"sam')
     (begin(tmp_path, "e").path / "spec.json").write_text("{")
     (tmp_path / "no-run").mkdir()
     seen = [(run.name, run.status, run.samples) for run in list_runs(tmp_path)]

@@ -1,6 +1,8 @@
 """Records of runs that an older dure made, before records had versions: kept as files, and read as those of today."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 from dure.failures.record import CodeLine, failure_from_json, failure_to_json, read_failure
 from dure.records.events import EVENTS, Evaluated, UnknownEvent, event_from_json, event_to_json
 from dure.records.run_dir import RunDir
+from dure.records.run_list import list_runs
+from dure.records.step_record import RunSummary, step_from_json, step_line
+from dure.report.summary import summarise
 
 RUNS = Path(__file__).with_name("samples") / "run_folders"
 FAILURES = sorted(RUNS.glob("*/logs/failure-rank*.json"))
@@ -59,3 +64,34 @@ def test_events_when_all_samples_are_read_then_nearly_every_kind_is_among_them()
 def test_evaluations_when_read_then_counts_are_whole_numbers_still() -> None:
     evaluated = next(event for event in RunDir(RUNS / "resumed").events() if isinstance(event, Evaluated))
     assert {type(metric.count) for metric in evaluated.metrics.values()} == {int}
+
+
+STEPS = [path for path in sorted(RUNS.glob("*/rank*.jsonl")) if path.stat().st_size]
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_steps_when_written_again_then_only_the_version_is_new(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        assert json.loads(step_line(step_from_json(json.loads(line)))) == {"version": 1, **json.loads(line)}
+
+
+SUMMARIES = [path for path in sorted(RUNS.glob("*/summary.json")) if not path.parent.name.startswith("script")]
+
+
+@pytest.mark.parametrize("path", SUMMARIES, ids=lambda path: path.parent.name)
+def test_summary_when_it_is_made_again_from_the_records_then_it_is_the_same(path: Path) -> None:
+    found, run = json.loads(path.read_text()), RunDir(path.parent)
+    summary = RunSummary.from_json(found)
+    assert summary.to_json() == {"version": 1, **found}
+    again = summarise(run, run.read_spec(), summary.status, summary.message)
+    assert {**again.to_json(), "run": summary.run} == summary.to_json()
+
+
+def test_runs_when_listed_then_each_ended_as_it_did(tmp_path: Path) -> None:
+    shutil.copytree(RUNS, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("*/summary.json"):
+        os.utime(path, (2**32, 2**32))  # a summary that is older than the last attempt counts for none
+    found = {run.name: run.status for run in list_runs(tmp_path)}
+    assert "unreadable" not in found.values()
+    ends = {"raised": "failed", "script_leaves": "failed", "stopped": "interrupted", "lost": "completed"}
+    assert {name: found[name] for name in ends} == ends

@@ -13,7 +13,7 @@ from dure.failures.record import CodeLine, Departure, failure_to_json
 from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
 from dure.launch.nodes.messages import end_from_json, end_to_json
 from dure.process.stop_signals import signal_name
-from tests.failed_ranks import failure_of
+from tests.records import failure_of
 
 
 def end(

@@ -20,7 +20,7 @@ from dure.launch.nodes import rendezvous
 from dure.launch.nodes.peers import Nodes, StoppedByPeer
 from dure.launch.nodes.rendezvous import NodeSettings, join, node_settings, split_address
 from dure.launch.nodes.secret import read_secret
-from tests.failed_ranks import failure_of
+from tests.records import failure_of
 
 FACTS = {"script": "train.py", "seed": 0}
 

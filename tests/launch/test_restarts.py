@@ -8,7 +8,7 @@ import pytest
 
 from dure.failures.verdict import WorkerEnd
 from dure.launch.rounds.restart_policy import RestartPolicy, Restarts
-from tests.failed_ranks import LINE, failure_of
+from tests.records import LINE, failure_of
 
 
 def killed(rank=1, number=signal.SIGKILL):

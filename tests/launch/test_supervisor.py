@@ -22,7 +22,7 @@ from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import Worker
 from dure.process import stop_signals
 from tests.commands import wait_until
-from tests.failed_ranks import failure_of
+from tests.records import failure_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

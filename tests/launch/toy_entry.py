@@ -13,7 +13,7 @@ from typing import Any
 from dure.failures.record import failure_to_json
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
-from tests.failed_ranks import failure_of
+from tests.records import failure_of
 
 
 def before_fork(job: Mapping[str, Any]) -> None:

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch, RunInvalid
 from dure.records.run_dir import RunDir
+from dure.records.step_record import StepRecord
 from dure.spec import PLACE_FIELDS
 from dure.terminal import tell
 from dure.torchcompat import bytes_of
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.store import CheckpointStore
+
+Steps = list[dict[int, StepRecord]]
+"""Steps of both runs, by number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,7 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     specs = [run.read_spec().model_dump(mode="json", exclude={*PLACE_FIELDS, "trust_task"}) for run in runs]
     settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
     with runs[0].understood(), runs[1].understood():
-        steps = [{record["step"]: record for record in run.records(0)} for run in runs]
+        steps = [{record.step: record for record in run.records(0)} for run in runs]
         common = sorted(steps[0].keys() & steps[1].keys())
         used = [_samples_by_step(run) for run in runs]
         has_samples = all(samples is not None for samples in used)
@@ -170,22 +174,22 @@ def _samples_by_step(run: RunDir) -> dict[int, list[int]] | None:
     found: dict[int, list[int]] = {}
     for path in run.path.glob("rank*.jsonl"):
         for record in run.records(int(path.stem.removeprefix("rank"))):
-            if record.get("samples") is None:
+            if record.samples is None:
                 return None
-            found.setdefault(record["step"], []).extend(record["samples"])
+            found.setdefault(record.step, []).extend(record.samples)
     return {step: sorted(samples) for step, samples in found.items()}
 
 
-def _first_of_other_samples(common: Iterable[int], steps: list[dict[int, Any]], used: list[Any] | None) -> int | None:
+def _first_of_other_samples(common: Iterable[int], steps: Steps, used: list[Any] | None) -> int | None:
     for step in common:
-        if steps[0][step]["samples_seen"] != steps[1][step]["samples_seen"]:
+        if steps[0][step].samples_seen != steps[1][step].samples_seen:
             return step
         if used is not None and used[0][step] != used[1][step]:
             return step
     return None
 
 
-def _losses(common: Iterable[int], steps: list[dict[int, Any]], tolerance: float) -> tuple[LossDifference | None, int]:
+def _losses(common: Iterable[int], steps: Steps, tolerance: float) -> tuple[LossDifference | None, int]:
     """Return the first loss that differs, and how many steps before it have none in both runs."""
     num_without = 0
     for step in common:
@@ -200,9 +204,8 @@ def _losses(common: Iterable[int], steps: list[dict[int, Any]], tolerance: float
     return None, num_without
 
 
-def _mean_loss(record: dict[str, Any]) -> float:
-    count = record["loss_count"]
-    return float(record["loss_sum"] / count) if count else math.nan
+def _mean_loss(record: StepRecord) -> float:
+    return float(record.loss_sum / record.loss_count) if record.loss_count else math.nan
 
 
 def _relative(difference: float, size: float) -> float:

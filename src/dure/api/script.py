@@ -33,6 +33,7 @@ from dure.process.parent_death import die_with_parent
 from dure.process.stop_signals import stop_exit_code
 from dure.records import events
 from dure.records.run_dir import SUMMARY, RunDir, default_name
+from dure.records.step_record import ScriptSummary
 from dure.terminal import shell_word, tell
 
 _ENTRY = "dure.launch.scripts.script_worker"
@@ -360,12 +361,8 @@ def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, i
             raise error
         return
     status = "completed" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
-    summary: dict[str, Any] = {
-        "status": status,
-        "world_size": world_size,
-        "wall_seconds": seconds,
-        "message": None if error is None else str(error),
-    }
-    run.write_json(SUMMARY, summary)
+    message = None if error is None else str(error)
+    summary = ScriptSummary(status=status, world_size=world_size, wall_seconds=seconds, message=message)
+    run.write_json(SUMMARY, summary.to_json())
     if error is not None:
         raise error

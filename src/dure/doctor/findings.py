@@ -14,7 +14,7 @@ from dure.failures.verdict import WorkerEnd, judge
 from dure.launch.hangs.diagnosis import verdict_from_json
 from dure.records.events import Attempt, Event, RankLost, Restarted, StepSkipped, UnknownEvent
 from dure.records.jsonl import last_record
-from dure.records.run_dir import SUMMARY, RunDir, saying
+from dure.records.run_dir import RunDir, saying
 from dure.records.run_list import RunOverview, overview
 
 SEVERITIES = ("note", "warning", "error")
@@ -38,6 +38,14 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Files of the run that show it."""
     remedy: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HangRecord:
+    """Record of a hang: when it was noticed, and the verdict."""
+
+    time: float
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +85,14 @@ def diagnose(run: RunDir) -> Diagnosis:
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
     """Say how it ended, if not well, in the words of the launcher."""
     if seen.status == "unreadable":
-        yield Finding(
-            severity="error", what=seen.fault or "its summary has no status: it is of another version of dure"
-        )
+        yield Finding(severity="error", what=str(seen.fault))
     if seen.status in ("failed", "interrupted"):
         is_failed = seen.status == "failed"
         again = _again(run)
-        message = str(run.read_json(SUMMARY).get("message") or seen.status)
+        message = _message(run) or seen.status
         evidence = [*_failure_files(run)]
         if (hang := _fatal_hang(run, seen)) is not None:
-            message = f"{hang['text']}\n{message}"
+            message = f"{hang.text}\n{message}"
             evidence.append(_name(run, run.hangs()[-1]))
         remedy = again and f"`{again}`"
         if again and is_failed:
@@ -94,6 +100,12 @@ def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
         yield Finding(
             severity="error" if is_failed else "warning", what=message, evidence=tuple(evidence), remedy=remedy
         )
+
+
+def _message(run: RunDir) -> str:
+    """Return the message of its summary; empty if there is none."""
+    end = run.read_end()
+    return "" if end is None or end.message is None else end.message
 
 
 def _damaged_records(run: RunDir) -> Iterator[Finding]:
@@ -172,12 +184,12 @@ def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
 
 def _last_records(run: RunDir) -> Iterator[str]:
     """Say how far the ranks' records go, and when the last one was written."""
-    last = [record for path in run.path.glob("rank*.jsonl") if (record := last_record(path))]
+    last = run.last_steps()
     if not last:
         return
-    steps = sorted({record["step"] for record in last})
+    steps = sorted({record.step for record in last})
     said = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, by rank"
-    when = time.strftime("%H:%M:%S", time.localtime(max(record["time"] for record in last)))
+    when = time.strftime("%H:%M:%S", time.localtime(max(record.time for record in last)))
     yield f"  the last step on record is {said}, written at {when}"
 
 
@@ -193,9 +205,9 @@ def _last_words(logs: list[Path]) -> Iterator[str]:
         yield f"  … and {len(logs) - _MOST_RANKS} more ranks in logs/"
 
 
-def _fatal_hang(run: RunDir, seen: RunOverview) -> dict[str, Any] | None:
+def _fatal_hang(run: RunDir, seen: RunOverview) -> _HangRecord | None:
     """Return the record of the hang for which the launcher ended the ranks; its message does not tell why they hung."""
-    hung = seen.status == "failed" and str(run.read_json(SUMMARY).get("message")).startswith(_HUNG)
+    hung = seen.status == "failed" and _message(run).startswith(_HUNG)
     return _read_hang(run, run.hangs()[-1]) if hung and run.hangs() else None
 
 
@@ -207,23 +219,21 @@ def _hangs(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
         if record is None:
             yield Finding(severity="warning", what="the record of a hang is damaged", evidence=(name,))
             continue
-        when = time.strftime("%H:%M:%S", time.localtime(record["time"]))
+        when = time.strftime("%H:%M:%S", time.localtime(record.time))
         yield Finding(
             severity="error" if seen.status in ("died", "failed") else "warning",
-            what=f"at {when}: {record['text']}",
+            what=f"at {when}: {record.text}",
             evidence=(name,),
         )
 
 
-def _read_hang(run: RunDir, path: Path) -> dict[str, Any] | None:
+def _read_hang(run: RunDir, path: Path) -> _HangRecord | None:
     """Return the record of a hang; None: it is damaged."""
     try:
-        record: dict[str, Any] = run.read_json(_name(run, path))
-        verdict_from_json(record)
-        float(record["time"])
+        found = run.read_json(_name(run, path))
+        return _HangRecord(time=float(found["time"]), text=verdict_from_json(found).text)
     except (DureError, KeyError, TypeError, ValueError):
         return None
-    return record
 
 
 def _restarts(run: RunDir, events: list[Event]) -> Iterator[Finding]:

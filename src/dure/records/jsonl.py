@@ -1,7 +1,7 @@
 """Files of one JSON object a line, to which processes append that may die in the middle of one."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,13 @@ def read_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def end_of_records_until(path: Path, samples_seen: int) -> int:
-    """Return the bytes of a record file up to a position in the run, read from its end: it may hold millions."""
+def end_of_lines_until(path: Path, is_before: Callable[[dict[str, Any]], bool]) -> int:
+    """Return the bytes of a file up to its last line of a kind, read from its end: it may hold millions.
+
+    Args:
+        path: The file.
+        is_before: Function that returns whether a line is of that kind.
+    """
     if path.stat().st_size == 0:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -42,7 +47,7 @@ def end_of_records_until(path: Path, samples_seen: int) -> int:
         while end:
             begin = data.rfind(b"\n", 0, end - 1) + 1
             record = parse_line(data[begin:end])
-            if record is not None and record["samples_seen"] <= samples_seen:
+            if record is not None and is_before(record):
                 break
             end = begin
         return end

@@ -32,7 +32,8 @@ from dure.documents import DocumentInvalid, not_waiting, read_json
 from dure.errors import DiskFull, EnvironmentLacks, RunInvalid
 from dure.own_files import PRIVATE, SHARED, make_folder, open_own
 from dure.records.events import Attempt, Event, Hang, event_from_json, event_to_json
-from dure.records.jsonl import end_of_records_until, last_record, read_lines
+from dure.records.jsonl import end_of_lines_until, last_record, read_lines
+from dure.records.step_record import RunEnd, StepRecord, step_from_json
 from dure.spec import RUN_NAME_PATTERN, ResolvedSpec, RunSpec, read_record
 from dure.terminal import shell_word
 
@@ -184,7 +185,7 @@ class RunDir:
             with saying(self.path / name, "read"):
                 return read_json(self.path / name)
         except DocumentInvalid as error:
-            raise RunInvalid(f"{self.path / name} is damaged (it {error}): restore it from a copy of the run") from None
+            raise _damaged(self.path / name, error) from None
 
     def write_spec(self, resolved: ResolvedSpec) -> None:
         """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
@@ -232,14 +233,52 @@ class RunDir:
                 "them from a copy of the run"
             ) from error
 
-    def records(self, rank: int) -> Iterator[dict[str, Any]]:
-        """Yield a rank's step records in the order in which they were written."""
-        return read_lines(self.records_path(rank))
+    def records(self, rank: int) -> Iterator[StepRecord]:
+        """Yield a rank's step records in the order in which they were written.
+
+        Raises:
+            RunInvalid: One holds other fields than a step's.
+        """
+        path = self.records_path(rank)
+        return (_step_of(path, line) for line in read_lines(path))
+
+    def last_step(self, rank: int) -> StepRecord | None:
+        """Return the last step that a rank's records have; None if they have none.
+
+        Raises:
+            RunInvalid: It holds other fields than a step's.
+        """
+        path = self.records_path(rank)
+        line = last_record(path)
+        return _step_of(path, line) if line else None
+
+    def last_steps(self) -> list[StepRecord]:
+        """Return the last step of each rank that has done one.
+
+        Raises:
+            RunInvalid: One holds other fields than a step's.
+        """
+        paths = sorted(self.path.glob("rank*.jsonl"))
+        return [_step_of(path, line) for path in paths if (line := last_record(path))]
 
     def last_samples(self, rank: int) -> int:
         """Return the samples seen after the last step that a rank's records have; 0 before the first."""
-        with self.understood():
-            return int(last_record(self.records_path(rank)).get("samples_seen", 0))
+        last = self.last_step(rank)
+        return 0 if last is None else last.samples_seen
+
+    def read_end(self) -> RunEnd | None:
+        """Return how the run ended, in brief, by its summary; None if it has none yet.
+
+        Raises:
+            RunInvalid: The summary cannot be read, or is none.
+        """
+        if not (self.path / SUMMARY).is_file():
+            return None
+        found = self.read_json(SUMMARY)
+        try:
+            return RunEnd.from_json(found)
+        except DocumentInvalid as error:
+            raise _damaged(self.path / SUMMARY, error) from None
 
     def undo_records_after(self, samples_seen: int) -> None:
         """Move the records of steps that a resumed run will do again to `undone.jsonl`.
@@ -247,18 +286,21 @@ class RunDir:
         What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
-            with self.understood():
-                begin = end_of_records_until(path, samples_seen)
-                undone = list(read_lines(path, begin))
-                rank = int(path.stem.removeprefix("rank"))
-            with saying(path, "written"):
-                if undone:
-                    with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
-                        file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
-                with open(path, "r+b", opener=open_own) as file:
-                    file.truncate(begin)
-                    file.seek(0, os.SEEK_END)
-                    file.write(_newline_after_torn_line(file.fileno()).encode())
+            self._undo_after(samples_seen, path)
+
+    def _undo_after(self, samples_seen: int, path: Path) -> None:
+        with self.understood():
+            begin = end_of_lines_until(path, lambda line: _step_of(path, line).samples_seen <= samples_seen)
+            undone = list(read_lines(path, begin))
+            rank = int(path.stem.removeprefix("rank"))
+        with saying(path, "written"):
+            if undone:
+                with open(self.path / "undone.jsonl", "a", encoding="utf-8", opener=open_own) as file:
+                    file.writelines(json.dumps({"rank": rank, **record}) + "\n" for record in undone)
+            with open(path, "r+b", opener=open_own) as file:
+                file.truncate(begin)
+                file.seek(0, os.SEEK_END)
+                file.write(_newline_after_torn_line(file.fileno()).encode())
 
     # --- events
 
@@ -414,6 +456,17 @@ def default_name(task: str, strategy: str, now: datetime) -> str:
 
 
 # --- small parts
+
+
+def _damaged(path: Path, error: DocumentInvalid) -> RunInvalid:
+    return RunInvalid(f"{path} is damaged (it {error}): restore it from a copy of the run")
+
+
+def _step_of(path: Path, line: Mapping[str, Any]) -> StepRecord:
+    try:
+        return step_from_json(line)
+    except DocumentInvalid as error:
+        raise _damaged(path, error) from None
 
 
 def _newline_after_torn_line(descriptor: int) -> str:

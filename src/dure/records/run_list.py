@@ -1,6 +1,5 @@
 """The runs of a folder: how each stands, whatever became of it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,8 +8,8 @@ from pydantic import Field, TypeAdapter
 
 from dure.errors import DureError, RunInvalid
 from dure.records.events import Attempt
-from dure.records.jsonl import last_record
 from dure.records.run_dir import SCRIPT, SPEC, SUMMARY, RunDir, saying
+from dure.records.step_record import RunEnd
 
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
@@ -72,19 +71,19 @@ def overview(run: RunDir) -> RunOverview:
 
 
 def _task_overview(run: RunDir) -> dict[str, Any]:
-    spec, summary = run.read_spec(), _summary(run)
-    status = _status(run, summary)
-    last = {} if status not in ("running", "died") else last_record(run.records_path(0))
+    spec, end = run.read_spec(), run.read_end()
+    status = _status(run, end)
+    samples = run.last_samples(0) if status in ("running", "died") else 0
     return {
         "name": run.name,
         "path": str(run.path),
         "status": status,
         "task": spec.task,
-        "strategy": summary.get("strategy", spec.strategy),
-        "world_size": summary.get("world_size"),
-        "num_devices": summary.get("num_devices", spec.num_devices),
-        "samples": last.get("samples_seen", summary.get("samples", 0)),
-        "best": summary.get("best"),
+        "strategy": spec.strategy if end is None or end.strategy is None else end.strategy,
+        "world_size": None if end is None else end.world_size,
+        "num_devices": spec.num_devices if end is None or end.num_devices is None else end.num_devices,
+        "samples": samples or (0 if end is None else end.samples or 0),
+        "best": None if end is None else end.best,
     }
 
 
@@ -93,7 +92,7 @@ def _script_overview(run: RunDir) -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
-        "status": _status(run, _summary(run)),
+        "status": _status(run, run.read_end()),
         "task": record["script"],
         "strategy": "script",
         "world_size": record["world_size"],
@@ -101,17 +100,11 @@ def _script_overview(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _summary(run: RunDir) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = run.read_json(SUMMARY) if (run.path / SUMMARY).is_file() else {}
-    found.get("status")  # nothing but an object has it
-    return found
-
-
-def _status(run: RunDir, summary: Mapping[str, Any]) -> str:
+def _status(run: RunDir, end: RunEnd | None) -> str:
     """Tell how a run stands. A summary older than the last attempt speaks of an attempt before that one."""
     if run.is_active():
         return "running"
     attempts = [event.time for event in run.events() if isinstance(event, Attempt)]
-    if not summary or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
+    if end is None or (attempts and (run.path / SUMMARY).stat().st_mtime < attempts[-1] - _CLOCK_SLACK_SECONDS):
         return "died"
-    return str(summary["status"]) if "status" in summary else "unreadable"
+    return end.status

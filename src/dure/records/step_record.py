@@ -1,9 +1,16 @@
 """The records of a run: one line per step, one per evaluation, one summary."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from dure.checked import Number
+from pydantic import TypeAdapter
+
+from dure.checked import Count, Number, Text, Time, checked
+
+VERSION = 1
+"""Version of a step's line, and of a summary."""
 
 
 class StepRecord(NamedTuple):
@@ -12,35 +19,35 @@ class StepRecord(NamedTuple):
     A tuple, because one is made every step: a frozen dataclass of 13 fields takes four times as long to make.
     """
 
-    time: float
+    time: Time
     """Seconds since the epoch at the end of the step."""
-    step: int
+    step: Count
     """Optimiser steps done, this one included; counted over the whole run, resumes included."""
-    epoch: int
+    epoch: Count
     """Epoch of the samples of this step, from 0."""
-    samples_seen: int
+    samples_seen: Count
     """Samples used by all ranks since the start of the run, this step included."""
-    loss_sum: float
+    loss_sum: Number
     """The loss summed over the samples (or tokens) of this step, over all ranks; in a step in which ranks do not talk
     (`averaging`), over this rank's alone."""
-    loss_count: float
+    loss_count: Number
     """Divisor of `loss_sum` that gives the mean loss, over all ranks."""
-    data_seconds: float
+    data_seconds: Number
     """Seconds spent waiting for this step's data."""
-    forward_backward_seconds: float
+    forward_backward_seconds: Number
     """Seconds spent computing, including the communication hidden behind it."""
-    sync_seconds: float
+    sync_seconds: Number
     """Seconds of communication that was not hidden."""
-    optimizer_seconds: float
+    optimizer_seconds: Number
     """Seconds of clipping and the optimiser's step."""
-    wall_seconds: float
+    wall_seconds: Number
     """Seconds from the end of the step before to the end of this one."""
-    sent_bytes: int
+    sent_bytes: Count
     """Bytes that this rank sent to others for this step, by the strategy's formula."""
-    samples: list[int] | None = None
+    samples: list[Count] | None = None
     """Data indices that this rank used, in order, with `--record-samples`. Of ranks that work on the same samples, the
     first has them and the others an empty list."""
-    measured: dict[str, float] | None = None
+    measured: dict[Text, Number] | None = None
     """Measurements that only this strategy makes: staleness, bubble fraction, compression error, ..."""
 
 
@@ -56,13 +63,13 @@ class Metric:
 class EpochRow:
     """One evaluated point of a run, as the end table shows it."""
 
-    epoch: float
+    epoch: Number
     """Epochs done, fractional when the evaluation stood inside one."""
-    samples_seen: int
-    train_loss: float | None
+    samples_seen: Count
+    train_loss: Number | None
     """Mean training loss since the evaluation before."""
-    metrics: dict[str, Metric]
-    seconds: float
+    metrics: dict[Text, Metric]
+    seconds: Number
     """Wall seconds since the evaluation before, the evaluation included."""
 
 
@@ -70,56 +77,120 @@ class EpochRow:
 class RunSummary:
     """Summary of a run: `summary.json`, the result of `dure.train`, and `--json`."""
 
-    run: str
+    run: Text
     """Run folder."""
-    status: str
+    status: Text
     """`completed`, `interrupted` or `failed`."""
-    strategy: str
-    world_size: int
+    strategy: Text
+    world_size: Count
     """Number of processes (torchrun's meaning)."""
-    num_devices: int
+    num_devices: Count
     """Number of devices that the work was divided over; more than `world_size` for `dp` and `balanced_dp`."""
-    device: str
-    precision: str
-    steps: int
-    samples: int
-    epochs: float
-    final_loss: float | None
+    device: Text
+    precision: Text
+    steps: Count
+    samples: Count
+    epochs: Number
+    final_loss: Number | None
     """Mean training loss over the last step's global batch, whose few samples make it jump from step to step; of an
     epoch there is the mean in `rows`."""
-    metrics: dict[str, Metric]
+    metrics: dict[Text, Metric]
     """Metrics of the last evaluation."""
-    best: dict[str, Any] | None
+    best: dict[Text, Any] | None
     """Best evaluation: `metric`, `value`, `samples_seen`, `checkpoint`."""
-    wall_seconds: float
+    wall_seconds: Number
     """Seconds of training and evaluation over all attempts, start-up excluded."""
-    samples_per_second: float
+    samples_per_second: Number
     """Training samples over training seconds (evaluation and checkpoints excluded)."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[Text, Number] = field(default_factory=dict)
     """Seconds of rank 0 by activity: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
     rows: list[EpochRow] = field(default_factory=list)
-    not_preserved: list[str] = field(default_factory=list)
+    not_preserved: list[Text] = field(default_factory=list)
     """Properties of the one-device run that the strategy, as used here, does not preserve."""
-    message: str | None = None
+    message: Text | None = None
     """Reason why the run ended early, if it did."""
-    restarts: int = 0
+    restarts: Count = 0
     """Number of times that all ranks were started again after one failed."""
-    microbatch_size: int | None = None
+    microbatch_size: Count | None = None
     """Samples that a device computed at once in the end, if memory ran out with more."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""
-        return asdict(self)
+        return {"version": VERSION, **asdict(self)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "RunSummary":
-        """Rebuild a summary from `to_json`'s answer.
+    def from_json(cls, found: object) -> "RunSummary":
+        """Return a summary from `to_json`'s answer, of this version of dure or another.
 
         Raises:
-            TypeError: A field is unknown or missing.
+            DocumentInvalid: It is no summary.
         """
-        metrics = {name: Metric(**metric) for name, metric in data["metrics"].items()}
-        rows = [
-            EpochRow(**{**row, "metrics": {k: Metric(**m) for k, m in row["metrics"].items()}}) for row in data["rows"]
-        ]
-        return cls(**{**data, "metrics": metrics, "rows": rows})
+        return checked(_SUMMARY, found, VERSION)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptSummary:
+    """Summary of a script's run: `summary.json`."""
+
+    status: Text
+    """`completed`, `interrupted` or `failed`."""
+    world_size: Count
+    wall_seconds: Number
+    message: Text | None
+    """Reason why the run ended early, if it did."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as plain JSON values."""
+        return {"version": VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """End of a run in brief, from the summary of a task's run or of a script's; None for what it does not hold."""
+
+    status: Text
+    """`completed`, `interrupted` or `failed`."""
+    message: Text | None = None
+    strategy: Text | None = None
+    world_size: Count | None = None
+    num_devices: Count | None = None
+    samples: Count | None = None
+    best: dict[Text, Text | Number | None] | None = None
+
+    @classmethod
+    def from_json(cls, found: object) -> "RunEnd":
+        """Return the end from a summary's answer to `to_json`, of this version of dure or another.
+
+        Raises:
+            DocumentInvalid: It is no summary.
+        """
+        return checked(_END, found, VERSION)
+
+
+_STEP = TypeAdapter(StepRecord)
+_SUMMARY = TypeAdapter(RunSummary)
+_END = TypeAdapter(RunEnd)
+
+
+def step_line(r: StepRecord) -> str:
+    """Return a step as a line of JSON, without the fields that are None."""
+    # written out by hand: json.dumps of a dict takes three times as long
+    samples = "" if r.samples is None else f', "samples": {json.dumps(r.samples)}'
+    measured = "" if r.measured is None else f', "measured": {json.dumps(r.measured)}'
+    return (
+        f'{{"version": {VERSION}, "time": {r.time:.6f}, "step": {r.step}, "epoch": {r.epoch}, '
+        f'"samples_seen": {r.samples_seen}, "loss_sum": {r.loss_sum!r}, "loss_count": {r.loss_count!r}, '
+        f'"data_seconds": {r.data_seconds:.7f}, "forward_backward_seconds": {r.forward_backward_seconds:.7f}, '
+        f'"sync_seconds": {r.sync_seconds:.7f}, "optimizer_seconds": {r.optimizer_seconds:.7f}, '
+        f'"wall_seconds": {r.wall_seconds:.7f}, "sent_bytes": {r.sent_bytes}{samples}{measured}}}\n'
+    )
+
+
+def step_from_json(found: Mapping[str, Any]) -> StepRecord:
+    """Return a step from what stood in a line of `step_line`, of this version of dure or another.
+
+    Raises:
+        DocumentInvalid: It is no step.
+    """
+    known = {name: found[name] for name in StepRecord._fields if name in found}
+    return checked(_STEP, known, VERSION)

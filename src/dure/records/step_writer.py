@@ -1,6 +1,5 @@
 """Writes step records as they happen, at a cost of microseconds."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dure.own_files import open_own
-from dure.records.step_record import StepRecord
+from dure.records.step_record import StepRecord, step_line
 
 _FLUSH_SECONDS = 1.0
 
@@ -34,7 +33,7 @@ class RecordWriter:
 
     def flush(self) -> None:
         """Hand what is held to the operating system."""
-        self._file.write("".join(map(_line, self._held)))
+        self._file.write("".join(map(step_line, self._held)))
         self._file.flush()
         self._held.clear()
         self._next_flush = time.time() + _FLUSH_SECONDS
@@ -51,16 +50,3 @@ class RecordWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-def _line(r: StepRecord) -> str:
-    # written out by hand: json.dumps of a dict takes three times as long
-    samples = "" if r.samples is None else f', "samples": {json.dumps(r.samples)}'
-    measured = "" if r.measured is None else f', "measured": {json.dumps(r.measured)}'
-    return (
-        f'{{"time": {r.time:.6f}, "step": {r.step}, "epoch": {r.epoch}, "samples_seen": {r.samples_seen}, '
-        f'"loss_sum": {r.loss_sum!r}, "loss_count": {r.loss_count!r}, "data_seconds": {r.data_seconds:.7f}, '
-        f'"forward_backward_seconds": {r.forward_backward_seconds:.7f}, "sync_seconds": {r.sync_seconds:.7f}, '
-        f'"optimizer_seconds": {r.optimizer_seconds:.7f}, "wall_seconds": {r.wall_seconds:.7f}, '
-        f'"sent_bytes": {r.sent_bytes}{samples}{measured}}}\n'
-    )

@@ -38,12 +38,12 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
     seconds = dict.fromkeys((*_SPANS, "evaluation", "checkpoint", "other"), 0.0)
     step_seconds, last = 0.0, None
     for record in run.records(_speaker(run)):
-        step_seconds += record["wall_seconds"]
+        step_seconds += record.wall_seconds
         for span in _SPANS:
-            seconds[span] += record[f"{span}_seconds"]
+            seconds[span] += getattr(record, f"{span}_seconds")
         last = record
     seconds["other"] = max(0.0, step_seconds - sum(seconds[span] for span in _SPANS))
-    samples = last["samples_seen"] if last else 0
+    samples = 0 if last is None else last.samples_seen
     events = _effective(run.events(), samples)
     start = next((event for event in reversed(events) if isinstance(event, Training)), None)
     evaluations = [event for event in events if isinstance(event, Evaluated)]
@@ -58,10 +58,10 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
         num_devices=spec.num_devices if start is None else start.num_devices,
         device=spec.device if start is None else start.device,
         precision=spec.precision,
-        steps=last["step"] if last else 0,
+        steps=0 if last is None else last.step,
         samples=samples,
         epochs=0.0 if start is None else round(samples / start.epoch_samples, 4),
-        final_loss=last["loss_sum"] / last["loss_count"] if last and last["loss_count"] else None,
+        final_loss=last.loss_sum / last.loss_count if last is not None and last.loss_count else None,
         metrics=rows[-1].metrics if rows else {},
         best=_best(events),
         wall_seconds=step_seconds + seconds["evaluation"] + seconds["checkpoint"],
@@ -93,7 +93,7 @@ def _speaker(run: RunDir) -> int:
     lost = {event.rank for event in run.events() if isinstance(event, RankLost)}
     if 0 not in lost:
         return 0
-    steps = {rank: max((record["step"] for record in run.records(rank)), default=0) for rank in range(max(lost) + 2)}
+    steps = {rank: max((record.step for record in run.records(rank)), default=0) for rank in range(max(lost) + 2)}
     return max(steps, key=lambda rank: (steps[rank], -rank))
 
 

@@ -265,7 +265,7 @@ class Saver:
         name = group.all_gather_json(None if found is None else found.name)[0]
         if name is None:
             seed_rank(self.session.spec.seed, self.session.strategy.random_stream)
-            if self.is_first and any(self.run.records(0)):
+            if self.is_first and self.run.last_step(0) is not None:
                 self.warn("there is no usable checkpoint: the run starts again, its records so far go to undone.jsonl")
             elif self.is_first and not self.session.place.round and self.run.num_attempts() > 1:
                 self.warn("there is no checkpoint yet: the run starts from the beginning")

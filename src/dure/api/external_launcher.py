@@ -51,7 +51,7 @@ def total_devices(launched: Launched | None) -> int | None:
 def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> ResolvedSpec:
     """Count as devices only those of the launcher's processes that have one: the last ones may be servers."""
     spec, by, world_size = resolved.spec, launched.by, launched.rank.world_size
-    setting = STRATEGIES[spec.strategy or "single"].extra_processes
+    setting = STRATEGIES[spec.strategy].extra_processes
     if not setting or world_size == 1:
         return resolved
     extra = getattr(spec, setting)
@@ -85,7 +85,7 @@ def train_under_launcher(
                 f"{launched.by} started these: choose stop, or start them with dure train --nproc"
             ]
         )
-    if STRATEGIES[spec.strategy or "single"].one_process:
+    if STRATEGIES[spec.strategy].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
         )

@@ -41,13 +41,13 @@ def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
     """Open the folder of a run that goes on, or make one."""
     if resume is not None:
         return RunDir.open(Path(resume))
-    name = spec.name or default_name(spec.task, spec.strategy or "single", datetime.now())
+    name = spec.name or default_name(spec.task, spec.strategy, datetime.now())
     return RunDir.create(spec.runs_dir, name, or_numbered=spec.name is None, is_shared=spec.share_run)
 
 
 def count_processes(spec: RunSpec) -> int:
     """Return how many processes the run has on all hosts."""
-    info = STRATEGIES[spec.strategy or "single"]
+    info = STRATEGIES[spec.strategy]
     extra = (getattr(spec, info.extra_processes) or spec.num_devices) if info.extra_processes else 0
     return 1 if info.one_process else spec.num_devices + extra
 
@@ -192,7 +192,7 @@ def say(text: str, spec: RunSpec) -> None:
 
 def _expendable(spec: RunSpec) -> range:
     """Return the ranks that the others go on without: those with a device, where the strategy says so."""
-    info = STRATEGIES[spec.strategy or "single"]
+    info = STRATEGIES[spec.strategy]
     goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
     return range(spec.num_devices if goes_on else 0)
 

@@ -57,7 +57,7 @@ def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSett
 
 def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
     spec, faults = resolved.spec, []
-    info = STRATEGIES[spec.strategy or "single"]
+    info = STRATEGIES[spec.strategy]
     if launched is not None:
         faults.append(f"nnodes is for runs that dure starts itself: leave it out, {launched.by} has its own")
     if info.one_process or info.extra_processes:

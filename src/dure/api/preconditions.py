@@ -28,7 +28,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
         raise SpecInvalid(
             [f"backend is nccl, which reaches CUDA devices only, but the device here is {device}: use gloo"]
         )
-    if spec.backend == "nccl" and STRATEGIES[spec.strategy or "single"].extra_processes:
+    if spec.backend == "nccl" and STRATEGIES[spec.strategy].extra_processes:
         raise SpecInvalid(["backend is nccl, which reaches CUDA devices only, but servers have none: leave it out"])
     if spec.faults is not None:
         read_faults(spec.faults, count_processes(spec), on_several_hosts=spec.num_nodes > 1)
@@ -37,7 +37,7 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
             [f"start is inline but {spec.strategy} on {spec.num_devices} needs processes: use fork or spawn"]
         )
     _check_that_task_arrives(spec)
-    if STRATEGIES[spec.strategy or "single"].checks_model:
+    if STRATEGIES[spec.strategy].checks_model:
         from dure.torchcompat import kept_global_hooks  # imports torch
 
         with kept_global_hooks():  # ranks that are forked from here register theirs once more
@@ -81,7 +81,7 @@ def _check_model(spec: RunSpec) -> None:
     except Exception:
         return  # it reads values (pretrained weights): every worker looks at its own
     refuse_lazy(model, f"{type(task).__name__}.build_model")
-    strategy = load_strategy(spec.strategy or "single")
+    strategy = load_strategy(spec.strategy)
     faults = strategy.check_model(model, spec.num_devices, strategy_options(spec))
     try:
         optimizer = task.build_optimizer(model)

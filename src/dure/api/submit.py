@@ -196,7 +196,7 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
                 "call `dure preflight` there in a job of its own"
             ]
         )
-    if num_ranks > 1 and STRATEGIES[spec.strategy or "single"].one_process:
+    if num_ranks > 1 and STRATEGIES[spec.strategy].one_process:
         raise SpecInvalid(
             [f"strategy is {spec.strategy}, which is one process, but {num_ranks} are asked for: use ddp"]
         )
@@ -278,7 +278,7 @@ def _name(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> s
         label = re.sub(r"[^a-z0-9]+", "-", spec.task.rpartition(":")[2].lower()).strip("-")[:20].strip("-")
         name = f"dure-{label or 'task'}-{now:%Y%m%d-%H%M%S}"
     else:
-        name = default_name(spec.task, spec.strategy or "single", now)
+        name = default_name(spec.task, spec.strategy, now)
     check_name(name)
     return name
 

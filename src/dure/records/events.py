@@ -98,7 +98,7 @@ class Evaluation(Event):
     checkpoint: Text
     changed: tuple[Text, ...]
     """Parts of code and data that are not what they were when it was saved."""
-    strategy: Text | None
+    strategy: Text
     world_size: Count
     num_devices: Count
     steps: Count

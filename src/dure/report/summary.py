@@ -53,7 +53,7 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
     return RunSummary(
         run=str(run.path),
         status=status,
-        strategy=spec.strategy or "single",
+        strategy=spec.strategy,
         world_size=1 if start is None else start.world_size,
         num_devices=spec.num_devices if start is None else start.num_devices,
         device=spec.device if start is None else start.device,

@@ -44,7 +44,7 @@ class RunSpec(BaseModel):
     clip_norm: float | None = Field(None, gt=0, description="clip by the norm of the global gradient")
 
     # how it is executed
-    strategy: str | None = Field(None, description="see `dure strategies` (default single, or ddp on several devices)")
+    strategy: str = Field("single", description="see `dure strategies`; on several devices the default is ddp")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast; fp16 scales the loss")
     nproc: int = Field(1, gt=0, description="devices (ranks) of each host; for dp, devices of its one process")
     microbatch_size: int | None = Field(None, gt=0, description="most samples per backward on one device")

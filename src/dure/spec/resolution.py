@@ -326,7 +326,7 @@ def _strategy_faults(
     draft: _Draft, spec: RunSpec, strategies: Mapping[str, StrategyTraits], bad: set[str]
 ) -> list[str]:
     """Compare the chosen strategy with what is asked of it."""
-    traits, faults = strategies[str(spec.strategy)], []
+    traits, faults = strategies[spec.strategy], []
     if not bad & {"nproc", "nnodes"} and spec.num_devices > 1 and not traits.many_devices:
         many = next(name for name, row in strategies.items() if row.default_for == "many")
         cure = "--nproc 1" if spec.num_nodes == 1 else "--nnodes 1 and --nproc 1"

@@ -271,7 +271,7 @@ def before_fork(job: Mapping[str, Any]) -> None:
     import_late_parts()
     spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
     task_class(spec["task"])
-    load_strategy(spec["strategy"] or "single").import_late_parts()
+    load_strategy(spec["strategy"]).import_late_parts()
     importlib.import_module("dure.comm.dure_shm.backend")  # how CPU ranks of one host talk
     if spec["num_workers"]:
         # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed

@@ -77,7 +77,7 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
         SpecInvalid: More devices than are visible.
         EnvironmentLacks: The wanted kind of device is not here.
     """
-    info = STRATEGIES[spec.strategy or "single"]
+    info = STRATEGIES[spec.strategy]
     # parameter servers are the last ranks and have no device
     kind = resolve_device(spec.device) if info.one_process or place.rank.rank < spec.num_devices else "cpu"
     num_here = spec.nproc if info.one_process else min(spec.num_devices, place.rank.local_world_size)
@@ -103,7 +103,7 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
 
 def _backend(spec: RunSpec, place: Place) -> str:
     """Return torch's word for how ranks talk: through shared memory wherever they have it in common."""
-    rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy or "single"]
+    rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy]
     chosen: str = spec.backend
     if chosen == "auto":
         is_one_host = rank.local_world_size == rank.world_size > 1
@@ -293,7 +293,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
 
 
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
-    name = spec.strategy or "single"
+    name = spec.strategy
     precision = Precision(spec.precision, devices[0].type)
     options = strategy_options(spec)
     return load_strategy(name).role_for(group, options)(STRATEGIES[name], group, devices, precision, options)

@@ -8,10 +8,13 @@ import pytest
 
 import dure
 from dure.api.external_launcher import total_devices, with_world_size, without_extra_processes
+from dure.api.local import finish, notes_on
 from dure.api.multi_node import facts_to_agree_on
 from dure.cli import main
 from dure.cluster.rank import Launched, RankInfo
-from dure.errors import SpecInvalid
+from dure.errors import SpecInvalid, WorkerFailed
+from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.outcome import Outcome
 from dure.records.run_dir import RunDir
 from dure.records.run_list import overview
 from dure.spec import RunSpec
@@ -159,3 +162,11 @@ def test_run_of_before_nproc_was_of_each_host_when_it_is_resumed_then_it_goes_on
     run.write_json("spec.json", {**now, "spec": {**then["spec"], **place}, "origin": then["origin"]})
     summary = dure.train(resume=run.path, epochs=2, trust_task=True)
     assert (summary.world_size, summary.num_devices, summary.epochs) == (2, 2, 2.0)
+
+
+def test_run_when_a_node_is_lost_before_ranks_are_started_then_the_sentence_about_it_is_the_error(tmp_path):
+    run, spec = RunDir.create(tmp_path, "run"), RunSpec(task="task.py:Task")
+    notes = notes_on(run, spec, Nodes.alone(1), max_restarts=0)
+    with pytest.raises(WorkerFailed, match=r"^node 1 is gone; `dure train --resume .*run` goes on from the last check"):
+        finish(notes, spec, Outcome(ends=[], lost="node 1 is gone"))
+    assert run.read_json("summary.json")["status"] == "failed"

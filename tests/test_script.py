@@ -11,6 +11,7 @@ import pytest
 from dure.cluster.rank import RankInfo
 from dure.launch.scripts.script_worker import environment, local_rank_flag
 from dure.process.context import Place, StoreAddress
+from dure.process.jobs import ScriptJob
 from tests.commands import Command, Prewarmed
 
 SCRIPT = """
@@ -202,7 +203,7 @@ def test_environment_then_has_every_variable_of_torchrun(monkeypatch):
         is_supervised=True,
         round=2,
     )
-    told = environment({"max_restarts": 4, "run": "name"}, place)
+    told = environment(ScriptJob(script="script.py", max_restarts=4, run="name"), place)
     assert told == {
         "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "GROUP_WORLD_SIZE": "1",

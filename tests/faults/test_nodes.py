@@ -167,6 +167,35 @@ def test_stop_when_ranks_hang_before_the_first_step_then_both_hosts_end_within_t
     assert all("stopped before the first checkpoint" in command.err for command in commands)
 
 
+SIGNALLED = """
+import os, signal, sys
+from dure.cli import main
+from dure.launch.rounds.supervisor import _Rounds
+
+begin, calls = _Rounds._next, []
+
+def signalled(rounds):
+    calls.append(rounds)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)  # no rank runs here now
+    return begin(rounds)
+
+_Rounds._next = signalled
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_stop_when_it_comes_between_two_rounds_then_the_last_step_is_saved(hosts, tmp_path, asked):
+    run, script, faults = RunFiles(tmp_path / "runs/run"), tmp_path / "signalled.py", tmp_path / "faults.toml"
+    script.write_text(SIGNALLED)
+    faults.write_text('[[fault]]\nrank = 1\nstep = 6\nkind = "kill"\n')
+    words = (*TRAIN, "--nproc", 1, "--snapshot-every", 1, "--max-restarts", 1, "--faults", faults)
+    commands = [hosts.start(node, tmp_path, *words, script=script if node == asked else None) for node in range(2)]
+    assert ended(commands) == [143, 143], [command.err for command in commands]
+    assert run.checkpoints() == ["samples-000000000040"]
+
+
 def test_rank_when_it_is_held_on_one_host_then_a_second_look_confirms_it_and_all_start_again(hosts, tmp_path):
     run = RunFiles(tmp_path / "runs/run")
     commands = hosts.both(tmp_path, *TRAIN, "--nproc", 1, "--hang-after", 2, "--task.pause-seconds", 0.05)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import dure
 from dure.errors import Interrupted
-from dure.launch.rounds import supervisor
+from dure.process.round_orders import RoundPlan
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
@@ -390,13 +390,13 @@ def test_signal_when_ranks_start_again_then_the_last_step_is_saved(prewarmed, tm
 
 @pytest.mark.faults
 def test_signal_when_it_comes_between_two_rounds_then_the_last_step_is_saved(monkeypatch, tmp_path):
-    decided = supervisor.as_decided
+    decided = RoundPlan.after_restart
 
-    def signalled(*arguments):
+    def signalled(*plan, **more):
         os.kill(os.getpid(), signal.SIGTERM)  # no rank runs now
-        return decided(*arguments)
+        return decided(*plan, **more)
 
-    monkeypatch.setattr(supervisor, "as_decided", signalled)
+    monkeypatch.setattr(RoundPlan, "after_restart", signalled)
     faults = tmp_path / "faults.toml"
     faults.write_text('[[fault]]\nrank = 1\nstep = 6\nkind = "kill"\n')
     settings = {"snapshot_every": 1, "max_restarts": 1, "faults": faults, "quiet": True, "start": "fork", "threads": 1}

@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.nodes.member import Member
+from dure.launch.nodes.messages import Look, LookMessage
 from dure.launch.nodes.round_state import RoundNews
 from dure.launch.rounds import node_hang_survey as joint_look
 from dure.launch.rounds.node_hang_survey import JointLook
@@ -35,11 +35,11 @@ class Node:
         self.is_leader = self.node_rank == self.leader
         self.look = JointLook(self, self.looks, lambda verdict, seconds: (verdict, True), self.nothing.append)
 
-    def send_to_all(self, message: dict[str, Any]) -> None:
+    def send_to_all(self, message: LookMessage) -> None:
         for node in self.heard.values():
             node.news.looks.append((self.node_rank, copy.deepcopy(message)))
 
-    def send_to_first(self, message: dict[str, Any]) -> None:
+    def send_to_first(self, message: LookMessage) -> None:
         self.heard[0].news.looks.append((self.node_rank, copy.deepcopy(message)))
 
 
@@ -90,7 +90,7 @@ def test_verdict_when_the_rank_to_blame_does_not_answer_a_second_look_then_there
 
 def test_answer_when_it_belongs_to_an_earlier_look_then_it_is_left_out():
     nodes = two(replace(IS_GONE, exit_code=3), IS_GONE, IS_GONE)
-    nodes[1].news.looks.append((0, {"kind": "look", "number": 1}))
+    nodes[1].news.looks.append((0, Look(number=1)))
     nodes[1].look.advance()
     nodes[0].look.ask(12.0)
     assert len(nodes[0].look._states) == 1

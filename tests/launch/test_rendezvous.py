@@ -319,6 +319,12 @@ def test_node_when_it_comes_while_the_run_stops_then_the_ranks_may_write_their_c
         assert (zero.news.shaken is None) is is_asked
 
 
+def test_node_when_it_says_what_makes_no_sense_then_it_is_left_out_and_the_reason_is_named(two):
+    two[1]._channels[0].send({"kind": "Signal", "number": "x", "ordinal": 1})
+    until(two[0], lambda: two[0].lost)
+    assert "said what makes no sense: Signal.number is 'x' but must be of type int" in two[0].lost
+
+
 def test_nodes_when_all_are_asked_to_stop_at_once_then_it_is_one_wish_and_a_second_is_another(two):
     received = [[int(signal.SIGTERM)], [int(signal.SIGTERM)]]
     for node, mine in zip(two, received, strict=True):
@@ -362,11 +368,15 @@ def test_ends_when_all_nodes_have_finished_then_each_has_all_in_node_zeros_time(
         [WorkerEnd(rank=1, exit_code=1, time=now - 1000.0, was_stopped=False, failure=failure)],
     ]
     with zero, one, ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda node, mine: node.finish_round(mine, {}, lambda: True), (zero, one), ends))
+        list(
+            pool.map(
+                lambda node, mine: node.finish_round(mine, {}, lambda: True, has_snapshots=False), (zero, one), ends
+            )
+        )
         zero.tell_outcome(refusal="no more")
         until(one, lambda: one.is_over)
         told = zero.news.ends, one.news.ends
-    assert one.ending["refusal"] == "no more"
+    assert one.over.refusal == "no more"
     assert [end.rank for end in told[0]] == [end.rank for end in told[1]] == [0, 1]
     assert abs(told[0][1].time - now) < 1.0
     assert abs(told[0][1].failure.time - now) < 1.0

@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
-from dure.launch.rounds.kept_memory import KeptMemory
+from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
-from dure.launch.rounds.restart_policy import Restart
 from dure.launch.rounds.start_rank import start_worker
-from dure.launch.rounds.supervisor import Outcome, as_decided, run_workers
+from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import Worker
 from dure.process import stop_signals
+from dure.process.jobs import ScriptJob
+from dure.process.round_orders import Restart, RoundPlan
 from tests.commands import wait_until
 from tests.records import failure_of
 
@@ -40,16 +42,16 @@ def launch(
     expendable: tuple[int, ...] = (),
     *,
     serves_store: bool = False,
-    **job: object,
+    is_interrupted: bool = False,
 ) -> Outcome:
     folder.mkdir(exist_ok=True)
     return run_workers(
         Launch(
             entry="tests.launch.toy_entry",
-            job={"deeds": deeds, "folder": str(folder), **job},
-            num_processes=len(deeds),
+            job=ScriptJob(script=str(folder), arguments=tuple(map(str, deeds)), is_module=is_interrupted, run="test"),
+            nodes=Nodes.alone(len(deeds)),
             threads=1,
-            outputs=[Output(log=str(folder / f"log{rank}")) for rank in range(len(deeds))],
+            output_of=lambda rank: Output(log=str(folder / f"log{rank}")),
             store_prefix="test",
             start=start,
             expendable=expendable,
@@ -175,7 +177,7 @@ def test_signal_when_it_comes_while_the_store_is_started_then_that_ends_too(tmp_
 
 
 def test_signal_when_no_rank_is_started_yet_then_none_is(tmp_path):
-    outcome = launch(tmp_path, "fork", [0, 0], interrupt_early=True)
+    outcome = launch(tmp_path, "fork", [0, 0], is_interrupted=True)
     assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
     assert not list(tmp_path.glob("started-*"))
 
@@ -201,16 +203,10 @@ def test_supervisor_when_it_is_killed_then_no_rank_outlives_it(tmp_path, start):
 
 def told(*decided, has_begun):
     """Return what the next round is told after some restarts; in the last round a rank had begun a step, or none."""
-    first = Launch(
-        entry="-", job={}, num_processes=2, threads=1, outputs=[Output()] * 2, store_prefix="test", start="fork"
-    )
-    memory = KeptMemory(first)
-    if has_begun:
-        memory.heartbeats.beat(1, 5)
+    plan = RoundPlan()
     for restart in decided:
-        first = as_decided(first, restart, memory)
-    memory.close()
-    return first.microbatch_size, first.trusted_samples
+        plan = plan.after_restart(restart, has_begun=has_begun)
+    return plan.orders.microbatch_size, plan.orders.trusted_samples
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dure.launch.nodes import failover as way_back
 from dure.launch.nodes import leader_lease as lease_module
 from dure.launch.nodes.failover import WayBack, WayFound
 from dure.launch.nodes.leader_lease import Lease
+from dure.launch.nodes.messages import Join
 from dure.launch.nodes.peers import Member, Nodes
 from dure.launch.nodes.secret import read_secret
 
@@ -54,7 +55,7 @@ class CutOff:
         with self.deaf:
             try:
                 return WayBack(
-                    said={},
+                    said=Join(num_nodes="1:2", node_rank=1, host="host1", num_ranks=1, facts={}),
                     folder=str(self.run),
                     secret_file=self.run / "secret",
                     port=0,

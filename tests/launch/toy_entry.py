@@ -1,4 +1,7 @@
-"""A worker's entry that needs no torch: ranks that end as their job says."""
+"""A worker's entry that needs no torch: ranks that end as their job says.
+
+Its arguments are the ranks' deeds, its script the folder for their notes; a module interrupts the launcher early.
+"""
 
 import json
 import os
@@ -6,31 +9,30 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dure.failures.record import failure_to_json
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
+from dure.process.jobs import ScriptJob
 from tests.records import failure_of
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
-    if job.get("interrupt_early"):
+def before_fork(job: ScriptJob) -> None:
+    if job.is_module:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def main(job: ScriptJob, place: Place) -> int:
     rank = place.rank.rank
     heard: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: heard.append(number))
-    Path(job["folder"], f"started-{rank}").write_text(str(os.getpid()))
-    Path(job["folder"], f"told-{rank}").write_text(json.dumps({"argv": sys.argv, "store": place.store.host}))
-    deed = job["deeds"][rank]
-    if str(deed).startswith("signal"):
-        while len(list(Path(job["folder"]).glob("told-*"))) < place.rank.world_size:
+    Path(job.script, f"started-{rank}").write_text(str(os.getpid()))
+    Path(job.script, f"told-{rank}").write_text(json.dumps({"argv": sys.argv, "store": place.store.host}))
+    deed = job.arguments[rank]
+    if deed.startswith("signal"):
+        while len(list(Path(job.script).glob("told-*"))) < place.rank.world_size:
             time.sleep(0.01)
     if deed == "raise":
         raise RuntimeError("planned")

@@ -3,18 +3,19 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from dure.comm.entrypoints import preflight as preflight_worker
 from dure.process.context import Place
+from dure.process.jobs import PreflightJob
 
 before_fork = preflight_worker.before_fork
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def main(job: PreflightJob, place: Place) -> int:
     deed, _, rank = os.environ["ODD_RANK"].partition(":")
     if rank in ("all", str(place.rank.rank)):
         DEEDS[deed]()

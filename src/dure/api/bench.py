@@ -11,11 +11,11 @@ from dure.comm.algorithms.base import REDUCE_OPS, ReduceOp
 from dure.comm.algorithms.table import ALGORITHMS, find_algorithm
 from dure.documents import parse_json
 from dure.errors import Interrupted, SpecInvalid, WorkerFailed
-from dure.failures.verdict import judge, stop_signal
 from dure.host.devices import check_devices, count_cores, resolve_device
+from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.supervisor import run_workers
-from dure.launch.worker.child import Output
+from dure.process.jobs import BenchJob, BenchPlan
 from dure.process.stop_signals import stop_exit_code
 from dure.records.link_costs import LinkCost, fit_cost, write_costs
 from dure.spec import unknown_name
@@ -146,37 +146,35 @@ def _algorithms_on(kind: str, wanted: Sequence[str] | None) -> tuple[str, ...]:
 def _run(settings: BenchSettings, kind: str, folder: Path, file: Path) -> None:
     from dure.comm.timing import sizes_between
 
-    job = {
-        "device": kind,
-        "backend": ("nccl" if kind == "cuda" else "gloo") if settings.backend == "auto" else settings.backend,
-        "rows": str(file),
-        "timeout_seconds": settings.timeout_seconds,
-        "plan": {
-            "collectives": list(settings.collectives),
-            "algorithms": list(settings.algorithms or ()),
-            "sizes": list(sizes_between(settings.min_bytes, settings.max_bytes, settings.factor)),
-            "dtype": settings.dtype,
-            "op": settings.op,
-            "warm_up": settings.warm_up,
-        },
-    }
+    job = BenchJob(
+        device=kind,
+        backend=("nccl" if kind == "cuda" else "gloo") if settings.backend == "auto" else settings.backend,
+        rows=str(file),
+        timeout_seconds=settings.timeout_seconds,
+        plan=BenchPlan(
+            collectives=tuple(settings.collectives),
+            algorithms=tuple(settings.algorithms or ()),
+            sizes=tuple(sizes_between(settings.min_bytes, settings.max_bytes, settings.factor)),
+            dtype=settings.dtype,
+            op=settings.op,
+            warm_up=settings.warm_up,
+        ),
+    )
     outcome = run_workers(
         Launch(
             entry="dure.comm.entrypoints.bench",
             job=job,
-            num_processes=settings.nproc,
+            nodes=Nodes.alone(settings.nproc),
             threads=max(1, count_cores() // settings.nproc),
-            outputs=[Output()] * settings.nproc,
             store_prefix=f"bench/{time.time_ns()}",
             start="auto",
         )
     )
-    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
-    verdict = judge(folder, outcome.ends, stopped_by)
+    verdict = outcome.judge(folder)
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
-    if stopped_by is not None:
-        raise Interrupted("the measurement was stopped; nothing was recorded", stop_exit_code(stopped_by))
+    if outcome.stopped_by is not None:
+        raise Interrupted("the measurement was stopped; nothing was recorded", stop_exit_code(outcome.stopped_by))
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:

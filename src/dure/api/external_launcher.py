@@ -7,17 +7,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dure.api.local import finish, run_folder, threads_for
+from dure.api.local import finish, notes_on, run_folder
 from dure.api.multi_node import facts_to_agree_on
+from dure.api.ranks import end_with_launcher, place_under
 from dure.cluster.rank import Launched, RankInfo, meeting_point
 from dure.errors import DureError, Interrupted, RunInvalid, SpecInvalid, WorkerFailed
-from dure.failures.verdict import WorkerEnd, judge, stop_signal
+from dure.failures.verdict import WorkerEnd
 from dure.host.devices import check_each_has_its_own, resolve_device
 from dure.host.gpu_health import visible_gpus
-from dure.launch.rounds.supervisor import Outcome
+from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.outcome import Outcome
 from dure.launch.worker.child import interface_variables
-from dure.process.context import Place, StoreAddress
-from dure.process.parent_death import die_with_parent
+from dure.process.context import StoreAddress
+from dure.process.jobs import TrainJob
 from dure.records.run_dir import SPEC, RunDir
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
@@ -76,8 +78,7 @@ def train_under_launcher(
     from dure.training.worker import main
 
     spec, rank = resolved.spec, launched.rank
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks training
+    end_with_launcher()
     if spec.on_divergence == "heal":
         raise SpecInvalid(
             [
@@ -90,18 +91,13 @@ def train_under_launcher(
             [f"strategy is {spec.strategy} but {launched.by} started {rank.world_size} process(es): use --strategy ddp"]
         )
     run, store, interface = _meet(resolved, resume, launched)
-    threads = spec.threads or launched.cores or threads_for(spec, rank.local_world_size)
-    place = Place(rank=rank, store=store, threads=threads, is_supervised=False)
-    job = {
-        "kind": "train",
-        "run": str(run.path),
-        "asked": facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto, is_launched=True),
-    }
+    place = place_under(launched, store, spec.threads)
+    asked = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto, is_launched=True)
     with (
         run.lock() if rank.rank == 0 else nullcontext(),
         _variables(rank.to_environment() | interface_variables(interface)),
     ):
-        return _judged_alone(run, spec, main(job, place), rank)
+        return _judged_alone(run, spec, main(TrainJob(run=str(run.path), asked=asked), place), rank)
 
 
 def _meet(
@@ -170,14 +166,13 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
     """Raise what this rank ended with; the launcher judges over all ranks."""
-    outcome = Outcome(
-        ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)], signal=None
-    )
+    outcome = Outcome(ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)])
     if rank.rank == 0:
-        return finish(run, spec, outcome)
-    verdict = judge(run.path, outcome.ends, cure=run.how_to_go_on())
+        nodes = Nodes.alone(rank.local_world_size)
+        return finish(notes_on(run, spec, nodes, max_restarts=0), spec, outcome)
+    verdict = outcome.judge(run.path, cure=run.how_to_go_on())
     if verdict is not None:
         raise WorkerFailed(verdict.text, verdict.exit_code)
-    if stop_signal(outcome.ends) is not None:
+    if outcome.stopped_by is not None:
         raise Interrupted(f"rank {rank.rank} was stopped", exit_code)
     return summarise(run, spec, "completed")

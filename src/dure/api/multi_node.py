@@ -1,4 +1,4 @@
-"""A run of a task on several hosts: what may be asked for and looked at before, what must be agreed on, its course."""
+"""A run of a task on its hosts, one or several: what they must agree on, its folder, its course."""
 
 import platform
 from contextlib import ExitStack, suppress
@@ -6,7 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dure.api.local import finish, how_ended, nothing_half_written, run_folder, say, start_workers
+from dure.api.local import (
+    count_processes,
+    finish,
+    how_ended,
+    notes_on,
+    nothing_half_written,
+    run_folder,
+    start_workers,
+)
+from dure.api.ranks import Notes, nodes_asked_for
 from dure.cluster.rank import Launched
 from dure.errors import RunInvalid, SpecInvalid
 from dure.host.devices import resolve_device
@@ -14,9 +23,10 @@ from dure.launch.nodes.addresses import split_address
 from dure.launch.nodes.failover import WayBack
 from dure.launch.nodes.leader_lease import Lease, live_leader
 from dure.launch.nodes.peers import Nodes
-from dure.launch.nodes.rendezvous import NodeSettings, about, join, node_settings
+from dure.launch.nodes.rendezvous import NodeSettings, about, join
 from dure.launch.nodes.shared_folder import meet_in_folder
 from dure.preflight.settings import PreflightSettings
+from dure.process.jobs import TrainJob
 from dure.records.run_dir import RunDir
 from dure.records.step_record import RunSummary
 from dure.spec import NODE_FIELDS, ResolvedSpec, RunSpec
@@ -38,15 +48,7 @@ def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSett
         SpecInvalid: All that cannot be so.
     """
     spec = resolved.spec
-    several = node_settings(
-        nnodes=spec.num_nodes,
-        fewest=spec.fewest_nodes,
-        node_rank=spec.node_rank,
-        rendezvous=spec.rendezvous,
-        secret_file=spec.secret_file,
-        timeout_seconds=spec.rendezvous_timeout,
-        allow_public_address=spec.allow_public_address,
-    )
+    several = nodes_asked_for(spec, spec.num_nodes, spec.fewest_nodes)
     if several is None:
         return None
     faults = _faults(resolved, launched)
@@ -134,41 +136,40 @@ def preflight_settings(
     )
 
 
-def train_on_nodes(
-    resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings, *, is_auto: bool
+def train_on_hosts(
+    resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings | None, *, is_auto: bool
 ) -> RunSummary:
-    """Train with the ranks of this host, together with those of others.
+    """Train with the ranks of this host, together with those of others where there are several.
 
     Raises:
         RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
     """
     spec = resolved.spec
     facts = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto)
-    several = _led_from(several, spec, resume)
-    with join(several, facts, spec.nproc) as nodes, ExitStack() as held:
-        run = _folder(nodes, several, resolved, resume, held)
+    several = several and _led_from(several, spec, resume)
+    with join(several, facts, count_processes(spec) if several is None else spec.nproc) as nodes, ExitStack() as held:
+        run = _folder(nodes, resolved, resume, held)
+        notes = notes_on(run, spec, nodes, max_restarts=spec.max_restarts)
         if not nodes.is_leader:
-            say(f"node {several.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes", spec)
+            notes.say(f"node {nodes.me.node_rank} takes part in {run.path.name}; node {nodes.leader} shows how it goes")
         way_back = None
-        if nodes.is_elastic:
-            way_back = _way_back(nodes, several, run, facts, held, spec)
+        if several is not None and nodes.is_elastic:
+            way_back = _way_back(notes, several, facts, held)
         if nodes.folder is None:
             nodes.gather(None)  # node 0 has written the spec, which ranks read
-        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)}, nodes, way_back)
+        outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), way_back=way_back)
         is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
         if nodes.lease is not None and is_own:
             held.callback(nodes.lease.give_up)
-        return finish(run, spec, outcome, is_own=is_own)
+        return finish(notes, spec, outcome, is_own=is_own)
 
 
-def _folder(
-    nodes: Nodes, several: NodeSettings, resolved: ResolvedSpec, resume: "Path | str | None", held: ExitStack
-) -> RunDir:
+def _folder(nodes: Nodes, resolved: ResolvedSpec, resume: "Path | str | None", held: ExitStack) -> RunDir:
     """Meet in the run's folder; the first leader makes it, and holds it."""
 
     def refuse(name: str) -> RunDir:
         raise RunInvalid(
-            f"node {several.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
+            f"node {nodes.me.node_rank} ({platform.node()}) does not see the run's folder {name}, which node 0 made: "
             "put --runs-dir on a file system that all nodes share, under the same path, for every rank writes its "
             "share of the checkpoints there"
         )
@@ -184,10 +185,9 @@ def _folder(
     return met.run
 
 
-def _way_back(
-    nodes: Nodes, several: NodeSettings, run: RunDir, facts: dict[str, Any], held: ExitStack, spec: RunSpec
-) -> WayBack:
+def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> WayBack:
     """Let all know who leads, by the run's folder, and prepare for not reaching the leader."""
+    run, nodes = notes.run, notes.nodes
     port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())
     lease = Lease(run.path)
     if nodes.is_leader:
@@ -208,7 +208,7 @@ def _way_back(
         port=port,
         timeout_seconds=several.timeout_seconds,
         how_ended=lambda: how_ended(run),
-        on_wait=lambda text: say(text, spec),
+        on_wait=notes.say,
         on_lead=lead,
     )
 

@@ -6,35 +6,42 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from datetime import datetime
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dure.api.ranks import (
+    Notes,
+    Voices,
+    end_with_launcher,
+    failure_of,
+    new_folder,
+    nodes_asked_for,
+    place_under,
+    run_ranks,
+    status_of,
+    threads_for,
+)
 from dure.cluster.rank import Launched, meeting_point, read_launcher
-from dure.errors import DureError, Interrupted, SpecInvalid, WorkerFailed
+from dure.errors import DureError, Interrupted, SpecInvalid
 from dure.failures.record import failure_file, failure_to_json
-from dure.failures.verdict import judge, stop_signal
-from dure.host.devices import count_accelerators, count_cores, crowding
-from dure.launch.hangs.diagnosis import tell_of_hang
+from dure.host.devices import count_accelerators, count_cores
 from dure.launch.hangs.watchdog import HangPolicy
-from dure.launch.logs.rank_logs import RankLogs, Voice
+from dure.launch.logs.rank_logs import Voice
 from dure.launch.nodes.peers import Nodes
-from dure.launch.nodes.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join, node_settings
+from dure.launch.nodes.rendezvous import DEFAULT_TIMEOUT_SECONDS, NodeSettings, join
 from dure.launch.nodes.shared_folder import meet_in_folder
+from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
-from dure.launch.rounds.restart_policy import Restart, RestartPolicy
-from dure.launch.rounds.supervisor import Outcome, run_workers
-from dure.launch.worker.child import Output, interface_variables, leave
+from dure.launch.rounds.restart_policy import RestartPolicy
+from dure.launch.worker.child import interface_variables, leave
 from dure.preflight.settings import PreflightSettings
-from dure.process.context import Place
-from dure.process.parent_death import die_with_parent
+from dure.process.jobs import ScriptJob
 from dure.process.stop_signals import stop_exit_code
-from dure.records import events
-from dure.records.run_dir import SUMMARY, RunDir, default_name
+from dure.records.run_dir import SUMMARY, RunDir
 from dure.records.step_record import ScriptSummary
-from dure.terminal import shell_word, tell
+from dure.terminal import shell_word
 
 _ENTRY = "dure.launch.scripts.script_worker"
 """Module that each rank starts with."""
@@ -98,10 +105,6 @@ def run_script(settings: ScriptSettings) -> None:
         from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
 
         refuse_unless_ready(_preflight_settings(settings, nproc, several))
-    if several is None:
-        run = _make_folder(settings)
-        _run_in(run, settings, nproc)
-        return
     facts = {
         "command": "dure run",
         "script": settings.script if settings.is_module else Path(settings.script).name,
@@ -111,10 +114,16 @@ def run_script(settings: ScriptSettings) -> None:
     with join(several, facts, nproc) as nodes:
         met = meet_in_folder(
             nodes,
-            lambda: _make_folder(settings),
-            lambda name: RunDir.create(settings.runs_dir, name, for_script=True, is_shared=settings.share_run),
+            lambda: new_folder(settings, Path(settings.script).absolute().stem, "run", for_script=True),
+            lambda name: new_folder(replace(settings, name=name), "", "", for_script=True),
         )
-        _run_in(met.run, settings, nproc, nodes, is_own=met.is_own)
+        run, is_own = met.run, met.is_own  # on a node that sees another node's, only logs are added there
+        with run.lock() if is_own else nullcontext():
+            if is_own:
+                run.write_script(_record(settings, nodes))
+            began = time.time()
+            outcome = _start(settings, Notes(run=run, nodes=nodes, max_restarts=settings.max_restarts))
+            _finish(run, outcome, time.time() - began, nodes.world_size, is_own=is_own)
 
 
 def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
@@ -123,20 +132,15 @@ def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
     from dure.launch.scripts.script_worker import main
 
     rank = launched.rank
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())  # torchrun's agent, killed, would leave its ranks running
+    end_with_launcher()
     meeting = Meeting(rank, meeting_point(launched), timeout_seconds=settings.rendezvous_timeout)
-    place = Place(
-        rank=rank,
-        store=meeting.store_of_this_start(),
-        threads=settings.threads or launched.cores or max(1, count_cores() // rank.local_world_size),
-        is_supervised=False,
-        round=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    place = place_under(launched, meeting.store_of_this_start(), settings.threads, round_number=restarts)
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-rank.world_size // rank.local_world_size)))
-    job = _job(settings, os.environ.get("TORCHELASTIC_RUN_ID", launched.by), num_nodes)
+    most_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    job = _job(settings, os.environ.get("TORCHELASTIC_RUN_ID", launched.by), num_nodes, most_restarts)
     os.environ.update(interface_variables(meeting.interface))
-    code = main({**job, "max_restarts": int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))}, place)
+    code = main(job, place)
     if code == 0:  # who failed is to be seen at once
         meeting.leave()
     leave(code)
@@ -173,43 +177,19 @@ def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSetti
     )
 
 
-def _make_folder(settings: ScriptSettings) -> RunDir:
-    name = settings.name or default_name(Path(settings.script).absolute().stem, "run", datetime.now())
-    return RunDir.create(
-        settings.runs_dir,
-        name,
-        or_numbered=settings.name is None,
-        for_script=True,
-        is_shared=settings.share_run,
-    )
-
-
-def _run_in(
-    run: RunDir, settings: ScriptSettings, nproc: int, nodes: Nodes | None = None, *, is_own: bool = True
-) -> None:
-    """Run it with its records in a folder; on a node that sees another node's, only logs are added there."""
-    world_size = nproc if nodes is None else nodes.world_size
-    if crowded := crowding(nproc):
-        tell(crowded)
-    record = {
+def _record(settings: ScriptSettings, nodes: Nodes) -> dict[str, Any]:
+    return {
         "script": settings.script if settings.is_module else str(Path(settings.script).resolve()),
         "is_module": settings.is_module,
         "num_arguments": len(settings.arguments),
-        "world_size": world_size,
-        "hosts": [] if nodes is None else [member.host for member in nodes.members],
+        "world_size": nodes.world_size,
+        "hosts": [] if nodes.is_alone else [member.host for member in nodes.members],
     }
-    with run.lock() if is_own else nullcontext():
-        if is_own:
-            run.write_script(record)
-        began = time.time()
-        outcome = _run(settings, nproc, run, nodes)
-        _finish(run, outcome, time.time() - began, world_size, is_own=is_own)
 
 
-def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None) -> Outcome:
-    first = 0 if nodes is None else nodes.first_rank
-    is_alone = nproc == 1 and nodes is None
-    ranks = range(first, first + nproc)
+def _start(settings: ScriptSettings, notes: Notes) -> Outcome:
+    run, nodes = notes.run, notes.nodes
+    nproc, first = nodes.me.num_ranks, nodes.first_rank
     shown = None if settings.shown_ranks is None else {int(rank) for rank in settings.shown_ranks.split(",")}
 
     def voice_of(rank: int) -> Voice:
@@ -217,50 +197,37 @@ def _run(settings: ScriptSettings, nproc: int, run: RunDir, nodes: Nodes | None)
         is_shown = shown is None or rank - first in shown
         return Voice(log=run.log_path(rank), consoles=(1, 2) if is_shown else (None, None), prefix=prefix)
 
-    job = _job(settings, run.name, 1 if nodes is None else len(nodes.members))
-    # one rank alone keeps the terminal: a debugger and a progress bar need it
-    with nullcontext() if is_alone else closing(RankLogs(voice_of, ranks)) as logs:
-        if logs is None:
-            outputs = [Output(is_terminal=True)]
-        else:
-            logs.start()  # scripts do speak
-            outputs = [Output(descriptors=logs.descriptors_of(rank)) for rank in ranks]
-        return run_workers(
-            Launch(
-                entry=_ENTRY,
-                job=job,
-                num_processes=nproc,
-                threads=settings.threads or max(1, count_cores() // nproc),
-                outputs=outputs,
-                logs=logs,
-                store_prefix="",
-                start=settings.start,
-                restarts=RestartPolicy(most=settings.max_restarts, after_any=True),
-                on_restart=lambda restart: _note_restart(run, restart, settings),
-                serves_store=True,
-                stop_grace_seconds=settings.grace_seconds,
-                grace_seconds=settings.grace_seconds,
-                on_stopping=tell,
-                end_grace_seconds=None,
-                hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
-                on_hang=lambda hang: tell_of_hang(run if nodes is None or nodes.me.node_rank == 0 else None, hang),
-                nodes=nodes,
-            )
-        )
+    launch = Launch(
+        entry=_ENTRY,
+        job=_job(settings, run.name, len(nodes.members), settings.max_restarts),
+        nodes=nodes,
+        threads=threads_for(settings.threads, nproc),
+        store_prefix="",
+        start=settings.start,
+        restarts=RestartPolicy(most=settings.max_restarts, after_any=True),
+        serves_store=True,
+        stop_grace_seconds=settings.grace_seconds,
+        grace_seconds=settings.grace_seconds,
+        end_grace_seconds=None,
+        hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
+    )
+    # one rank alone keeps the terminal: a debugger and a progress bar need it; others do speak
+    keeps_terminal = nproc == 1 and nodes.is_alone
+    return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True))
 
 
-def _job(settings: ScriptSettings, run: str, num_nodes: int) -> dict[str, Any]:
+def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) -> ScriptJob:
     """Return what every rank is to do."""
-    return {
-        "script": settings.script,
-        "arguments": list(settings.arguments),
-        "is_module": settings.is_module,
-        "local_rank_argument": settings.local_rank_argument,
-        "max_restarts": settings.max_restarts,
-        "run": run,
-        "role": settings.role,
-        "num_nodes": num_nodes,
-    }
+    return ScriptJob(
+        script=settings.script,
+        arguments=tuple(settings.arguments),
+        is_module=settings.is_module,
+        local_rank_argument=settings.local_rank_argument,
+        max_restarts=max_restarts,
+        run=run,
+        role=settings.role,
+        num_nodes=num_nodes,
+    )
 
 
 def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
@@ -309,14 +276,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
         if not is_right
     ]
     try:
-        several = node_settings(
-            nnodes=settings.nnodes,
-            node_rank=settings.node_rank,
-            rendezvous=settings.rendezvous,
-            secret_file=settings.secret_file,
-            timeout_seconds=settings.rendezvous_timeout,
-            allow_public_address=settings.allow_public_address,
-        )
+        several = nodes_asked_for(settings, settings.nnodes)
     except SpecInvalid as error:
         faults += error.faults
     if settings.nnodes > 1 and (settings.max_restarts > 0 or settings.on_hang == "restart"):
@@ -333,36 +293,17 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
     return nproc, several
 
 
-def _note_restart(run: RunDir, restart: Restart, settings: ScriptSettings) -> None:
-    rank, step, message = restart.rank, restart.step, restart.cause
-    run.append_event(events.Restarted(number=restart.number, rank=rank, step=step, message=message))
-    tell(f"{restart.cause}\n      restart {restart.number} of {settings.max_restarts}")
-
-
 def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, is_own: bool) -> None:
     """Write how it ended, and raise what is not success."""
-    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
-    error: DureError | None = None
-    verdict = judge(run.path, outcome.ends, stopped_by, is_script=True)
-    if outcome.lost is not None:
-        error = WorkerFailed(outcome.lost)
-    elif outcome.hang is not None:
-        error = WorkerFailed("the ranks were ended because they hung (--on-hang)")
-    elif verdict is not None:
-        refusal = "" if outcome.refusal is None else f"\n{outcome.refusal}"
-        error = WorkerFailed(verdict.text + refusal, verdict.exit_code)
-    elif stopped_by is not None:
-        error = Interrupted("stopped", stop_exit_code(stopped_by))
+    error: DureError | None = failure_of(outcome, outcome.judge(run.path, is_script=True))
+    if error is None and outcome.stopped_by is not None:
+        error = Interrupted("stopped", stop_exit_code(outcome.stopped_by))
     for end in outcome.ends:
         if end.failure is not None:
             run.write_json(failure_file(end.rank), failure_to_json(end.failure))
-    if not is_own:
-        if error is not None:
-            raise error
-        return
-    status = "completed" if error is None else "interrupted" if isinstance(error, Interrupted) else "failed"
-    message = None if error is None else str(error)
-    summary = ScriptSummary(status=status, world_size=world_size, wall_seconds=seconds, message=message)
-    run.write_json(SUMMARY, summary.to_json())
+    if is_own:
+        message = None if error is None else str(error)
+        summary = ScriptSummary(status=status_of(error), world_size=world_size, wall_seconds=seconds, message=message)
+        run.write_json(SUMMARY, summary.to_json())
     if error is not None:
         raise error

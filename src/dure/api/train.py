@@ -9,21 +9,20 @@ from typing import Any
 from dure.api.external_launcher import total_devices, train_under_launcher, with_world_size, without_extra_processes
 from dure.api.local import (
     count_processes,
-    finish,
-    nothing_half_written,
-    run_folder,
-    signal_of,
+    notes_on,
     start_workers,
 )
-from dure.api.multi_node import preflight_settings, several_hosts, train_on_nodes
+from dure.api.multi_node import preflight_settings, several_hosts, train_on_hosts
 from dure.api.preconditions import check_before_start
 from dure.api.settings import absolute, check_same_task, settle
 from dure.api.trust import check_trusted, is_true
 from dure.cluster.rank import Launched, read_launcher
 from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
-from dure.failures.verdict import judge, left_early
+from dure.failures.verdict import left_early
+from dure.launch.nodes.peers import Nodes
 from dure.launch.worker.child import is_worker
 from dure.own_files import touch
+from dure.process.jobs import EvaluateJob
 from dure.process.stop_signals import end_if_unanswered, stop_exit_code
 from dure.records.events import Evaluation
 from dure.records.run_dir import SPEC, RunDir, saying
@@ -107,16 +106,10 @@ def _train(
         from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
 
         refuse_unless_ready(preflight_settings(spec, several, launched, count_processes(spec)), is_quiet=spec.quiet)
-    if several is not None:
-        return train_on_nodes(resolved, resume, several, is_auto=is_auto)
     if launched is not None:
         return train_under_launcher(resolved, resume, launched, is_auto=is_auto)
     end_if_unanswered()  # torch and the task are imported by now
-    run = run_folder(spec, resume)
-    with run.lock(), nothing_half_written(run, is_new=resume is None):
-        run.write_spec(resolved)
-        outcome = start_workers(run, spec, {"kind": "train", "run": str(run.path)})
-        return finish(run, spec, outcome)
+    return train_on_hosts(resolved, resume, several, is_auto=is_auto)
 
 
 @errors_in_arguments()
@@ -189,20 +182,14 @@ def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any], named: st
     with saying(opened.path, "written"):  # what comes to it goes through a file there
         touch(opened.path / answer)
         (opened.path / answer).unlink()
-    job = {
-        "kind": "evaluate",
-        "run": str(opened.path),
-        "spec": spec.model_dump(mode="json"),
-        "which": which,
-        "answer": answer,
-    }
+    job = EvaluateJob(run=str(opened.path), spec=spec.model_dump(mode="json"), which=which, answer=answer)
     start = time.perf_counter()
     try:
-        outcome = start_workers(opened, spec, job)
-        stopped_by = signal_of(outcome)
-        verdict = judge(opened.path, outcome.ends, stopped_by)
-        if verdict is None and stopped_by is not None:
-            raise Interrupted("the evaluation was stopped", stop_exit_code(stopped_by))
+        nodes = Nodes.alone(count_processes(spec))
+        outcome = start_workers(notes_on(opened, spec, nodes, max_restarts=0), spec, job)
+        verdict = outcome.judge(opened.path)
+        if verdict is None and outcome.stopped_by is not None:
+            raise Interrupted("the evaluation was stopped", stop_exit_code(outcome.stopped_by))
         if verdict is None and not (opened.path / answer).is_file():
             verdict = left_early(outcome.ends)
         if verdict is not None:

@@ -19,6 +19,7 @@ from dure.comm.algorithms.wire import Wire
 from dure.comm.choice import choose_algorithm, host_numbers
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid
+from dure.process.jobs import BenchPlan
 from dure.torchcompat import all_gather_single, reduce_scatter_single
 
 LEAST_SECONDS = 0.05
@@ -64,19 +65,6 @@ class BenchRow:
     def bus_bytes_per_second(self) -> float:
         """Return the bandwidth of each link, comparable between collectives and numbers of ranks."""
         return self.algorithm_bytes_per_second * self.bus_factor
-
-
-class BenchPlan(NamedTuple):
-    """Settings of a measurement, as the plain values that a job carries."""
-
-    collectives: list[str]
-    algorithms: list[str]
-    """Algorithms for all_reduce; `auto` is the one that a run would take."""
-    sizes: list[int]
-    """Sizes in bytes."""
-    dtype: str
-    op: str
-    warm_up: int
 
 
 class _Case(NamedTuple):

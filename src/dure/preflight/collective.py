@@ -10,15 +10,17 @@ from typing import Any
 
 from dure.documents import parse_json
 from dure.errors import Interrupted
-from dure.failures.verdict import WorkerEnd, in_brief, stop_signal
+from dure.failures.verdict import WorkerEnd, in_brief
 from dure.host.devices import count_accelerators, count_cores
 from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
-from dure.launch.rounds.supervisor import Outcome, run_workers
+from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import unnamed_file
 from dure.preflight.findings import Finding, failure, ok
 from dure.preflight.settings import PreflightSettings
+from dure.process.jobs import PreflightJob
 from dure.process.stop_signals import stop_exit_code
 from dure.units import format_seconds
 
@@ -77,50 +79,46 @@ def try_collective(
     Raises:
         Interrupted: A signal stopped it.
     """
-    world_size = settings.num_ranks if nodes is None else nodes.world_size
-    first = 0 if nodes is None else nodes.first_rank
-    backend = backend_of(settings, world_size)
+    nodes = nodes or Nodes.alone(settings.num_ranks)
+    backend = backend_of(settings, nodes.world_size)
     began = time.perf_counter()
-    files = [unnamed_file(f"dure-preflight{rank}") for rank in range(first, first + settings.num_ranks)]
+    files = [unnamed_file(f"dure-preflight{rank}") for rank in nodes.own_ranks]
     try:
         outcome = _run(settings, backend, files, nodes, entry)
-        mine = [read_progress(file, first + place) for place, file in enumerate(files)]
+        mine = [read_progress(file, rank) for rank, file in zip(nodes.own_ranks, files, strict=True)]
     finally:
         for file in files:
             os.close(file)
     seconds = time.perf_counter() - began
-    stopped_by = outcome.signal if outcome.signal is not None else stop_signal(outcome.ends)
-    if stopped_by is not None:
-        raise Interrupted("the preflight was stopped", stop_exit_code(stopped_by))
-    if nodes is not None:
-        nodes.begin_anew()
+    if outcome.stopped_by is not None:
+        raise Interrupted("the preflight was stopped", stop_exit_code(outcome.stopped_by))
+    nodes.begin_anew()
     told = gather([vars(progress) for progress in mine])
     ranks = [RankProgress(**progress) for of_node in told for progress in of_node]
     where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(told) for _ in of_node]
     return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, seconds)
 
 
-def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes | None, entry: str) -> Outcome:
-    job = {
+def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes, entry: str) -> Outcome:
+    job = PreflightJob(
         # files without a name: nothing of them can be left, however this process ends
-        "progress": [f"/proc/{os.getpid()}/fd/{file}" for file in files],
-        "device": settings.device,
-        "num_devices": count_accelerators(settings.device) if settings.device == "cuda" else 0,
-        "backend": backend,
-        "timeout_seconds": _PART_OF_LIMIT * settings.timeout_seconds,
-    }
+        progress=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files),
+        device=settings.device,
+        num_devices=count_accelerators(settings.device) if settings.device == "cuda" else 0,
+        backend=backend,
+        timeout_seconds=_PART_OF_LIMIT * settings.timeout_seconds,
+    )
     return run_workers(
         Launch(
             entry=entry,
             job=job,
-            num_processes=settings.num_ranks,
+            nodes=nodes,
             threads=settings.threads or max(1, count_cores() // settings.num_ranks),
             # what libraries have to say of a failure is in the exception too; half of it would hide the finding
-            outputs=[Output(log=os.devnull)] * settings.num_ranks,
-            store_prefix=f"preflight/{time.time_ns()}" if nodes is None else "preflight",
+            output_of=lambda rank: Output(log=os.devnull),
+            store_prefix=f"preflight/{time.time_ns()}" if nodes.is_alone else "preflight",
             start=settings.start,
             most_seconds=settings.timeout_seconds,
-            nodes=nodes,
         )
     )
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from dure.cluster.rank import RankInfo
+from dure.process.round_orders import RoundOrders
 
 _ALONE = RankInfo()
+_NO_ORDERS = RoundOrders()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +61,5 @@ class Place:
     snapshot_fds: tuple[int, ...] = ()
     """Descriptors of memory that outlives the ranks, one for each rank of this host: the next round finds what is
     written there."""
-    microbatch_size: int | None = None
-    """Most samples per backward on one device, if ranks ran out of memory with more; None to use the spec's."""
-    stopped_by: int | None = None
-    """Stop signal that ended a round, after which the ranks only save the snapshots in memory."""
-    trusted_samples: int | None = None
-    """Samples seen up to which the run is known to be right, and from which it goes on; None to trust all of it."""
+    orders: RoundOrders = _NO_ORDERS
+    """Orders that follow from how the ranks ended in the rounds before."""

@@ -101,12 +101,13 @@ class Conductor:
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
             resources.push(self.saver.leave)
-            position, trusted = self.position, session.place.trusted_samples
+            position, orders = self.position, session.place.orders
+            trusted = orders.trusted_samples
             # before anything is loaded, as in a run that begins: it may set what the task keeps
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self.saver.go_on(self.memory, trusted)
-            if session.place.stopped_by is not None:
-                return self._save_and_leave(session.place.stopped_by)
+            if orders.stopped_by is not None:
+                return self._save_and_leave(orders.stopped_by)
             if trusted is not None:
                 self._event(events.ReplicaHealed(step=position.step, samples_seen=position.samples_seen))
             self.current_step(position.step)
@@ -471,7 +472,7 @@ class Conductor:
             self.progress.say(text)
 
     def _not_preserved_by_halving(self) -> list[str]:
-        size = self.session.place.microbatch_size
+        size = self.session.place.orders.microbatch_size
         if size is None or not self.session.strategy.not_preserved():
             return []
         return [f"microbatches: of at most {size} samples, made smaller when memory ran out"]

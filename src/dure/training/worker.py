@@ -7,11 +7,9 @@ import multiprocessing.util
 import os
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from dure.failures.record import FailureRecord, failure_file, failure_to_json
 from dure.failures.report import describe_failure, is_peer_lost, leave_word, told_undisturbed
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
+from dure.process.jobs import EvaluateJob, TrainJob
 from dure.process.stop_signals import stop_exit_code
 from dure.records import events
 from dure.records.run_dir import RunDir
@@ -53,17 +52,12 @@ LOSS_TRAITS = "loss_traits.json"
 
 
 class Worker:
-    """One rank's work on a job.
+    """One rank's work on a job."""
 
-    A job is plain JSON: `{"kind": "train", "run": folder}`, with `"asked": {...}` where every rank was asked by itself,
-    by a launcher, and may have been asked for something else; or `{"kind": "evaluate", "run": folder, "spec": {...},
-    "which": "best" | "last", "answer": file}`. `"task_code"` is the digest of the task's class in the launcher.
-    """
-
-    def __init__(self, job: Mapping[str, Any], place: Place) -> None:
+    def __init__(self, job: TrainJob | EvaluateJob, place: Place) -> None:
         self.job = job
         self.place = place
-        self.run = RunDir.open(Path(job["run"]))
+        self.run = RunDir.open(Path(job.run))
         self.step: int | None = None
         self.heartbeats = _heartbeats(place)
         self.sequence = SequenceNumber()
@@ -96,35 +90,36 @@ class Worker:
         spec = self._spec()
         self.group, devices = open_rank_group(spec, self.place)
         self.gpus = tuple(device.index for device in devices if device.type == "cuda")
-        if "asked" in self.job:
-            check_ranks_agree(self.group, self.job["asked"])
+        job = self.job
+        if isinstance(job, TrainJob) and job.asked is not None:
+            check_ranks_agree(self.group, job.asked)
         self._check_task_code(spec)
-        if spec.faults is not None and self.job["kind"] == "train":
+        if spec.faults is not None and isinstance(job, TrainJob):
             # of the ranks when all hosts are there
             faults = read_faults(spec.faults, max(self.run.read_spec().num_devices, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
         session = open_session(spec, self.place, self.group, devices, around_loss, self._known_traits())
         self.group = session.group
-        if self.job["kind"] == "train" and self.group.rank == 0:
+        if isinstance(job, TrainJob) and self.group.rank == 0:
             self.run.write_json(LOSS_TRAITS, asdict(session.strategy.traits))
         if self.faults is not None:
             self.faults.take(_own_parameters(session.strategy))
         is_interrupted = False
-        if self.job["kind"] == "train":
+        if isinstance(job, TrainJob):
             is_interrupted = self._train(session, stop)
         else:
-            self._evaluate(session)
+            self._evaluate(job, session)
         session.strategy.close()
         del session
         # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
         gc.collect()
         self.group.close()
-        return stop_exit_code(stop.received or self.place.stopped_by or 0) if is_interrupted else 0
+        return stop_exit_code(stop.received or self.place.orders.stopped_by or 0) if is_interrupted else 0
 
     def _known_traits(self) -> LossTraits | None:
         """Return the traits of the loss as this attempt's first ranks found them; an evaluation needs none."""
-        if self.job["kind"] != "train":
+        if isinstance(self.job, EvaluateJob):
             return LossTraits()
         if self.place.round == 0 or not (self.run.path / LOSS_TRAITS).is_file():
             return None
@@ -136,7 +131,7 @@ class Worker:
         Raises:
             TaskInvalid: They differ.
         """
-        if self.job.get("task_code") not in (None, class_digest(task_class(spec.task))):
+        if self.job.task_code not in (None, class_digest(task_class(spec.task))):
             name = spec.task.rpartition(":")[2]
             raise TaskInvalid(
                 f"{name} is not the same in the process that starts the run as in its file, which a spawned rank reads "
@@ -145,12 +140,12 @@ class Worker:
 
     def _spec(self) -> RunSpec:
         """Return what the user asked for, on the devices that are there, with microbatches as small as memory needs."""
-        spec = RunSpec.model_validate(self.job["spec"]) if "spec" in self.job else self.run.read_spec()
+        spec = _spec_of(self.job, self.run)
         changed: dict[str, int] = {}
         if self.place.is_on_several_hosts:
             changed["total_devices"] = self.place.rank.world_size  # some hosts may be gone
-        if self.place.microbatch_size is not None:
-            changed["microbatch_size"] = self.place.microbatch_size
+        if self.place.orders.microbatch_size is not None:
+            changed["microbatch_size"] = self.place.orders.microbatch_size
         return spec.model_copy(update=changed) if changed else spec
 
     def _train(self, session: Session, stop: StopSignals) -> bool:
@@ -177,12 +172,12 @@ class Worker:
         while os.fstat(self.place.report_fd).st_size:
             time.sleep(0.001)
 
-    def _evaluate(self, session: Session) -> None:
+    def _evaluate(self, job: EvaluateJob, session: Session) -> None:
         loader = evaluation_data_or_refuse(session)
         store = CheckpointStore(self.run.checkpoints, 1, tell)
         path = None
         if session.group.rank == 0:
-            path = store.best() if self.job["which"] == "best" else store.newest_valid()
+            path = store.best() if job.which == "best" else store.newest_valid()
         name = session.group.all_gather_json(None if path is None else path.name)[0]
         if name is None:
             further = f"train it further with `{self.run.resume_command}`"
@@ -211,7 +206,7 @@ class Worker:
                 "world_size": session.group.world_size,
                 "num_devices": session.group.world_size * len(session.strategy.devices),
             }
-            self.run.write_json(self.job["answer"], answer)
+            self.run.write_json(job.answer, answer)
 
     def _note_step(self, step: int) -> None:
         self.step = step
@@ -261,18 +256,22 @@ def _heartbeats(place: Place) -> Heartbeats | None:
     return None if place.heartbeat_fd is None else Heartbeats(place.heartbeat_fd, place.rank.world_size)
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def _spec_of(job: TrainJob | EvaluateJob, run: RunDir) -> RunSpec:
+    return RunSpec.model_validate(job.spec) if isinstance(job, EvaluateJob) else run.read_spec()
+
+
+def main(job: TrainJob | EvaluateJob, place: Place) -> int:
     """Run one rank in this process and return its exit code."""
     return Worker(job, place).main()
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
+def before_fork(job: TrainJob | EvaluateJob) -> None:
     """Import once, in the process that forks the ranks, what all of them need."""
     import_late_parts()
-    spec = job.get("spec") or RunDir.open(Path(job["run"])).read_spec().model_dump()
-    task_class(spec["task"])
-    load_strategy(spec["strategy"]).import_late_parts()
+    spec = _spec_of(job, RunDir.open(Path(job.run)))
+    task_class(spec.task)
+    load_strategy(spec.strategy).import_late_parts()
     importlib.import_module("dure.comm.dure_shm.backend")  # how CPU ranks of one host talk
-    if spec["num_workers"]:
+    if spec.num_workers:
         # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed
         multiprocessing.util.get_temp_dir()

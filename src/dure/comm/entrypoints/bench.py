@@ -2,36 +2,35 @@
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dure.comm.groups import open_group
-from dure.comm.timing import BenchPlan, measure
+from dure.comm.timing import measure
 from dure.failures.report import describe_failure, write_failure
 from dure.process.context import Place
+from dure.process.jobs import BenchJob
 from dure.terminal import LiveLine
 from dure.torchcompat import import_late_parts
 from dure.units import format_bytes
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def main(job: BenchJob, place: Place) -> int:
     """Measure what the job says; rank 0 writes each row, as it is there, as a line of JSON into the job's file."""
     try:
-        kind = job["device"]
+        kind = job.device
         device = torch.device(kind, place.rank.local_rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
             torch.accelerator.set_device_index(device)
         torch.set_num_threads(place.threads)
         group = open_group(
-            place.rank, place.store, device=device, backend=job["backend"], timeout_seconds=job["timeout_seconds"]
+            place.rank, place.store, device=device, backend=job.backend, timeout_seconds=job.timeout_seconds
         )
         line = LiveLine()
-        with Path(job["rows"]).open("a", encoding="utf-8") as file:
-            for row in measure(group, device, BenchPlan(**job["plan"])):
+        with Path(job.rows).open("a", encoding="utf-8") as file:
+            for row in measure(group, device, job.plan):
                 if place.rank.rank == 0:
                     if line.is_live:
                         line.show(f"{row.collective} {row.algorithm} {format_bytes(row.num_bytes)}")
@@ -47,6 +46,6 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     return 0
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
+def before_fork(job: BenchJob) -> None:
     """Import once, in the process that forks the ranks, what all of them need."""
     import_late_parts()

@@ -18,6 +18,7 @@ from dure.comm.algorithms.wire import sends_from_devices
 from dure.comm.groups import open_group
 from dure.failures.report import describe_failure, write_failure
 from dure.process.context import Place
+from dure.process.jobs import PreflightJob
 from dure.torchcompat import import_late_parts
 
 _LARGE_BYTES = 4 * 2**20
@@ -54,28 +55,27 @@ class Progress:
         self._file.write(json.dumps(line) + "\n")
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def main(job: PreflightJob, place: Place) -> int:
     """Try the collectives of the job's backend.
 
     Args:
-        job: `progress`, a file for each rank of this host; `device`, `num_devices`, `backend`, `timeout_seconds` of
-            each call.
+        job: What to try.
         place: Which rank this is.
     """
     rank = place.rank.rank
     try:
-        progress = Progress(Path(job["progress"][place.rank.local_rank]))
-        kind = job["device"]
+        progress = Progress(Path(job.progress[place.rank.local_rank]))
+        kind = job.device
         with progress.step("its device"):
             device = torch.device(kind)
             if kind == "cuda":
-                device = torch.device(kind, place.rank.local_rank % job["num_devices"])
+                device = torch.device(kind, place.rank.local_rank % job.num_devices)
                 torch.accelerator.set_device_index(device)
             torch.set_num_threads(place.threads)
             torch.ones(1, device=device).sum().item()
         with progress.step("meeting the others"):
             group = open_group(
-                place.rank, place.store, device=device, backend=job["backend"], timeout_seconds=job["timeout_seconds"]
+                place.rank, place.store, device=device, backend=job.backend, timeout_seconds=job.timeout_seconds
             )
         try_all(progress, rank, place.rank.world_size, device)
         with progress.step("leaving"):
@@ -145,6 +145,6 @@ def partners(rank: int, world_size: int) -> Iterator[int]:
             yield partner
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
+def before_fork(job: PreflightJob) -> None:
     """Import once, in the process that forks the ranks, what all of them need."""
     import_late_parts()

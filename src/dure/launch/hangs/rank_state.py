@@ -95,26 +95,6 @@ class RankState:
         return asdict(self)
 
 
-def state_from_json(data: dict[str, Any]) -> RankState:
-    """Rebuild a state from `to_json`'s answer."""
-
-    def frames(many: Sequence[dict[str, Any]]) -> tuple[Frame, ...]:
-        return tuple(Frame(**frame) for frame in many)
-
-    collectives = data["collectives"]
-    return RankState(
-        **{
-            **data,
-            "main": frames(data["main"]),
-            "others": tuple(frames(thread) for thread in data["others"]),
-            "collectives": None
-            if collectives is None
-            else tuple(Collective(**{**one, "frames": frames(one["frames"])}) for one in collectives),
-            "call": None if data["call"] is None else Call(**data["call"]),
-        }
-    )
-
-
 def frames_from(told: Iterable[Sequence[Any]]) -> tuple[Frame, ...]:
     return without_launcher(Frame(file=file, line=line, function=name) for file, line, name in told)
 

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, Protocol
 
+from dure.documents import DocumentInvalid
 from dure.errors import Misuse
 from dure.launch.nodes.channel import Channel, ChannelClosed, Door
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.member import Member
-from dure.launch.nodes.messages import refusal_of
+from dure.launch.nodes.messages import Join, Later, Welcome, decode, encode, refusal_of
 from dure.launch.nodes.round_state import RoundNews
 
 _MOST_UNNAMED = 16
@@ -27,9 +27,13 @@ class Peers(Protocol):
     lease: Lease | None
     news: RoundNews
     ready: set[int]
-    is_over: bool
     is_stopping: bool
     is_new_leader: bool
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run is over."""
+        ...
 
     def is_known(self, rank: int) -> bool:
         """Return whether there is a node with that rank."""
@@ -51,7 +55,7 @@ class Peers(Protocol):
 class Reception:
     """The door of a run, and those who came through it and have not said who they are."""
 
-    def __init__(self, door: Door, mine: Mapping[str, Any]) -> None:
+    def __init__(self, door: Door, mine: Join) -> None:
         """Take over an open door.
 
         Args:
@@ -59,7 +63,7 @@ class Reception:
             mine: What this node said, or would say, when it joins: the others' must be like it.
         """
         self.door = door
-        self.mine = dict(mine)
+        self.mine = mine
         self.unnamed: list[Channel] = []
         self.folder: str | None = None
         """Folder of the run, once there is one."""
@@ -100,28 +104,26 @@ class Reception:
             del self.waiting[rank]
         for channel, said in self.heard(0.0):
             try:
-                member = checked(said, self.mine, channel)
+                join = introduced(said)
+                member = checked(join, self.mine, channel)
                 if nodes.is_known(member.node_rank) or self.folder is None:
                     # that its end has not been noticed yet is likelier than that there are two
-                    channel.send({"kind": "later"})
+                    channel.send(encode(Later()))
                     channel.close()
                     continue
-                theirs = int(said.get("round", -1))
-                if nodes.is_new_leader and theirs > nodes.round:
-                    nodes.yield_to(theirs)
-                channel.send(
-                    {
-                        "kind": "welcome",
-                        "folder": self.folder,
-                        "epoch": 0 if nodes.lease is None else nodes.lease.epoch,
-                        "leader": nodes.leader,
-                        "keeps_memory": theirs == nodes.round,
-                        "members": [asdict(one) for one in (*nodes.members, member)],
-                    }
+                if nodes.is_new_leader and join.round > nodes.round:
+                    nodes.yield_to(join.round)
+                welcome = Welcome(
+                    folder=self.folder,
+                    epoch=0 if nodes.lease is None else nodes.lease.epoch,
+                    leader=nodes.leader,
+                    keeps_memory=join.round == nodes.round,
+                    members=(*nodes.members, member),
                 )
+                channel.send(encode(welcome))
             except Misuse as error:
                 with suppress(ChannelClosed):
-                    channel.send(refusal_of(error))
+                    channel.send(encode(refusal_of(error)))
                 channel.close()
                 continue
             except ChannelClosed:
@@ -143,35 +145,44 @@ class Reception:
         self.unnamed.clear()
 
 
-def checked(theirs: Mapping[str, Any], mine: Mapping[str, Any], channel: Channel) -> Member:
+def introduced(data: Mapping[str, Any]) -> Join:
+    """Return what a node says of itself.
+
+    Raises:
+        Misuse: It says something else.
+    """
+    with suppress(DocumentInvalid):
+        join = decode(data)
+        if isinstance(join, Join):
+            return join
+    raise Misuse("a node speaks another protocol: install the same version of dure on all nodes")
+
+
+def checked(theirs: Join, mine: Join, channel: Channel) -> Member:
     """Compare what a node is about to run with what this one does.
 
     Raises:
         Misuse: They disagree; names the field and both values.
     """
-    try:
-        member = Member(
-            node_rank=int(theirs["node_rank"]),
-            host=str(theirs["host"])[:255],
-            address=channel.peer_address,
-            num_ranks=int(theirs["num_ranks"]),
-            # up to the time that the message took
-            clock_behind_seconds=time.time() - float(theirs["time"]),
-        )
-        num_nodes, facts = theirs["num_nodes"], dict(theirs["facts"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise Misuse("a node speaks another protocol: install the same version of dure on all nodes") from None
+    member = Member(
+        node_rank=theirs.node_rank,
+        host=theirs.host[:255],
+        address=channel.peer_address,
+        num_ranks=theirs.num_ranks,
+        # up to the time that the message took
+        clock_behind_seconds=time.time() - theirs.time,
+    )
     who = f"node {member.node_rank} ({member.host})"
-    wanted = {"nnodes": mine["num_nodes"], **mine["facts"]}
-    for name, value in {"nnodes": num_nodes, **facts}.items():
+    wanted = {"nnodes": mine.num_nodes, **mine.facts}
+    for name, value in {"nnodes": theirs.num_nodes, **theirs.facts}.items():
         if name not in wanted or wanted[name] != value:
             raise Misuse(
-                f"nodes do not run the same: {name} is {wanted.get(name)} on node {mine['node_rank']} and {value} on "
+                f"nodes do not run the same: {name} is {wanted.get(name)} on node {mine.node_rank} and {value} on "
                 f"{who}; start all nodes with the same settings, code and versions"
             )
-    if missing := [name for name in wanted if name not in ("nnodes", *facts)]:
+    if missing := [name for name in wanted if name not in ("nnodes", *theirs.facts)]:
         raise Misuse(
-            f"nodes do not run the same: {missing[0]} is {wanted[missing[0]]} on node {mine['node_rank']} and not "
+            f"nodes do not run the same: {missing[0]} is {wanted[missing[0]]} on node {mine.node_rank} and not "
             f"given on {who}"
         )
     return member

@@ -4,9 +4,9 @@ import select
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any
 
 from dure.launch.nodes.channel import Channel, ChannelClosed
+from dure.launch.nodes.messages import Message, encode
 
 QUIET_SECONDS = 2.5
 """Silence of a node after which ranks that do not get on may be waiting for it."""
@@ -34,17 +34,17 @@ class Links(ABC):
         now = time.monotonic()
         return any(now - channel.last_heard > QUIET_SECONDS for channel in self._channels.values())
 
-    def send(self, rank: int, message: dict[str, Any]) -> None:
+    def send(self, rank: int, message: Message) -> None:
         """Send to one node; a message that is too long stays here."""
         if rank not in self._channels:
             return
         try:
             with suppress(ValueError):
-                self._channels[rank].send(message)
+                self._channels[rank].send(encode(message))
         except ChannelClosed as error:
             self._lose(rank, str(error))
 
-    def send_to_all(self, message: dict[str, Any], but: int | None = None) -> None:
+    def send_to_all(self, message: Message, but: int | None = None) -> None:
         """Send to all nodes that this one has a connection with."""
         for rank in [rank for rank in self._channels if rank != but]:
             self.send(rank, message)

@@ -6,15 +6,15 @@ the leader lives, and this node was cut off.
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dure.launch.nodes.admission import Reception
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
 from dure.launch.nodes.leader_lease import STALE_SECONDS, Leader, Lease
+from dure.launch.nodes.messages import Join, Message, Welcome, decode, encode
 from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.secret import read_secret
 
@@ -48,7 +48,7 @@ class WayFound:
 class WayBack:
     """Way of a node back into its run."""
 
-    said: Mapping[str, Any]
+    said: Join
     """Message with which this node joins."""
     folder: str
     """Folder of the run."""
@@ -132,17 +132,17 @@ class WayBack:
         except (OSError, HandshakeRefused):
             return None
         try:
-            channel.send({**self.said, "round": nodes.round, "time": time.time()})
+            channel.send(encode(replace(self.said, round=nodes.round, time=time.time())))
             welcome = _answer(channel)
-            if welcome is None or welcome["kind"] != "welcome" or welcome.get("folder") != self.folder:
+            if not isinstance(welcome, Welcome) or welcome.folder != self.folder:
                 channel.close()
                 return None
         except ChannelClosed:
             channel.close()
             return None
-        lease.epoch, lease.is_deposed = int(welcome["epoch"]), False
-        nodes.follow(channel, int(welcome["leader"]))
-        return WayFound(keeps_memory=bool(welcome["keeps_memory"]), expected=set())
+        lease.epoch, lease.is_deposed = welcome.epoch, False
+        nodes.follow(channel, welcome.leader)
+        return WayFound(keeps_memory=welcome.keeps_memory, expected=set())
 
     def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> WayFound | None:
         """Take over, if no other was sooner and this node can listen."""
@@ -170,11 +170,11 @@ def _address(host: str, port: int) -> tuple[int, Address]:
     return family, address
 
 
-def _answer(channel: Channel) -> dict[str, Any] | None:
+def _answer(channel: Channel) -> Message | None:
     deadline = time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
         with suppress(ValueError):
-            for message in channel.receive():
-                return message
+            for data in channel.receive():
+                return decode(data)
         time.sleep(0.01)
     return None

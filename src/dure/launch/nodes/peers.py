@@ -5,22 +5,25 @@ on. A run has rounds: all ranks of the nodes that are there start together and e
 node that does not answer longer than `silence_seconds`.
 """
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+from dure.documents import DocumentInvalid
 from dure.errors import DureError, WorkerFailed
 from dure.failures.verdict import WorkerEnd
+from dure.launch.nodes import messages
 from dure.launch.nodes.admission import Reception
 from dure.launch.nodes.channel import Channel, ChannelClosed
 from dure.launch.nodes.connections import Links
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.member import Member, StoppedByPeer
-from dure.launch.nodes.messages import end_from_json, end_to_json, refusal_of, refused_error
+from dure.launch.nodes.messages import Message, decode, end_from_json, end_to_json, refusal_of, refused_error
 from dure.launch.nodes.roster import Roster
 from dure.launch.nodes.round_state import RoundNews
+from dure.process.round_orders import RoundPlan
 
 __all__ = ["Member", "Nodes", "StoppedByPeer"]
 
@@ -77,12 +80,11 @@ class Nodes(Roster, Links):
         """Sentence about a node that went away, if the run does not go on without it."""
         self.refusal: DureError | None = None
         """Reason why another node does not go on."""
-        self.is_over = False
+        self.over: messages.Over | None = None
+        """Final message of the leader; None while the run goes on."""
         self.is_under_way = False
         """True once the nodes have met in the run's folder; from then on, the run can go on without a node if enough
         are left."""
-        self.ending: dict[str, Any] = {}
-        """Final message of the leader."""
         self.has_lost_leader = False
         self.is_new_leader = self.is_outdated = False
         """True for `is_new_leader` if this node has taken the lead and begun no round, for `is_outdated` if a node came
@@ -92,7 +94,7 @@ class Nodes(Roster, Links):
         self.silence_seconds: float | None = None
         """Seconds of silence after which a node is lost; None for `SILENCE_SECONDS`, or less if the run can go on
         without it."""
-        self.next_round: Mapping[str, Any] | None = None
+        self.next_round: messages.Round | None = None
         """Leader's message about the next round; None if there is none yet."""
         self.news = RoundNews()
         self._signals: list[tuple[int, int]] = []
@@ -106,6 +108,17 @@ class Nodes(Roster, Links):
         self.ready: set[int] = set()
         """Nodes that have imported what their ranks need."""
         self._next_beat = self._pumped_at = 0.0
+
+    @classmethod
+    def alone(cls, num_ranks: int) -> Self:
+        """Return the one node of a run on one host, which leads and has no peers."""
+        me = Member(node_rank=0, host=socket.gethostname(), address="127.0.0.1", num_ranks=num_ranks)
+        return cls(me, [me], {})
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the leader has said that this is the end."""
+        return self.over is not None
 
     @property
     def why_lost(self) -> str | None:
@@ -135,7 +148,7 @@ class Nodes(Roster, Links):
         """
         deadline = time.monotonic() + _PREPARATION_SECONDS
         if not self.is_leader:
-            self.send(self.leader, {"kind": "gather", "value": mine})
+            self.send(self.leader, messages.Gather(value=mine))
         while True:
             if self.refusal is not None:
                 raise self.refusal
@@ -147,7 +160,7 @@ class Nodes(Roster, Links):
                 return self._answers.pop(0)
             if self.is_leader and all(self._gathered.get(rank) for rank in self._channels):
                 values = [mine, *(self._gathered[rank].pop(0) for rank in sorted(self._channels))]
-                self.send_to_all({"kind": "gathered", "values": values})
+                self.send_to_all(messages.Gathered(values=tuple(values)))
                 return values
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"nodes did not get ready within {_PREPARATION_SECONDS:g} s: see what each says")
@@ -163,22 +176,22 @@ class Nodes(Roster, Links):
 
     # --- rounds
 
-    def open_round(self, port: int, told: Mapping[str, Any]) -> None:
-        """Tell all that a round begins, on the leader, and what their ranks are to be told."""
+    def open_round(self, port: int, plan: RoundPlan) -> None:
+        """Tell all that a round begins, on the leader, and what is planned for it."""
         self.round += 1
         self.is_new_leader = self.is_outdated = False
-        members = [asdict(member) for member in self.members]
+        message = messages.Round(number=self.round, port=port, members=self.members, plan=plan)
         here = {member.node_rank for member in self.members}
         for rank in [rank for rank in self._channels if rank in here]:
-            self.send(rank, {"kind": "round", "number": self.round, "port": port, "members": members, **told})
+            self.send(rank, message)
         self.news = RoundNews()
         self.watch()
 
-    def enter_round(self) -> Mapping[str, Any]:
+    def enter_round(self) -> messages.Round:
         """Take over what the leader said of the next round."""
         told, self.next_round = self.next_round, None
         assert told is not None
-        self.round = int(told["number"])
+        self.round = told.number
         self.watch()
         return told
 
@@ -187,22 +200,27 @@ class Nodes(Roster, Links):
         if self.news.shaken is None:
             self.news.shaken = text
             if self.is_leader:
-                self.send_to_all({"kind": "lost", "text": text, "is_fatal": False})
+                self.send_to_all(messages.Lost(text=text, is_fatal=False))
 
-    def finish_round(self, ends: Sequence[WorkerEnd], steps: Mapping[int, int], tick: Callable[[], bool]) -> None:
+    def finish_round(
+        self, ends: Sequence[WorkerEnd], steps: Mapping[int, int], tick: Callable[[], bool], *, has_snapshots: bool
+    ) -> None:
         """Say how this node's ranks ended; the leader waits for all that are there.
 
         Args:
             ends: This node's.
             steps: The step that each of its ranks was in.
             tick: Called while waiting; False gives up.
+            has_snapshots: Whether its ranks have left snapshots in memory.
         """
         self.news.ends_of[self.me.node_rank] = list(ends)
         self.news.steps.update(steps)
+        if has_snapshots:
+            self.news.with_snapshots.add(self.me.node_rank)
         if not self.is_leader:
             for end in ends:
-                self.send(self.leader, {"kind": "end", "end": end_to_json(end)})
-            self.send(self.leader, {"kind": "done", "steps": {str(rank): step for rank, step in steps.items()}})
+                self.send(self.leader, messages.End(end=end_to_json(end)))
+            self.send(self.leader, messages.Done(steps=steps, has_snapshots=has_snapshots))
             return
         while tick() and not self.news.done >= self.others() and self.refusal is None:
             self.sleep(0.1)
@@ -212,20 +230,19 @@ class Nodes(Roster, Links):
         """Return the node ranks of the others that are there and can be reached."""
         return {member.node_rank for member in self.members} & self._channels.keys()
 
-    def tell_outcome(self, **told: Any) -> None:
+    def tell_outcome(self, refusal: str | None) -> None:
         """Tell all how the ranks of all ended, and that this is the end; on the leader."""
         for other in list(self._channels):
             for rank, ends in self.news.ends_of.items():
                 for end in ends if rank != other else ():
-                    self.send(other, {"kind": "end", "node_rank": rank, "end": end_to_json(end)})
-        self.send_to_all({"kind": "over", **told})
-        self.ending = told
-        self.is_over = True
+                    self.send(other, messages.End(node_rank=rank, end=end_to_json(end)))
+        self.over = messages.Over(refusal=refusal)
+        self.send_to_all(self.over)
 
     def begin_anew(self) -> None:
         """Go back to before ranks ran, when all have heard how they ended: they may gather again, and run others."""
-        self.is_over = self.is_under_way = self._is_running = False
-        self.next_round, self.ending = None, {}
+        self.is_under_way = self._is_running = False
+        self.next_round = self.over = None
         self.ready.clear()
         self.news = RoundNews()
 
@@ -249,18 +266,20 @@ class Nodes(Roster, Links):
                 channel = self._channels[rank]
                 channel.flush()
                 for message in channel.receive():
-                    self._hear(rank, message)
+                    self._hear(rank, decode(message))
                 silent = time.monotonic() - channel.last_heard
                 is_importing = self.is_leader and self.is_elastic and rank not in self.ready
                 if self._is_running and silent > self._patience() and not is_importing:
                     raise ChannelClosed(f"nothing was heard of it for {silent:.0f} s")
             except ChannelClosed as error:
                 self._lose(rank, str(error))
-            except (KeyError, TypeError, ValueError, IndexError, StopIteration):
+            except DocumentInvalid as error:
+                self._lose(rank, f"it said what makes no sense: {error}")
+            except (KeyError, TypeError, ValueError, StopIteration):
                 self._lose(rank, "it said what makes no sense")
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
-            self.send_to_all({"kind": "beat"})
+            self.send_to_all(messages.Beat())
         if self.lease is not None and not self.is_leader and self.is_one_quiet:
             self.lease.unchanged_seconds()  # watched from here on: whether the leader lives is known sooner
         if self.lease is not None and self.is_leader:
@@ -287,7 +306,7 @@ class Nodes(Roster, Links):
             received: This node's so far; what is new is added.
         """
         for ordinal in range(self._told_signals + 1, len(received) + 1):
-            self.send_to_all({"kind": "signal", "number": int(received[ordinal - 1]), "ordinal": ordinal})
+            self.send_to_all(messages.Signal(number=int(received[ordinal - 1]), ordinal=ordinal))
         heard, self._signals = self._signals, []
         fresh = []
         for number, ordinal in heard:
@@ -300,13 +319,13 @@ class Nodes(Roster, Links):
 
     def tell_signal(self, number: int) -> None:
         """Tell the others of a stop signal that a rank of this node got, and this launcher did not: the first wish."""
-        self.send_to_all({"kind": "signal", "number": number, "ordinal": 1})
+        self.send_to_all(messages.Signal(number=int(number), ordinal=1))
 
     def tell_ending(self, why: str) -> None:
         """Tell the others, once, that a rank of this node has ended: theirs have only some time left."""
         if not self.news.has_told_ending:
             self.news.has_told_ending = True
-            self.send_to_all({"kind": "ending", "why": why})
+            self.send_to_all(messages.Ending(why=why))
 
     def drop_all(self) -> None:
         """Close all connections, and listen no more."""
@@ -350,50 +369,58 @@ class Nodes(Roster, Links):
 
     # --- messages
 
-    def _hear(self, rank: int, message: Mapping[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "gather":
-            self._gathered.setdefault(rank, []).append(message["value"])
-        elif kind == "gathered":
-            self._answers.append(list(message["values"]))
-        elif kind == "ready":
-            self.ready.add(rank)
-        elif kind == "round":
-            self.take_in([Member(**member) for member in message["members"]])
-            self.news = RoundNews()
-            self.next_round = message
-        elif kind == "signal":
-            self._signals.append((int(message["number"]), int(message["ordinal"])))
-            self._pass_on(rank, message)
-        elif kind == "ending":
-            self.news.endings.add(str(message["why"]))
-            self._pass_on(rank, message)
-        elif kind == "end":
-            whose = rank if self.is_leader else int(message["node_rank"])
-            behind = self.member(whose).clock_behind_seconds if self.is_leader else 0.0
-            end = end_from_json(message["end"], str(self.member(whose)), behind)
-            self.news.ends_of.setdefault(whose, []).append(end)
-        elif kind == "done":
-            self.news.steps.update({int(one): int(step) for one, step in dict(message["steps"]).items()})
-            self.news.done.add(rank)
-        elif kind == "over":
-            self.is_over, self.ending = True, dict(message)
-        elif kind == "lost":
-            if message.get("is_fatal", True):
-                self.lost = self.lost or str(message["text"])
-            else:
-                self.news.shaken = self.news.shaken or str(message["text"])
-        elif kind in ("look", "state", "looked", "hang", "no_hang"):
-            self.news.looks.append((rank, message))
-        elif kind == "refused":
-            self.refusal = self.refusal or refused_error(message)
-            self._pass_on(rank, message)
+    def _hear(self, rank: int, message: Message) -> None:
+        match message:
+            case messages.Gather():
+                self._gathered.setdefault(rank, []).append(message.value)
+            case messages.Gathered():
+                self._answers.append(list(message.values))
+            case messages.Ready():
+                self.ready.add(rank)
+            case messages.Round():
+                self.take_in(message.members)
+                self.news = RoundNews()
+                self.next_round = message
+            case messages.Signal():
+                self._signals.append((message.number, message.ordinal))
+                self._pass_on(rank, message)
+            case messages.Ending():
+                self.news.endings.add(message.why)
+                self._pass_on(rank, message)
+            case messages.End():
+                whose = rank if self.is_leader or message.node_rank is None else message.node_rank
+                behind = self.member(whose).clock_behind_seconds if self.is_leader else 0.0
+                end = end_from_json(message.end, str(self.member(whose)), behind)
+                self.news.ends_of.setdefault(whose, []).append(end)
+            case messages.Done():
+                self.news.steps.update(message.steps)
+                self.news.done.add(rank)
+                if message.has_snapshots:
+                    self.news.with_snapshots.add(rank)
+            case messages.Over():
+                self.over = message
+            case messages.Lost(is_fatal=True):
+                self.lost = self.lost or message.text
+            case messages.Lost():
+                self.news.shaken = self.news.shaken or message.text
+            case messages.Refused():
+                self.refusal = self.refusal or refused_error(message)
+                self._pass_on(rank, message)
+            case (
+                messages.Look()
+                | messages.LookWish()
+                | messages.State()
+                | messages.Looked()
+                | messages.Hang()
+                | messages.NoHang()
+            ):
+                self.news.looks.append((rank, message))
 
-    def _pass_on(self, rank: int, message: Mapping[str, Any]) -> None:
+    def _pass_on(self, rank: int, message: Message) -> None:
         if self.is_leader:
-            self.send_to_all(dict(message), but=rank)
+            self.send_to_all(message, but=rank)
 
-    def send_to_first(self, message: dict[str, Any]) -> None:
+    def send_to_first(self, message: Message) -> None:
         """Send to the leader."""
         self.send(self.leader, message)
 
@@ -416,4 +443,4 @@ class Nodes(Roster, Links):
             self.shake(text)
         elif self.lost is None and self.refusal is None:
             self.lost = text
-            self.send_to_all({"kind": "lost", "text": self.lost})
+            self.send_to_all(messages.Lost(text=text, is_fatal=True))

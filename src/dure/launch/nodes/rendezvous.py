@@ -9,22 +9,32 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dure.documents import DocumentInvalid
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
 from dure.launch.nodes.addresses import DEFAULT_PORT, cannot_listen, resolved, split_address
-from dure.launch.nodes.admission import Reception, checked
+from dure.launch.nodes.admission import Reception, checked, introduced
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
-from dure.launch.nodes.messages import refusal_of, refused_error
+from dure.launch.nodes.messages import (
+    Join,
+    Later,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+    refusal_of,
+    refused_error,
+)
 from dure.launch.nodes.peers import Member, Nodes
 from dure.launch.nodes.secret import read_secret
 from dure.terminal import tell
 
 __all__ = ["DEFAULT_PORT", "NodeSettings", "join", "node_settings", "split_address"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 DEFAULT_TIMEOUT_SECONDS = 600.0
 LAST_CALL_SECONDS = 5.0
 """Seconds that the nodes wait for one more, once there are enough, before a run begins."""
@@ -112,11 +122,13 @@ def node_settings(
     )
 
 
-def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int, *, compares_versions: bool = True) -> Nodes:
+def join(
+    settings: NodeSettings | None, facts: Mapping[str, Any], num_ranks: int, *, compares_versions: bool = True
+) -> Nodes:
     """Meet the other nodes, and return all of them once all are there and agree.
 
     Args:
-        settings: Who this node is, and where they meet.
+        settings: Who this node is, and where they meet; None if it is the only one.
         facts: What must be the same on all nodes, by its name in words.
         num_ranks: Ranks that this node starts.
         compares_versions: Whether versions of software are among these facts.
@@ -125,6 +137,8 @@ def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int, *, co
         Misuse: Nodes disagree, or this one may not meet the others so.
         EnvironmentLacks: A node did not come, or the address is not to be had here.
     """
+    if settings is None:
+        return Nodes.alone(num_ranks)
     host, _port = split_address(settings.rendezvous)
     patience = 0.0 if settings.node_rank == 0 else settings.timeout_seconds
     family, address = resolved(settings.rendezvous, patience, allow_public_address=settings.allow_public_address)
@@ -138,12 +152,15 @@ def join(settings: NodeSettings, facts: Mapping[str, Any], num_ranks: int, *, co
     return _come(settings, family, address, secret, mine)
 
 
-def about(
-    settings: NodeSettings, me: Member, facts: Mapping[str, Any], *, with_versions: bool = True
-) -> dict[str, Any]:
+def about(settings: NodeSettings, me: Member, facts: Mapping[str, Any], *, with_versions: bool = True) -> Join:
     """Return what a node says of itself when it joins."""
-    mine = {"kind": "join", "num_nodes": settings.words, **asdict(me), "round": -1}
-    return {**mine, "facts": _all_facts(facts, with_versions=with_versions)}
+    return Join(
+        num_nodes=settings.words,
+        node_rank=me.node_rank,
+        host=me.host,
+        num_ranks=me.num_ranks,
+        facts=_all_facts(facts, with_versions=with_versions),
+    )
 
 
 def _all_facts(facts: Mapping[str, Any], *, with_versions: bool) -> dict[str, Any]:
@@ -172,9 +189,7 @@ def _short(value: Any) -> Any:
 # --- node 0
 
 
-def _receive(
-    settings: NodeSettings, family: int, address: Address, secret: bytes, me: Member, mine: Mapping[str, Any]
-) -> Nodes:
+def _receive(settings: NodeSettings, family: int, address: Address, secret: bytes, me: Member, mine: Join) -> Nodes:
     """Wait for all nodes.
 
     Where the run needs all, the door is closed when all are in, so that no other host can connect during the run.
@@ -193,9 +208,9 @@ def _receive(
             *(joined[rank][0] for rank in sorted(joined)),
         ]
         for channel in (channel for _, channel in joined.values()):
-            channel.send({"kind": "welcome", "leader": 0, "members": [asdict(member) for member in members]})
+            channel.send(encode(Welcome(leader=0, members=tuple(members))))
     except BaseException as error:
-        reason = refusal_of(error)
+        reason = encode(refusal_of(error))
         for channel in (*reception.unnamed, *(channel for _, channel in joined.values())):
             with suppress(ChannelClosed):
                 channel.send(reason)
@@ -237,7 +252,7 @@ def _wait_for_all(settings: NodeSettings, reception: Reception, joined: dict[int
             del joined[rank]  # its launcher was ended; it may come again
         for position, (channel, said) in enumerate(named):
             try:
-                member = checked(said, reception.mine, channel)
+                member = checked(introduced(said), reception.mine, channel)
                 if member.node_rank in (0, *joined) or not 0 < member.node_rank < settings.num_nodes:
                     raise Misuse(
                         f"two nodes have node_rank {member.node_rank} (one is {member.host} at {member.address}): give "
@@ -262,14 +277,14 @@ def _is_gone(channel: Channel) -> bool:
 # --- the other nodes
 
 
-def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, mine: dict[str, Any]) -> Nodes:
+def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, mine: Join) -> Nodes:
     deadline = time.monotonic() + settings.timeout_seconds
     while True:
         channel = _knocked(settings, family, address, secret, deadline)
         try:
-            channel.send({**mine, "time": time.time()})
+            channel.send(encode(replace(mine, time=time.time())))
             welcome = _first_answer(settings, channel, deadline)
-            if welcome["kind"] == "later":
+            if welcome is None:
                 channel.close()
                 if time.monotonic() > deadline:
                     raise EnvironmentLacks(
@@ -278,29 +293,32 @@ def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, 
                     )
                 time.sleep(_LOOK_SECONDS)
                 continue
-            members = [Member(**member) for member in welcome["members"]]
             break
         except ChannelClosed as error:
             channel.close()
             raise EnvironmentLacks(
                 f"node 0 went away while this node waited for the others ({error}): see what it says itself"
             ) from None
+        except DocumentInvalid as error:
+            channel.close()
+            raise Misuse(
+                f"node 0 speaks another protocol ({error}): install the same version of dure on all nodes"
+            ) from None
         except BaseException as error:
             with suppress(ChannelClosed):
-                channel.send(refusal_of(error))
+                channel.send(encode(refusal_of(error)))
             channel.close()
             raise
-    leader = int(welcome["leader"])
     nodes = Nodes(
-        next(member for member in members if member.node_rank == settings.node_rank),
-        members,
-        {leader: channel},
+        next(member for member in welcome.members if member.node_rank == settings.node_rank),
+        welcome.members,
+        {welcome.leader: channel},
         own_address=channel.own_address,
         fewest=settings.fewest,
         most=settings.num_nodes,
-        leader=leader,
+        leader=welcome.leader,
     )
-    nodes.folder = welcome.get("folder")
+    nodes.folder = welcome.folder
     return nodes
 
 
@@ -325,14 +343,21 @@ def _knocked(settings: NodeSettings, family: int, address: Address, secret: byte
         time.sleep(_LOOK_SECONDS)
 
 
-def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> dict[str, Any]:
+def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> Welcome | None:
+    """Return what node 0 answers; None if this node has to try again."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
-        for message in channel.receive() if poll.poll(_LOOK_SECONDS * 1000) else ():
-            if message.get("kind") == "refused":
-                raise refused_error(message)
-            return message
+        for data in channel.receive() if poll.poll(_LOOK_SECONDS * 1000) else ():
+            match decode(data):
+                case Refused() as refused:
+                    raise refused_error(refused)
+                case Welcome() as welcome:
+                    return welcome
+                case Later():
+                    return None
+                case message:
+                    raise DocumentInvalid(f"{type(message).__name__} answers no node that joins")
         # node 0 has its own clock for this, and says who is missing
         if time.monotonic() > deadline + settings.timeout_seconds:
             raise EnvironmentLacks(f"node 0 at {settings.rendezvous} says nothing: see what it is at")

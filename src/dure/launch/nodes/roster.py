@@ -47,6 +47,11 @@ class Roster:
         return self.fewest < self.most
 
     @property
+    def is_alone(self) -> bool:
+        """Return whether the run is on this host only, and will be."""
+        return self.most == 1
+
+    @property
     def world_size(self) -> int:
         """Ranks of the nodes that are there."""
         return sum(member.num_ranks for member in self.members)
@@ -56,6 +61,11 @@ class Roster:
         """The first of this node's ranks: the leader's come first, and then the others' in the order of nodes."""
         own = [member.node_rank for member in self.members].index(self.me.node_rank)
         return sum(member.num_ranks for member in self.members[:own])
+
+    @property
+    def own_ranks(self) -> range:
+        """Ranks of this node."""
+        return range(self.first_rank, self.first_rank + self.me.num_ranks)
 
     @property
     def interface(self) -> str | None:

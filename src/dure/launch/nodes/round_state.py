@@ -1,10 +1,9 @@
 """State of one round, as the nodes of the run report it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from dure.failures.verdict import WorkerEnd
+from dure.launch.nodes.messages import LookMessage
 
 
 @dataclass
@@ -22,7 +21,9 @@ class RoundNews:
     """Ends of ranks, by node rank."""
     done: set[int] = field(default_factory=set)
     """Nodes whose ranks have all ended."""
-    looks: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    with_snapshots: set[int] = field(default_factory=set)
+    """Those of them that have snapshots of ranks in memory."""
+    looks: list[tuple[int, LookMessage]] = field(default_factory=list)
     """Messages about probes of ranks that hang, each with the node rank of its sender."""
 
     @property
@@ -30,7 +31,12 @@ class RoundNews:
         """Return how ranks of all nodes ended, as far as it is known here."""
         return [end for node_rank in sorted(self.ends_of) for end in self.ends_of[node_rank]]
 
-    def take_looks(self) -> list[tuple[int, Mapping[str, Any]]]:
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a rank that ended had begun a step after the first one."""
+        return any(step > 0 for step in self.steps.values())
+
+    def take_looks(self) -> list[tuple[int, LookMessage]]:
         """Return what nodes said of looking, each once; see `launch/rounds/node_hang_survey.py`."""
         taken, self.looks = self.looks, []
         return taken

@@ -31,6 +31,8 @@ def meet_in_folder(
         make_own: On a node that does not see it: makes one with the same name, or refuses.
         is_new: Whether node 0 makes it, so that it goes again where a node refuses.
     """
+    if nodes.is_alone:
+        return MetFolder(run=make(), is_own=True)
     if nodes.me.node_rank == 0:
         run = make()
         mark = run.path / f".seen-{secrets.token_hex(8)}"

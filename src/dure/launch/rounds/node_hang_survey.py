@@ -2,12 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from dure.launch.hangs.diagnosis import HangVerdict, explain
-from dure.launch.hangs.rank_state import RankState, state_from_json
+from dure.launch.hangs.rank_state import RankState
+from dure.launch.nodes.messages import Hang, Look, Looked, LookWish, NoHang, State
 from dure.launch.nodes.peers import Nodes
 
 _PATIENCE_SECONDS = 5.0
@@ -61,53 +61,53 @@ class JointLook:
             is_confirmed: Whether a certain verdict takes a second look; where nothing follows from it, there is no
                 need.
         """
-        wish = {"seconds": seconds, "only_if_waited": only_if_waited, "is_confirmed": is_confirmed}
+        wish = LookWish(seconds=seconds, only_if_waited=only_if_waited, is_confirmed=is_confirmed)
         if not self._nodes.is_leader:
-            self._nodes.send_to_first({"kind": "look", **wish})
+            self._nodes.send_to_first(wish)
         else:
             self._begin(wish)
 
     def advance(self) -> tuple[HangVerdict, bool] | None:
         """Do what is to be done now; return the verdict over all nodes once it is there, and whether to act on it."""
         for rank, message in self._nodes.news.take_looks():
-            kind = message["kind"]
-            if kind == "look" and not self._nodes.is_leader:
-                self._send_states(int(message["number"]))
-            elif kind == "look":
-                self._begin(message)
-            elif kind == "state" and message["number"] == self._number:
-                self._states.append(state_from_json(message["state"]))
-            elif kind == "looked" and message["number"] == self._number:
-                self._looked.add(rank)
-            elif kind == "no_hang":
-                self._on_nothing(float(message["seconds"]))
-            elif kind == "hang":
-                return self._told(message)
+            match message:
+                case Look():
+                    self._send_states(message.number)
+                case LookWish():
+                    self._begin(message)
+                case State() if message.number == self._number:
+                    self._states.append(message.state)
+                case Looked() if message.number == self._number:
+                    self._looked.add(rank)
+                case NoHang():
+                    self._on_nothing(message.seconds)
+                case Hang():
+                    return self._told(message)
         if self._deadline is None:
             return None
         if len(self._looked) + 1 < len(self._nodes.members) and time.monotonic() < self._deadline:
             return None
         return self._explained()
 
-    def _begin(self, wish: Mapping[str, Any]) -> None:
+    def _begin(self, wish: LookWish) -> None:
         if self._deadline is not None or time.monotonic() < self._not_before:
             return
-        self._seconds = float(wish["seconds"])
-        self._is_only_told_if_waited, self._is_confirmed = bool(wish["only_if_waited"]), bool(wish["is_confirmed"])
+        self._seconds = wish.seconds
+        self._is_only_told_if_waited, self._is_confirmed = wish.only_if_waited, wish.is_confirmed
         self._suspicion = None
         self._look()
 
     def _look(self) -> None:
         self._number, self._looked = time.monotonic_ns(), set()
-        self._nodes.send_to_all({"kind": "look", "number": self._number})
+        self._nodes.send_to_all(Look(number=self._number))
         self._states = list(self._examine())
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def _send_states(self, number: int) -> None:
         self._states = list(self._examine())
         for state in self._states:
-            self._nodes.send_to_first({"kind": "state", "number": number, "state": _shortened(state)})
-        self._nodes.send_to_first({"kind": "looked", "number": number})
+            self._nodes.send_to_first(State(number=number, state=_shortened(state)))
+        self._nodes.send_to_first(Looked(number=number))
 
     def _explained(self) -> tuple[HangVerdict, bool] | None:
         self._deadline, self._not_before = None, time.monotonic() + _PAUSE_SECONDS
@@ -126,23 +126,23 @@ class JointLook:
             return None
         verdict = replace(verdict, text=f"{verdict.text}\n{self._where()}")
         verdict, acts = self._decide(verdict, self._seconds)
-        told = {"text": verdict.text[:8000], "culprits": verdict.culprits, "is_certain": verdict.is_certain}
-        self._nodes.send_to_all({"kind": "hang", "acts": acts, **told})
+        told = Hang(text=verdict.text[:8000], culprits=verdict.culprits, is_certain=verdict.is_certain, acts=acts)
+        self._nodes.send_to_all(told)
         return verdict, acts
 
     def _nothing(self) -> None:
         """Let all nodes look again soon."""
-        self._nodes.send_to_all({"kind": "no_hang", "seconds": self._seconds})
+        self._nodes.send_to_all(NoHang(seconds=self._seconds))
         self._on_nothing(self._seconds)
 
-    def _told(self, message: Any) -> tuple[HangVerdict, bool]:
+    def _told(self, message: Hang) -> tuple[HangVerdict, bool]:
         verdict = HangVerdict(
-            text=str(message["text"]),
-            culprits=tuple(int(rank) for rank in message["culprits"]),
-            is_certain=bool(message["is_certain"]),
+            text=message.text,
+            culprits=message.culprits,
+            is_certain=message.is_certain,
             states=tuple(self._states),
         )
-        return verdict, bool(message["acts"])
+        return verdict, message.acts
 
     def _where(self) -> str:
         lines, first = [], 0
@@ -155,7 +155,7 @@ class JointLook:
         return "\n".join(lines)
 
 
-def _shortened(state: RankState) -> dict[str, Any]:
+def _shortened(state: RankState) -> RankState:
     """Return what a verdict needs of a state: a message has a limit, and threads may be many."""
     calls = state.collectives
     if calls is not None:
@@ -173,4 +173,4 @@ def _shortened(state: RankState) -> dict[str, Any]:
         main=state.main[:_MOST_FRAMES],
         others=tuple(thread[:_MOST_FRAMES] for thread in state.others[:_MOST_THREADS]),
         collectives=calls,
-    ).to_json()
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dure.failures.verdict import STOP_ENDS, WorkerEnd, first_failure, in_brief
 from dure.launch.hangs.diagnosis import HangVerdict
+from dure.process.round_orders import Restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,24 +21,6 @@ class RestartPolicy:
     """Window in seconds. Earlier restarts do not count: a run of weeks may meet more failures than one of minutes."""
     after_any: bool = False
     """True if every failure is worth a restart: the failures of a script that does not know dure cannot be judged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restart:
-    """A restart that is decided."""
-
-    number: int
-    """Number of this restart among those that count, from 1."""
-    rank: int
-    """Rank whose failure was the first cause."""
-    step: int
-    """Step of that rank when it failed; -1 before the first."""
-    cause: str
-    """Cause in one line."""
-    microbatch_sizes: tuple[int, int] | None = None
-    """Microbatch sizes before and after, if memory ran out. Such a restart does not count."""
-    go_back_to: int | None = None
-    """Samples seen up to which the run can be trusted, if it is to go back to there."""
 
 
 _CHANCE = re.compile(r"0x[0-9a-fA-F]+|\d+")

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import dataclass
 
 from dure.errors import EnvironmentLacks
 from dure.failures.verdict import STOP_ENDS, WorkerEnd, stop_signal
@@ -15,7 +14,6 @@ from dure.launch.hangs.diagnosis import HangVerdict, explain
 from dure.launch.hangs.probe import examine
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
-from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.node_hang_survey import JointLook
 from dure.launch.rounds.request import Launch, StoreSocket
@@ -42,24 +40,6 @@ _STOP_LOOK_SECONDS = 0.1
 """Longest sleep in seconds after a stop signal."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Ends of all ranks of a job, on all nodes."""
-
-    ends: list[WorkerEnd]
-    """Empty when a signal came before any rank was started."""
-    signal: int | None
-    """The first signal that asked the run to stop, if any."""
-    refusal: str | None = None
-    """Reason why the ranks were not started once more, where the failure alone does not say it."""
-    hang: HangVerdict | None = None
-    """Verdict for which the supervisor ended ranks that were not getting on."""
-    lost: str | None = None
-    """Sentence about a node that went away, or did not go on."""
-    is_cut_off: bool = False
-    """True if this node could not reach the one that leads when it ended."""
-
-
 def run_round(
     launch: Launch,
     workers: list[Worker],
@@ -72,12 +52,15 @@ def run_round(
 ) -> HangVerdict | None:
     """Start all ranks once, and return when all have ended; where they had to be ended because they hung, why."""
     memory.heartbeats.forget()
+    outputs = {rank: launch.output_of(rank) for rank in launch.nodes.own_ranks}
     with ExitStack() as store_server:
         with signals_held_back():  # until every process is known: no worker may miss a signal that is passed on
+            workers.clear()
             store_server.enter_context(_store_served(launch, store, by_fork=by_fork))
-            for rank in range(launch.first_rank, launch.first_rank + launch.num_processes):
-                worker = start_worker(launch, rank, store, memory, round_number=round_number, by_fork=by_fork)
+            for rank, output in outputs.items():
+                worker = start_worker(launch, rank, output, store, memory, round_number=round_number, by_fork=by_fork)
                 workers.append(worker)  # one by one: those started must be known if the next cannot be
+            _pass_on_earlier_signals(launch, workers, received)
         if store.listener is not None:
             store.listener.close()
         hang = _wait(launch, workers, memory, received)
@@ -86,6 +69,15 @@ def run_round(
         # what a script that ended well leaves running is its own affair
         end_leftovers({worker.mark for worker in workers}, min(worker.started_at for worker in workers))
     return hang
+
+
+def _pass_on_earlier_signals(launch: Launch, workers: list[Worker], received: list[int]) -> None:
+    """Let ranks follow a stop signal that came while none ran, and was not the reason to start these."""
+    if len(received) > (launch.orders.stopped_by is not None):
+        for worker in workers:
+            worker.send(received[0])
+    if len(received) > 1:
+        kill_all(workers)
 
 
 def show_what_was_said(launch: Launch, workers: list[Worker]) -> None:
@@ -102,9 +94,9 @@ def _leaves_line_open(worker: Worker) -> bool:
 
 def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> None:
     """Report ranks that do not get on, if the launch has a listener for it."""
-    if launch.on_hang is not None:
+    if launch.listener is not None:
         show_what_was_said(launch, workers)
-        launch.on_hang(verdict)
+        launch.listener.hang(verdict)
 
 
 def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
@@ -130,10 +122,9 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
             have_been_asked = True
             _ask_the_others_too(launch, alive, ends)
         others: list[int] = [] if launch.logs is None else launch.logs.waiting_for
-        if launch.nodes is not None:
-            _fall_silent(launch.nodes, alive)
-            grace = _least(grace, _heed_others(launch, launch.nodes, workers, received, ending))
-            others += launch.nodes.descriptors
+        _fall_silent(launch, alive)
+        grace = _least(grace, _heed_others(launch, workers, received, ending))
+        others += launch.nodes.descriptors
         if received:
             grace = _least(grace, _time_to_stop(launch, stop, workers, memory, look))
         if grace is not None:
@@ -174,9 +165,9 @@ def _time_to_stop(
 
 def _report_stop(launch: Launch, workers: list[Worker], text: str) -> None:
     """Print what a stop waits for; a step that is merely long is recorded as no hang."""
-    if launch.on_stopping is not None:
+    if launch.listener is not None and launch.orders.stopped_by is None:  # it was said before these ranks were started
         show_what_was_said(launch, workers)
-        launch.on_stopping(text)
+        launch.listener.say(text)
 
 
 def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEnd]) -> None:
@@ -184,8 +175,7 @@ def _ask_the_others_too(launch: Launch, alive: list[Worker], ends: list[WorkerEn
     number = stop_signal(ends)
     assert number is not None
     pass_on_signal(number, alive, is_first=True)
-    if launch.nodes is not None:
-        launch.nodes.tell_signal(number)
+    launch.nodes.tell_signal(number)
 
 
 def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
@@ -204,7 +194,7 @@ def joint_look(
 ) -> JointLook | None:
     """Return the look that this node takes together with others, where there are others."""
     hangs = launch.hangs
-    if launch.nodes is None or hangs is None:
+    if launch.nodes.is_alone or hangs is None:
         return None
 
     def decide(verdict: HangVerdict, seconds: float) -> tuple[HangVerdict, bool]:
@@ -236,7 +226,6 @@ def _hang(
     """Tell of ranks that are not getting on; return why, if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])
     if look is not None:
-        assert launch.nodes is not None
         if seconds is not None and not launch.nodes.is_one_quiet:
             look.ask(seconds, only_if_waited=_is_only_told_if_waited(watchdog, seconds))
         found = look.advance()
@@ -268,10 +257,9 @@ def _still_alive(workers: list[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.end is None]
 
 
-def _heed_others(
-    launch: Launch, nodes: Nodes, workers: list[Worker], received: list[int], ending: str | None
-) -> float | None:
+def _heed_others(launch: Launch, workers: list[Worker], received: list[int], ending: str | None) -> float | None:
     """Exchange with the other nodes what concerns all; return what their news leave the ranks here, if anything."""
+    nodes = launch.nodes
     nodes.pump()
     for number in nodes.exchange_signals(received):
         pass_on_signal(number, workers, is_first=len(received) == 1)
@@ -285,7 +273,7 @@ def _heed_others(
     return _least(*graces) if graces else None
 
 
-def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
+def _fall_silent(launch: Launch, alive: list[Worker]) -> None:
     """Let this host stand still and say nothing, where a planned fault asks for it."""
     seconds = max((asked for worker in alive if (asked := worker.asked_cut()) is not None), default=None)
     if seconds is None:
@@ -293,6 +281,7 @@ def _fall_silent(nodes: Nodes, alive: list[Worker]) -> None:
     for worker in alive:
         worker.send(signal.SIGSTOP)
     time.sleep(seconds)
+    nodes = launch.nodes
     nodes.pump()
     if nodes.news.shaken is None and nodes.lost is None:  # else they are ended without another instruction
         for worker in alive:

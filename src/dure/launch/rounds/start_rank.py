@@ -17,16 +17,25 @@ from dure.launch.worker.child import Output, run_in_child
 from dure.launch.worker.questions import Questions
 from dure.launch.worker.worker_process import Worker, unnamed_file
 from dure.process.context import Place, StoreAddress
+from dure.process.jobs import job_to_json
 
 
 def start_worker(
-    launch: Launch, rank: int, store: StoreSocket, memory: KeptMemory, *, round_number: int, by_fork: bool
+    launch: Launch,
+    rank: int,
+    output: Output,
+    store: StoreSocket,
+    memory: KeptMemory,
+    *,
+    round_number: int,
+    by_fork: bool,
 ) -> Worker:
     """Start one rank; stop signals must be blocked meanwhile, and the new process unblocks them when it is ready.
 
     Args:
         launch: What to start.
         rank: Which one.
+        output: Where goes what it says.
         store: Where the store is, which rank 0 serves unless another process does.
         memory: What ranks leave to those of the next round.
         round_number: How often the ranks were started before.
@@ -37,7 +46,6 @@ def start_worker(
     """
     report_fd, stacks_fd = unnamed_file(f"dure-rank{rank}"), unnamed_file(f"dure-stacks{rank}")
     questions, answers = socket.socketpair()
-    output = launch.outputs[rank - launch.first_rank]
     place = replace(
         _place(launch, rank, store, report_fd, round_number),
         heartbeat_fd=memory.heartbeat_fd,
@@ -54,8 +62,8 @@ def start_worker(
         os.close(stacks_fd)
         questions.close()
         raise EnvironmentLacks(
-            f"rank {rank} of {launch.world_size} could not be started: {error.strerror}; use a smaller --nproc, or "
-            "raise the limit on processes (ulimit -u)"
+            f"rank {rank} of {launch.nodes.world_size} could not be started: {error.strerror}; use a smaller --nproc, "
+            "or raise the limit on processes (ulimit -u)"
         ) from error
     finally:
         answers.close()
@@ -74,14 +82,15 @@ def start_worker(
 
 
 def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_number: int) -> Place:
+    nodes = launch.nodes
     serves = rank == 0 and not launch.serves_store and store.listener is not None
     return Place(
         rank=RankInfo(
             rank=rank,
-            local_rank=rank - launch.first_rank,
-            node_rank=0 if launch.nodes is None else launch.nodes.me.node_rank,
-            world_size=launch.world_size,
-            local_world_size=launch.num_processes,
+            local_rank=rank - nodes.first_rank,
+            node_rank=nodes.me.node_rank,
+            world_size=nodes.world_size,
+            local_world_size=nodes.me.num_ranks,
         ),
         store=StoreAddress(
             host=store.host,
@@ -89,16 +98,14 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
             prefix=f"{launch.store_prefix}/{round_number}",
             listen_fd=store.listener.fileno() if serves and store.listener is not None else None,
         ),
-        interface=None if launch.nodes is None else launch.nodes.interface,
-        is_on_several_hosts=launch.nodes is not None,
-        epoch=None if launch.nodes is None or launch.nodes.lease is None else launch.nodes.lease.epoch,
+        interface=nodes.interface,
+        is_on_several_hosts=not nodes.is_alone,
+        epoch=None if nodes.lease is None else nodes.lease.epoch,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,
         round=round_number,
-        microbatch_size=launch.microbatch_size,
-        trusted_samples=launch.trusted_samples,
-        stopped_by=launch.stopped_by,
+        orders=launch.orders,
     )
 
 
@@ -133,7 +140,7 @@ def _fork(launch: Launch, place: Place, output: Output, listener: socket.socket 
 def _spawn(launch: Launch, place: Place, output: Output, listener: socket.socket | None) -> _Started:
     told = {
         "entry": launch.entry,
-        "job": dict(launch.job),
+        "job": job_to_json(launch.job),
         "place": asdict(place),
         "output": asdict(output),
         "parent_pid": os.getpid(),

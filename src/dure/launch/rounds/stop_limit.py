@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from dure.failures.verdict import STOP_ENDS, WorkerEnd
 from dure.launch.rounds.request import Launch
@@ -46,11 +45,11 @@ class StopLimit:
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        seconds = self._launch.grace_seconds
-        launch = self._launch
-        is_followed = launch.saves_snapshots and launch.stopped_by is None
-        if is_followed and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
-            seconds -= save_seconds(self._launch)
+        launch, seconds = self._launch, self._launch.grace_seconds
+        if launch.orders.stopped_by is not None:
+            seconds = save_seconds(launch)
+        elif launch.saves_snapshots and all(self._heartbeats.last(rank).phase != _SAVING for rank in alive):
+            seconds -= save_seconds(launch)
         return self._began + seconds - now
 
     def is_half_over(self, seconds_left: float) -> bool:
@@ -99,11 +98,6 @@ def has_left_snapshots(
         received: Stop signals that came.
         has_begun: Whether a rank of this round has begun a step; before that ranks leave without a checkpoint.
     """
-    is_first = launch.saves_snapshots and launch.stopped_by is None and len(received) == 1
+    is_first = launch.saves_snapshots and launch.orders.stopped_by is None and len(received) == 1
     has_saved = any(end.exit_code == 0 or (end.exit_code > 0 and end.exit_code in STOP_ENDS) for end in ends)
     return is_first and bool(ends) and not (has_saved and has_begun)
-
-
-def saving(launch: Launch, number: int) -> Launch:
-    """Return the launch of ranks that save what those before them left in memory, and leave by this signal."""
-    return replace(launch, stopped_by=number, grace_seconds=save_seconds(launch), on_stopping=None)

@@ -1,26 +1,46 @@
-"""Starts the ranks of one host, watches them, and ends them together."""
+"""The rounds of a job: all ranks of the nodes that are there start together, end together, and so on.
+
+The leader decides after each round whether there is another one, and of which nodes. Every node decides for itself only
+whether it still knows the leader. A run on one host is that of a node without peers.
+"""
 
 import importlib
-import itertools
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from contextlib import closing
 from dataclasses import replace
 
+from dure.failures.verdict import WorkerEnd, stop_signal
 from dure.launch.hangs.diagnosis import HangVerdict
+from dure.launch.nodes.failover import NOBODY
+from dure.launch.nodes.messages import Ready
+from dure.launch.nodes.peers import Member
 from dure.launch.rounds.kept_memory import KeptMemory
-from dure.launch.rounds.node_rounds import run_on_nodes
+from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch, StoreSocket
-from dure.launch.rounds.restart_policy import Restart, Restarts
-from dure.launch.rounds.round import Outcome, decide_to_fork, kill_all, listening_on, run_round, show_what_was_said
+from dure.launch.rounds.restart_policy import Restarts
+from dure.launch.rounds.round import (
+    decide_to_fork,
+    ending_of,
+    joint_look,
+    kill_all,
+    listening_on,
+    report_hang,
+    run_round,
+    show_what_was_said,
+)
 from dure.launch.rounds.signal_forwarding import StoppedBeforeStart, passing_signals_on
-from dure.launch.rounds.stop_limit import has_left_snapshots, saving
+from dure.launch.rounds.stop_limit import has_left_snapshots, save_seconds
 from dure.launch.worker.worker_process import Worker
+from dure.process.round_orders import RoundPlan
 
-__all__ = ["Outcome", "as_decided", "run_workers"]
+_PREPARATION_SECONDS = 600.0
+"""Seconds in which all nodes of a first round must have imported what their ranks need."""
+_LAST_WORD_SECONDS = 30.0
+"""Seconds that a node that was asked to stop between two rounds waits for the leader's last message."""
 
 
 def run_workers(launch: Launch) -> Outcome:
-    """Start all ranks, wait for all of them, and leave none behind.
+    """Run this host's part of a job, round by round, leave no process behind, and return how all ranks ended.
 
     The first rank that fails gives the others a second to end by themselves; then they are killed, unless it is one
     that they can do without. Then all are started again in a new round, as often as `launch.restarts` allows. The
@@ -30,69 +50,282 @@ def run_workers(launch: Launch) -> Outcome:
     Raises:
         EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
     """
-    if launch.nodes is not None:
-        return run_on_nodes(launch, launch.nodes)
-    by_fork = decide_to_fork(launch)
-    workers: list[Worker] = []
-    restarts = Restarts(launch.restarts)
-    memory = KeptMemory(launch)
-    hang: HangVerdict | None = None
+    by_fork, nodes = decide_to_fork(launch), launch.nodes
+    memory, workers = KeptMemory(launch), list[Worker]()
     with closing(memory), passing_signals_on(workers) as received:
+        rounds = _Rounds(launch, memory, workers, received, by_fork=by_fork)
         try:
             if by_fork:
                 # once, before any rank exists: a second and a half of imports that every rank would pay
                 importlib.import_module(launch.entry).before_fork(launch.job)
-            for round_number in itertools.count():
-                with _loopback_store() as store:
-                    hang = run_round(launch, workers, memory, round_number, received, store, by_fork=by_fork)
-                ends = [worker.end for worker in workers if worker.end is not None]
-                has_begun = memory.has_begun(launch.num_processes)
-                if memory.has_snapshots() and has_left_snapshots(launch, ends, received, has_begun=has_begun):
-                    workers.clear()
-                    launch = saving(launch, received[0])
-                    continue
-                if received or (hang is not None and launch.hangs is not None and launch.hangs.action == "stop"):
-                    restart = None
-                elif hang is not None:
-                    restart = restarts.after_hang(hang)
-                else:
-                    restart = restarts.after(ends, lambda rank: memory.heartbeats.last(rank).step)
-                if restart is None:
-                    break
-                show_what_was_said(launch, workers)
-                if launch.on_restart is not None:
-                    launch.on_restart(restart)
-                launch = as_decided(launch, restart, memory)
-                if received:  # while no rank ran: what those before left in memory is saved all the same
-                    if not (memory.has_snapshots() and has_left_snapshots(launch, ends, received)):
-                        break
-                    launch = saving(launch, received[0])
-                workers.clear()
+            rounds.run()
         except StoppedBeforeStart:
-            pass
+            nodes.exchange_signals(received)
         finally:
             kill_all(workers)
             show_what_was_said(launch, workers)
+        rounds.part()
         return Outcome(
-            ends=[worker.end for worker in workers if worker.end is not None],
+            ends=nodes.news.ends,
             signal=received[0] if received else None,
-            refusal=restarts.refusal,
-            hang=hang,
+            refusal=None if nodes.over is None else nodes.over.refusal,
+            hang=rounds.hang,
+            lost=nodes.why_lost,
+            is_cut_off=nodes.has_lost_leader or nodes.leader == NOBODY,
         )
 
 
-def as_decided(launch: Launch, restart: Restart, memory: KeptMemory) -> Launch:
-    """Return what the next round is to be told."""
-    if restart.microbatch_sizes is not None:
-        launch = replace(launch, microbatch_size=restart.microbatch_sizes[1])
-    if restart.go_back_to is not None:
-        return replace(launch, trusted_samples=restart.go_back_to)
-    # a rank that has begun a step knows that all have forgotten what was not to be trusted
-    return replace(launch, trusted_samples=None) if memory.has_begun(launch.num_processes) else launch
+class _Rounds:
+    """The rounds of one host."""
 
+    def __init__(
+        self, launch: Launch, memory: KeptMemory, workers: list[Worker], received: list[int], *, by_fork: bool
+    ) -> None:
+        self.launch, self.nodes, self.memory = launch, launch.nodes, memory
+        self.workers, self.received, self.by_fork = workers, received, by_fork
+        """The workers of a round stay there, ended, until the next one begins."""
+        self.last = launch
+        """The launch of the last round."""
+        self.hang: HangVerdict | None = None
+        self.restarts = Restarts(launch.restarts)
+        self.plan = RoundPlan()
+        """Plan of the next round; of nodes that do not lead, what of it would hold if they led."""
+        self.expected = {member.node_rank for member in self.nodes.members}
+        """Node ranks for which the next round waits."""
+        self.patience = time.monotonic() + _PREPARATION_SECONDS
+        """Monotonic time until which it waits."""
+        self.hope = 0.0
+        """Monotonic time until which it also waits for nodes that cannot be reached."""
+        self.is_saving = False
+        """True if a stop signal has come, so that the next round only saves what the ranks have left in memory."""
+        self.is_waiting = False
+        """True if it has been reported that too few nodes are there."""
 
-@contextmanager
-def _loopback_store() -> Iterator[StoreSocket]:
-    """Bind a free port; the store is served on this very socket, so no other process can take it."""
-    with listening_on("127.0.0.1") as listener:
-        yield StoreSocket(host="127.0.0.1", port=int(listener.getsockname()[1]), listener=listener)
+    def run(self) -> None:
+        """Run rounds until there is no more."""
+        nodes = self.nodes
+        nodes.is_under_way = True
+        if nodes.reception is not None and self.launch.way_back is not None:
+            nodes.reception.folder = self.launch.way_back.folder  # from here on nodes may come
+        if not nodes.is_leader:
+            nodes.send_to_first(Ready())
+        while (ready := self._next()) is not None:
+            plan, store = ready
+            try:
+                self.last = self._placed(plan)
+                self.hang = run_round(
+                    self.last, self.workers, self.memory, nodes.round, self.received, store, by_fork=self.by_fork
+                )
+            finally:
+                if store.listener is not None:
+                    store.listener.close()
+            self.is_saving = False
+            self._finish()
+            if nodes.is_leader and not self._goes_on():
+                return
+
+    # --- the beginning of a round
+
+    def _next(self) -> tuple[RoundPlan, StoreSocket] | None:
+        """Wait for the next round; None when there is none."""
+        nodes = self.nodes
+        look = joint_look(self.launch, [], self.memory)
+        while True:
+            nodes.exchange_signals(self.received)
+            self._heed_stop()
+            if self._is_at_end():
+                return None
+            if nodes.has_lost_leader or (nodes.lease is not None and nodes.lease.is_deposed):
+                self.workers.clear()  # others have gone on: their ends mean nothing now, and a signal ends this wait
+                if not self._find_leader():
+                    return None
+                continue
+            if nodes.is_leader and (members := self._enough()) is not None:
+                return self._open(members)
+            if nodes.next_round is not None:
+                begun = nodes.enter_round()
+                return begun.plan, StoreSocket(host=self._store_host(), port=begun.port, listener=None)
+            nodes.sleep(0.2)
+            nodes.pump()
+            if look is not None and (found := look.advance()) is not None:
+                report_hang(self.launch, [], found[0])
+
+    def _heed_stop(self) -> None:
+        """Let the next round only save what is left in memory, if a stop signal has come."""
+        if self.received and not self.is_saving and self._can_save():
+            self.is_saving = True
+            self.plan = self.plan.stopped_by(self.received[0])
+            self.patience = time.monotonic() + save_seconds(self.last)
+            self.nodes.exchange_signals(self.received)  # or others would take it for one that is meant for that round
+
+    def _is_at_end(self) -> bool:
+        """Return whether there is no other round."""
+        nodes = self.nodes
+        is_stopped = self.received and not (self.is_saving and len(self.received) == 1)
+        return bool(nodes.is_over or nodes.lost or nodes.refusal is not None or is_stopped)
+
+    def _can_save(self) -> bool:
+        """Return whether the ranks of all nodes have ended without a checkpoint, and have left snapshots to save.
+
+        Where another node leads, as far as it can be known here: the leader decides, and the others wait for its word.
+        """
+        nodes, news = self.nodes, self.nodes.news
+        if not nodes.is_leader:
+            has_begun = any(step > 0 for step in self._own_steps().values())
+            return has_left_snapshots(self.last, self._own_ends(), self.received, has_begun=has_begun)
+        is_whole = len(news.ends) == nodes.world_size and len(news.with_snapshots) == len(nodes.members)
+        return (
+            is_whole
+            and news.shaken is None
+            and has_left_snapshots(self.last, news.ends, self.received, has_begun=news.has_begun)
+        )
+
+    def _enough(self) -> list[Member] | None:
+        """Return the nodes of the next round once they are there and ready, on the leader."""
+        nodes = self.nodes
+        known = {member.node_rank: member for member in nodes.members}
+        if nodes.reception is not None and not self.is_saving:  # who comes has nothing to save
+            known |= nodes.reception.waiting
+        there = {rank for rank in known if nodes.is_known(rank)}
+        ready = {rank for rank in there if rank == nodes.me.node_rank or rank in nodes.ready}
+        now, way_back = time.monotonic(), self.launch.way_back
+        wanted = self.expected if now < self.hope else self.expected & there
+        if len(ready) >= nodes.fewest and wanted <= ready:
+            self.is_waiting = False
+            return [known[rank] for rank in ready]
+        if len(there) < nodes.fewest and now > self.hope and not self.is_waiting and way_back is not None:
+            self.is_waiting = True
+            way_back.on_wait(
+                f"{len(there)} of the {nodes.fewest} nodes that the run needs are there: it waits for more"
+            )
+        if now > self.patience:
+            nodes.lost = nodes.lost or (
+                f"{len(ready)} of the {nodes.fewest} nodes that the run needs are there and ready, and the others did "
+                "not come within --rendezvous-timeout"
+            )
+        return None
+
+    def _open(self, members: list[Member]) -> tuple[RoundPlan, StoreSocket] | None:
+        """Begin a round with these nodes, on the leader."""
+        nodes = self.nodes
+        nodes.take_in(members)
+        if nodes.reception is not None:
+            for member in members:
+                nodes.reception.waiting.pop(member.node_rank, None)
+        if nodes.lease is not None and nodes.lease.is_taken():
+            nodes.lease.is_deposed = True
+            return self._next()
+        if nodes.is_outdated:
+            self.memory.forget()
+        host = self._store_host()
+        listener = listening_on(host)  # the store is served on this very socket: no other process can take its port
+        port = int(listener.getsockname()[1])
+        nodes.open_round(port, self.plan)
+        return self.plan, StoreSocket(host=host, port=port, listener=listener)
+
+    def _store_host(self) -> str:
+        nodes = self.nodes
+        return "127.0.0.1" if len(nodes.members) == 1 else nodes.member(nodes.leader).address
+
+    def _placed(self, plan: RoundPlan) -> Launch:
+        """Return what is started here in this round, after people were told why there is one."""
+        listener, is_leader = self.launch.listener, self.nodes.is_leader
+        if not is_leader:
+            self.plan = plan.lasting  # this node may lead later
+        if plan.restart is not None and not is_leader:
+            self.restarts.heed(plan.restart)
+        if plan.restart is not None and listener is not None:
+            listener.restart(plan.restart)
+        if plan.change is not None and listener is not None:
+            listener.change(plan.change)
+        return replace(self.launch, orders=plan.orders)
+
+    # --- its end
+
+    def _finish(self) -> None:
+        """Let all nodes know how the ranks here ended."""
+        nodes, workers = self.nodes, self.workers
+        show_what_was_said(self.last, workers)
+        ends = [end if nodes.is_alone else replace(end, node=str(nodes.me)) for end in self._own_ends()]
+        if not self.received and ending_of(ends) == "stopped" and (number := stop_signal(ends)) is not None:
+            nodes.tell_signal(number)
+        nodes.tell_ending(ending_of(ends) or "ended")
+        look = joint_look(self.last, workers, self.memory)
+
+        def tick() -> bool:
+            if look is not None and (found := look.advance()) is not None:
+                report_hang(self.last, workers, found[0])
+            nodes.exchange_signals(self.received)
+            return len(self.received) < 2
+
+        nodes.finish_round(ends, self._own_steps(), tick, has_snapshots=self.memory.has_snapshots())
+
+    def _own_ends(self) -> list[WorkerEnd]:
+        return [worker.end for worker in self.workers if worker.end is not None]
+
+    def _own_steps(self) -> dict[int, int]:
+        return {worker.rank: self.memory.heartbeats.last(worker.rank).step for worker in self.workers}
+
+    def _goes_on(self) -> bool:
+        """Decide, on the leader, whether there is another round after the last one."""
+        nodes, hangs, news = self.nodes, self.launch.hangs, self.nodes.news
+        if news.ends and all(end.exit_code == 0 for end in news.ends):
+            return False
+        self.plan = self.plan.lasting
+        self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
+        timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
+        self.patience = time.monotonic() + timeout
+        self._heed_stop()
+        if self._is_at_end():
+            return False
+        if self.is_saving:
+            return True
+        if self.hang is not None and hangs is not None and hangs.action == "stop":
+            return False
+        if news.shaken is not None or (nodes.lease is not None and nodes.lease.is_deposed):
+            self.plan = self.plan.after_change(news.shaken)
+            return True
+        if self.hang is not None:
+            restart = self.restarts.after_hang(self.hang)
+        else:
+            restart = self.restarts.after(news.ends, lambda rank: news.steps.get(rank, -1))
+        if restart is None:
+            return False
+        self.plan = self.plan.after_restart(restart, has_begun=news.has_begun)
+        return True
+
+    def _find_leader(self) -> bool:
+        """Find out who leads now; the ranks here have ended. False when the run does not go on here."""
+        way_back, nodes = self.launch.way_back, self.nodes
+        said = nodes.news.shaken
+        if way_back is None:
+            nodes.lost = said or "the leader of the run is gone"
+            return False
+        found = way_back.go(nodes, lambda: bool(self.received))
+        if found is None:
+            return False
+        if not found.keeps_memory:
+            self.memory.forget()
+        if nodes.is_leader:
+            self.plan = self.plan.after_change(said)
+            self.expected = found.expected
+            self.patience = time.monotonic() + way_back.timeout_seconds
+            self.hope = time.monotonic() + found.patience_seconds
+        else:
+            nodes.send_to_first(Ready())
+        return True
+
+    def part(self) -> None:
+        """Tell the others that this is the end, or wait for the leader to say so."""
+        nodes = self.nodes
+        if nodes.is_leader:
+            if not nodes.is_over:
+                nodes.tell_outcome(self.restarts.refusal)
+            return
+        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        while not (nodes.is_over or nodes.lost or nodes.refusal is not None or nodes.has_lost_leader):
+            if time.monotonic() > deadline or len(self.received) > 1:
+                return
+            nodes.sleep(0.1)
+            nodes.pump()
+            nodes.exchange_signals(self.received)

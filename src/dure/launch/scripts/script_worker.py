@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from dure.launch.hangs.rank_state import collective_from
 from dure.launch.scripts.main_module import exit_code_of, finish_files, run_as_main, traceback_of_main
 from dure.process.context import Place
 from dure.process.heartbeat import Heartbeats
+from dure.process.jobs import ScriptJob
 from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
 from dure.terminal import print_traceback
 
@@ -33,7 +33,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_I
 _LOCAL_RANK_FLAGS = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
-def before_fork(job: Mapping[str, Any]) -> None:
+def before_fork(job: ScriptJob) -> None:
     """Import once, in the process that forks the ranks, what all of them need."""
     from dure.torchcompat import import_late_parts
 
@@ -41,12 +41,11 @@ def before_fork(job: Mapping[str, Any]) -> None:
     importlib.import_module("dure.failures.report")
 
 
-def main(job: Mapping[str, Any], place: Place) -> int:
+def main(job: ScriptJob, place: Place) -> int:
     """Run one rank's script in this process and return its exit code.
 
     Args:
-        job: `script` (path or module), `is_module`, `arguments`, `max_restarts`, `run`, `local_rank_argument`,
-            `num_nodes`.
+        job: Which script, and how.
         place: Where this rank is.
     """
     if not os.isatty(0) and os.getpgrp() != os.getpid():  # torchrun and mpirun gave it a group of its own already
@@ -73,25 +72,24 @@ def main(job: Mapping[str, Any], place: Place) -> int:
     return _leave_in_order(code, marker)
 
 
-def environment(job: Mapping[str, Any], place: Place) -> dict[str, str]:
+def environment(job: ScriptJob, place: Place) -> dict[str, str]:
     """Return what torchrun sets, and so what scripts read."""
     assert place.store is not None
     rank = place.rank
-    num_nodes = job.get("num_nodes", 1)
     # or gloo, NCCL and RPC would listen on whatever address the host's name has; what the user has set stays
-    loopback = {} if num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
+    loopback = {} if job.num_nodes > 1 else {name: os.environ.get(name, _LOOPBACK) for name in _INTERFACE_VARIABLES}
     return {
         **loopback,
         **rank.to_environment(),
         "MASTER_ADDR": place.store.host,
         "MASTER_PORT": str(place.store.port),
-        "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_NAME": str(job.get("role", "default")),
+        "GROUP_WORLD_SIZE": str(job.num_nodes),
+        "ROLE_NAME": job.role,
         "ROLE_RANK": str(rank.rank),
         "ROLE_WORLD_SIZE": str(rank.world_size),
         "TORCHELASTIC_RESTART_COUNT": str(place.round),
-        "TORCHELASTIC_MAX_RESTARTS": str(job["max_restarts"]),
-        "TORCHELASTIC_RUN_ID": str(job["run"]),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run,
         # the store is served already: see `meet_at_served_store`
         "TORCHELASTIC_USE_AGENT_STORE": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -151,18 +149,18 @@ def _note_end(rank: int, heartbeats: Heartbeats | None, step: int) -> None:
         heartbeats.beat(rank, step, "leaving", SequenceNumber().now())
 
 
-def _run(job: Mapping[str, Any], place: Place) -> int:
-    arguments = [*job["arguments"]]
-    said = job["local_rank_argument"]
+def _run(job: ScriptJob, place: Place) -> int:
+    arguments = [*job.arguments]
+    said = job.local_rank_argument
     flag = _LOCAL_RANK_FLAGS.get(said)
-    if said == "auto" and not job["is_module"]:
-        flag = local_rank_flag(Path(job["script"]))
+    if said == "auto" and not job.is_module:
+        flag = local_rank_flag(Path(job.script))
     if flag is not None:
         arguments.insert(0, f"{flag}={place.rank.local_rank}")
     _be_as_python_begins()
     sys.argv[1:] = arguments
     try:
-        run_as_main(job["script"], is_module=job["is_module"])
+        run_as_main(job.script, is_module=job.is_module)
     except SystemExit as leave:
         from dure.failures.report import leave_departure
 

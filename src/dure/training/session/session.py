@@ -460,7 +460,7 @@ def check_sync_batchnorm(session: Session, samples_seen: int) -> None:
         num_microbatches = 1 if spec.microbatch_size is None else math.ceil(counts[0] / spec.microbatch_size)
         if counts[-1] < num_microbatches:
             within = "" if num_microbatches == 1 else f" in {num_microbatches} microbatches"
-            if session.place.microbatch_size is not None:
+            if session.place.orders.microbatch_size is not None:
                 within += ", memory having run out with fewer"
             raise SpecInvalid(
                 [

@@ -1,0 +1,210 @@
+"""Ranks under our supervisor, of a task or of a script: their folder, their start, and how their ends are told."""
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from dure.cluster.rank import Launched
+from dure.errors import FAILED, DureError, Interrupted, WorkerFailed
+from dure.failures.verdict import Verdict
+from dure.host.devices import count_cores, crowding
+from dure.launch.hangs.diagnosis import HangVerdict, tell_of_hang
+from dure.launch.logs.rank_logs import RankLogs, Relay, Voice
+from dure.launch.nodes.peers import Nodes
+from dure.launch.nodes.rendezvous import NodeSettings, node_settings
+from dure.launch.rounds.outcome import Outcome
+from dure.launch.rounds.request import Launch
+from dure.launch.rounds.supervisor import run_workers
+from dure.launch.worker.child import Output
+from dure.process.context import Place, StoreAddress
+from dure.process.parent_death import die_with_parent
+from dure.process.round_orders import Restart
+from dure.records import events
+from dure.records.run_dir import RunDir, default_name
+from dure.terminal import tell
+
+
+class RunSettings(Protocol):
+    """Settings that a run of a task and one of a script have in common."""
+
+    @property
+    def runs_dir(self) -> Path: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def share_run(self) -> bool: ...
+    @property
+    def node_rank(self) -> int | None: ...
+    @property
+    def rendezvous(self) -> str | None: ...
+    @property
+    def secret_file(self) -> Path | None: ...
+    @property
+    def rendezvous_timeout(self) -> float: ...
+    @property
+    def allow_public_address(self) -> bool: ...
+
+
+def nodes_asked_for(settings: RunSettings, nnodes: int, fewest: int | None = None) -> NodeSettings | None:
+    """Return what was said of several nodes, or None for a run on one.
+
+    Raises:
+        SpecInvalid: All that cannot be.
+    """
+    return node_settings(
+        nnodes=nnodes,
+        fewest=fewest,
+        node_rank=settings.node_rank,
+        rendezvous=settings.rendezvous,
+        secret_file=settings.secret_file,
+        timeout_seconds=settings.rendezvous_timeout,
+        allow_public_address=settings.allow_public_address,
+    )
+
+
+def new_folder(settings: RunSettings, subject: str, manner: str, *, for_script: bool = False) -> RunDir:
+    """Make the folder of a run, which is named after its subject and the manner in which it runs if it has no name."""
+    return RunDir.create(
+        settings.runs_dir,
+        settings.name or default_name(subject, manner, datetime.now()),
+        or_numbered=settings.name is None,
+        for_script=for_script,
+        is_shared=settings.share_run,
+    )
+
+
+def threads_for(threads: int | None, num_processes: int) -> int:
+    """Return how many threads each process of this host has."""
+    return threads or max(1, count_cores() // num_processes)
+
+
+def end_with_launcher() -> None:
+    """End when torchrun's agent does: killed, it would leave its ranks running."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+
+
+def place_under(launched: Launched, store: StoreAddress | None, threads: int | None, *, round_number: int = 0) -> Place:
+    """Return the place of a rank that a launcher started, with so many threads or its part of the cores."""
+    rank = launched.rank
+    threads = threads_for(threads or launched.cores, rank.local_world_size)
+    return Place(rank=rank, store=store, threads=threads, is_supervised=False, round=round_number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """Notes on a run while its ranks run: in the terminal, and in its folder where this node leads."""
+
+    run: RunDir
+    nodes: Nodes
+    max_restarts: int
+    global_batch_size: int | None = None
+    is_quiet: bool = False
+
+    def say(self, text: str) -> None:
+        """Tell people of what happens to the run, unless they asked for quiet."""
+        if not self.is_quiet:
+            tell(text)
+
+    def hang(self, verdict: HangVerdict) -> None:
+        """Keep all that was found out about a hang."""
+        tell_of_hang(self.run if self.nodes.is_leader else None, verdict)
+
+    def restart(self, restart: Restart) -> None:
+        """Say why the ranks start again, and how."""
+        rank, step, message = restart.rank, restart.step, restart.cause
+        if restart.microbatch_sizes is None:
+            where = "" if restart.go_back_to is None else ", from where all agreed"
+            said = f"restart {restart.number} of {self.max_restarts}{where}"
+            self._write(events.Restarted(number=restart.number, rank=rank, step=step, message=message))
+        else:
+            before, after = restart.microbatch_sizes
+            said = (
+                f"step {restart.step} is repeated with {after} instead of {before} samples at once on each device; "
+                f"the global batch stays {self.global_batch_size}"
+            )
+            self._write(events.MicrobatchHalved(before=before, after=after, rank=rank, step=step, message=message))
+        self.say(f"{restart.cause}\n      {said}")
+
+    def change(self, why: str) -> None:
+        """Say that the run goes on with other nodes."""
+        nodes = self.nodes
+        there = tuple(sorted(member.node_rank for member in nodes.members))
+        self._write(events.NodesChanged(message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader))
+        on = f"node {there[0]}" if len(there) == 1 else f"nodes {', '.join(map(str, there))}"
+        ranks = f"{nodes.world_size} rank{'s' * (nodes.world_size > 1)}"
+        self.say(f"{why}\n      the run goes on with {on}: {ranks}")
+
+    def _write(self, event: events.Event) -> None:
+        """Write down why there is another round, in which failures of the one before count no more."""
+        if self.nodes.is_leader:
+            self.run.append_event(event)
+            self.run.forget_failures()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voices:
+    """Destinations of what ranks say."""
+
+    of: Callable[[int], Voice]
+    """Function that returns the destination of a rank's output."""
+    relay: Relay | None = None
+    """Console of those voices that lead to its descriptor."""
+    is_read_at_once: bool = False
+    """True if the process that shows them is started before there is anything to show."""
+
+
+def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
+    """Start a run's ranks of this host, and return when those of all hosts have ended.
+
+    Args:
+        launch: What is started.
+        notes: What is noted of them.
+        voices: Where goes what they say; None for one rank that keeps the terminal.
+    """
+    notes.run.forget_failures()
+    if crowded := crowding(launch.nodes.me.num_ranks):
+        notes.say(crowded)
+    if voices is None:
+        return run_workers(replace(launch, output_of=lambda rank: Output(is_terminal=True), listener=notes))
+    with closing(RankLogs(voices.of, launch.nodes.own_ranks, voices.relay)) as logs:
+        if voices.is_read_at_once:
+            logs.start()
+
+        def output_of(rank: int) -> Output:
+            return Output(descriptors=logs.descriptors_of(rank), has_live_line=voices.of(rank).has_live_line)
+
+        return run_workers(replace(launch, output_of=output_of, logs=logs, listener=notes))
+
+
+def failure_of(
+    outcome: Outcome, verdict: Verdict | None, *, after_lost: str = "", after_hang: str = ""
+) -> WorkerFailed | None:
+    """Return the error that a run ends with because of its ranks or nodes; None where none of them failed.
+
+    Args:
+        outcome: How all ended.
+        verdict: What was found out about ranks that failed.
+        after_lost: What may be done where a node is lost.
+        after_hang: What may be done where ranks were ended because they hung.
+    """
+    if outcome.lost is not None:
+        text, exit_code = f"{outcome.lost}{after_lost}", FAILED
+    elif outcome.hang is not None:
+        text, exit_code = f"the ranks were ended because they hung (--on-hang){after_hang}", FAILED
+    elif verdict is not None:
+        text, exit_code = verdict.text, verdict.exit_code
+    else:
+        return None
+    return WorkerFailed(text if outcome.refusal is None else f"{text}\n{outcome.refusal}", exit_code)
+
+
+def status_of(error: DureError | None) -> str:
+    """Return the status of a run that ended so, as its summary says it."""
+    if error is None:
+        return "completed"
+    return "interrupted" if isinstance(error, Interrupted) else "failed"

@@ -1,0 +1,109 @@
+"""Jobs of ranks: one record per kind of work, as a launcher hands it to the module that does the work."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from dure.plain_values import from_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Training of a run's task, whose settings are in the run's folder."""
+
+    run: str
+    """Path of the run's folder."""
+    task_code: str | None = None
+    """Digest of the task's class in the launcher; None if a launcher of another kind started the rank."""
+    asked: Mapping[str, Any] | None = None
+    """Facts that ranks must agree on, where a launcher asked each of them by itself; None if one process asked all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateJob:
+    """Evaluation of a run's checkpoint."""
+
+    run: str
+    """Path of the run's folder."""
+    spec: Mapping[str, Any]
+    """Settings, which may be other than the run's own."""
+    which: str
+    """`best` or `last`."""
+    answer: str
+    """Name of the file in the run's folder for the result."""
+    task_code: str | None = None
+    """Digest of the task's class in the launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptJob:
+    """Run of a script."""
+
+    script: str
+    """Path of a file, or name of a module."""
+    run: str
+    """Name of the run."""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    local_rank_argument: str = "auto"
+    """Form of the local rank's argument: `auto`, `none`, `dash` or `underscore`."""
+    max_restarts: int = 0
+    role: str = "default"
+    num_nodes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """Settings of a measurement."""
+
+    collectives: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    """Algorithms for all_reduce; `auto` is the one that a run would take."""
+    sizes: tuple[int, ...]
+    """Sizes in bytes."""
+    dtype: str
+    op: str
+    warm_up: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchJob:
+    """Measurement of collectives."""
+
+    device: str
+    backend: str
+    timeout_seconds: float
+    rows: str
+    """Path of the file for the rows."""
+    plan: BenchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightJob:
+    """Try of the collectives of a run to come."""
+
+    progress: tuple[str, ...]
+    """Path of a file for each rank of this host."""
+    device: str
+    num_devices: int
+    backend: str
+    timeout_seconds: float
+    """Limit of each call."""
+
+
+Job = TrainJob | EvaluateJob | ScriptJob | BenchJob | PreflightJob
+_KINDS: Mapping[str, type[Job]] = {kind.__name__: kind for kind in get_args(Job)}
+
+
+def job_to_json(job: Job) -> dict[str, Any]:
+    """Return a job as plain JSON values."""
+    return {"kind": type(job).__name__, "job": asdict(job)}
+
+
+def job_from_json(data: Mapping[str, Any]) -> Job:
+    """Rebuild a job from `job_to_json`'s answer.
+
+    Raises:
+        DocumentInvalid: It is none.
+    """
+    return from_plain(_KINDS[data["kind"]], data["job"])

@@ -1,0 +1,71 @@
+"""Orders to the ranks of a round that follow from how the ranks of the rounds before it ended."""
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOrders:
+    """Orders to the ranks of one round."""
+
+    microbatch_size: int | None = None
+    """Most samples per backward on one device, if ranks ran out of memory with more; None to use the spec's."""
+    trusted_samples: int | None = None
+    """Samples seen up to which the run is known to be right, and from which it goes on; None to trust all of it."""
+    stopped_by: int | None = None
+    """Stop signal that ended a round, after which the ranks only save the snapshots in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restart:
+    """A restart that is decided."""
+
+    number: int
+    """Number of this restart among those that count, from 1."""
+    rank: int
+    """Rank whose failure was the first cause."""
+    step: int
+    """Step of that rank when it failed; -1 before the first."""
+    cause: str
+    """Cause in one line."""
+    microbatch_sizes: tuple[int, int] | None = None
+    """Microbatch sizes before and after, if memory ran out. Such a restart does not count."""
+    go_back_to: int | None = None
+    """Samples seen up to which the run can be trusted, if it is to go back to there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundPlan:
+    """Plan of a round: the orders to its ranks, and the reason why there is one more."""
+
+    orders: RoundOrders = field(default_factory=RoundOrders)
+    restart: Restart | None = None
+    """Restart that it is the consequence of, if any."""
+    change: str | None = None
+    """Reason why the round before was ended, if that was no rank's failure."""
+
+    @property
+    def lasting(self) -> "RoundPlan":
+        """Return the part that holds for every following round too."""
+        return RoundPlan(orders=replace(self.orders, stopped_by=None))
+
+    def after_restart(self, restart: Restart, *, has_begun: bool) -> "RoundPlan":
+        """Return the plan for the round that a restart begins.
+
+        Args:
+            restart: Why there is another.
+            has_begun: Whether a rank had begun a step in this one: then all have forgotten what was not to be trusted.
+        """
+        orders = self.lasting.orders
+        if restart.microbatch_sizes is not None:
+            orders = replace(orders, microbatch_size=restart.microbatch_sizes[1])
+        if restart.go_back_to is not None or has_begun:
+            orders = replace(orders, trusted_samples=restart.go_back_to)
+        return RoundPlan(orders=orders, restart=restart)
+
+    def after_change(self, why: str | None) -> "RoundPlan":
+        """Return the plan for the round that begins because other nodes are there."""
+        return replace(self.lasting, change=why)
+
+    def stopped_by(self, number: int) -> "RoundPlan":
+        """Return the plan with the order to save only what ranks have left in memory, because of a stop signal."""
+        return replace(self, orders=replace(self.orders, stopped_by=number))

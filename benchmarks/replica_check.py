@@ -108,7 +108,7 @@ def runs(model: str, num_rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="dure-replica-check-") as name:
         with mock.patch.object(ReplicaCheck, "is_due", is_due):
             run = train(Path(name), "turns", model, num_steps)
-        times = [record["time"] for record in run.records(0)]
+        times = [record.time for record in run.records(0)]
         seconds: dict[str, list[float]] = {kind: [] for kind in (WITHOUT, AGAIN, WITH)}
         for number, kind in enumerate(turns):
             begin = SKIPPED + number * block - 1

@@ -1,6 +1,7 @@
 """Fields of records that a file or a peer holds: their types with limits, and the one check of a record."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -33,6 +34,19 @@ Number = _Whole | Annotated[float, Field(strict=True)]
 """Number of any kind: a whole one stays whole, and it may be infinite or none."""
 Time = Annotated[float, Field(strict=True, ge=0, lt=2**63, allow_inf_nan=False)]
 """Seconds since the epoch."""
+
+
+def record_from_json(kind: type[Record], found: object) -> Record:
+    """Return a dataclass's instance from `dataclasses.asdict`'s answer, as it comes out of JSON.
+
+    Raises:
+        DocumentInvalid: It is no such record.
+    """
+    adapter: TypeAdapter[Record] = _adapter_of(kind)
+    return checked(adapter, found, 1)
+
+
+_adapter_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def checked(adapter: TypeAdapter[Record], found: object, version: int) -> Record:

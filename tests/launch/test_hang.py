@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from dure.checked import record_from_json
 from dure.failures.frames import OWN_ROOT, Frame
 from dure.launch.hangs.diagnosis import explain, verdict_from_json
 from dure.launch.hangs.rank_state import Call, Collective, RankState
 from dure.launch.worker.stacks import parse_stacks
-from dure.plain_values import from_plain
 
 TORCH = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -178,7 +178,7 @@ def test_rank_when_no_frame_is_the_users_then_no_line_is_made_up():
 def test_verdict_when_written_down_then_is_read_as_it_was():
     verdict = explain([rank(0, call()), rank(1, collectives=None)], 12.0)
     assert verdict_from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
-    assert from_plain(RankState, json.loads(json.dumps(verdict.states[0].to_json()))) == verdict.states[0]
+    assert record_from_json(RankState, json.loads(json.dumps(verdict.states[0].to_json()))) == verdict.states[0]
 
 
 def test_stacks_when_parsed_then_the_main_thread_is_known_and_the_launcher_left_out():

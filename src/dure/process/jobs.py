@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from dure.plain_values import from_plain
+from dure.checked import record_from_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +106,4 @@ def job_from_json(data: Mapping[str, Any]) -> Job:
     Raises:
         DocumentInvalid: It is none.
     """
-    return from_plain(_KINDS[data["kind"]], data["job"])
+    return record_from_json(_KINDS[data["kind"]], data["job"])

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dure.checked import record_from_json
 from dure.errors import DureError
 from dure.failures.frames import OWN_ROOT, Frame, users_frame
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.waits import BUSY_FRACTION, Wait, agree, awaited_by, circles, differ_in_peer, reached, wait_of
-from dure.plain_values import from_plain
 from dure.process.stop_signals import signal_name
 from dure.records.run_dir import RunDir
 from dure.terminal import tell
@@ -88,7 +88,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> HangVerdict:
         text=data["text"],
         culprits=tuple(data["culprits"]),
         is_certain=data["is_certain"],
-        states=tuple(from_plain(RankState, state) for state in data["ranks"]),
+        states=tuple(record_from_json(RankState, state) for state in data["ranks"]),
     )
 
 

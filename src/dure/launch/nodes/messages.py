@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
+from dure.checked import Count, Flag, Rank, Step, Text, Time, record_from_json
 from dure.documents import DocumentInvalid
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
 from dure.failures.frames import Frame
@@ -14,7 +15,6 @@ from dure.failures.verdict import WorkerEnd
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.nodes.channel import MESSAGE_LIMIT_BYTES
 from dure.launch.nodes.member import Member
-from dure.plain_values import from_plain
 from dure.process.round_orders import RoundPlan
 
 _LONGEST_TEXT = 3000
@@ -26,16 +26,16 @@ _MOST_FRAMES = 32
 class Join:
     """Introduction of a node that comes."""
 
-    num_nodes: str
+    num_nodes: Text
     """Nodes of the run, as the user gives them."""
-    node_rank: int
-    host: str
-    num_ranks: int
-    round: int = -1
+    node_rank: Count
+    host: Text
+    num_ranks: Count
+    round: Step = -1
     """Number of the last round that it took part in; -1 if it has not been there before."""
     facts: Mapping[str, Any]
     """Facts that must be the same on all nodes, by their names in words."""
-    time: float = 0.0
+    time: Time = 0.0
     """Time at which it was sent, by the clock of its node."""
 
 
@@ -43,13 +43,13 @@ class Join:
 class Welcome:
     """Answer of the leader to a node that may take part."""
 
-    leader: int
+    leader: Count
     members: tuple[Member, ...]
-    folder: str | None = None
+    folder: Text | None = None
     """Folder of the run, if it is under way."""
-    epoch: int = 0
+    epoch: Count = 0
     """Term of the leader."""
-    keeps_memory: bool = False
+    keeps_memory: Flag = False
     """True if the snapshots in memory of that node are of the state that the run goes on from."""
 
 
@@ -62,8 +62,8 @@ class Later:
 class Refused:
     """Reason why a node does not go on."""
 
-    message: str
-    code: int
+    message: Text
+    code: Count
     """Exit code of its launcher."""
 
 
@@ -95,8 +95,8 @@ class Ready:
 class Round:
     """Begin of a round."""
 
-    number: int
-    port: int
+    number: Count
+    port: Count
     """Port of its store, on the leader."""
     members: tuple[Member, ...]
     """Nodes that take part."""
@@ -107,8 +107,8 @@ class Round:
 class Signal:
     """Stop signal that a node got."""
 
-    number: int
-    ordinal: int
+    number: Count
+    ordinal: Count
     """Ordinal of the signal on that node, from 1."""
 
 
@@ -116,7 +116,7 @@ class Signal:
 class Ending:
     """Word that the first ranks of a node have ended."""
 
-    why: str
+    why: Text
     """`failed`, `stopped` or `ended`."""
 
 
@@ -126,7 +126,7 @@ class End:
 
     end: Mapping[str, Any]
     """Record of it, as `end_to_json` returns it."""
-    node_rank: int | None = None
+    node_rank: Count | None = None
     """Node of the rank; None if it is the sender's."""
 
 
@@ -134,9 +134,9 @@ class End:
 class Done:
     """Word that all ranks of a node have ended."""
 
-    steps: Mapping[int, int]
+    steps: Mapping[int, Step]
     """Step in which each was, by rank."""
-    has_snapshots: bool
+    has_snapshots: Flag
     """True if they have left snapshots in memory."""
 
 
@@ -144,7 +144,7 @@ class Done:
 class Over:
     """End of the run."""
 
-    refusal: str | None = None
+    refusal: Text | None = None
     """Reason why the ranks were not started once more, where there is more to say than the failure."""
 
 
@@ -152,8 +152,8 @@ class Over:
 class Lost:
     """Reason why a round cannot go on."""
 
-    text: str
-    is_fatal: bool
+    text: Text
+    is_fatal: Flag
     """True if the run does not go on either."""
 
 
@@ -161,18 +161,18 @@ class Lost:
 class Look:
     """Request of the leader to probe the ranks of each node."""
 
-    number: int
+    number: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookWish:
     """Request of a node that all be probed."""
 
-    seconds: float
+    seconds: Time
     """Time for which no step has finished."""
-    only_if_waited: bool
+    only_if_waited: Flag
     """True if it is no hang where no rank waits for another."""
-    is_confirmed: bool
+    is_confirmed: Flag
     """True if a certain verdict takes a second look."""
 
 
@@ -180,7 +180,7 @@ class LookWish:
 class State:
     """State of one rank, found in a look."""
 
-    number: int
+    number: Count
     """Number of the look."""
     state: RankState
 
@@ -189,7 +189,7 @@ class State:
 class Looked:
     """Word that a node has sent the states of all its ranks."""
 
-    number: int
+    number: Count
     """Number of the look."""
 
 
@@ -197,10 +197,10 @@ class Looked:
 class Hang:
     """Verdict over the ranks of all nodes."""
 
-    text: str
-    culprits: tuple[int, ...]
-    is_certain: bool
-    acts: bool
+    text: Text
+    culprits: tuple[Rank, ...]
+    is_certain: Flag
+    acts: Flag
     """True if the ranks are to be ended."""
 
 
@@ -208,7 +208,7 @@ class Hang:
 class NoHang:
     """Result of a look that was no hang."""
 
-    seconds: float
+    seconds: Time
     """Time for which no step had finished."""
 
 
@@ -233,8 +233,11 @@ def decode(data: Mapping[str, Any]) -> Message:
     """
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise DocumentInvalid(f"there is no kind of message {str(kind)[:40]!r}")
-    return from_plain(_KINDS[kind], {name: value for name, value in data.items() if name != "kind"})
+        raise DocumentInvalid(f"of kind {str(kind)[:40]!r} is not known")
+    try:
+        return record_from_json(_KINDS[kind], data)
+    except DocumentInvalid as error:
+        raise DocumentInvalid(f"of kind {kind} {error}") from None
 
 
 def refusal_of(error: BaseException) -> Refused:

@@ -274,7 +274,7 @@ class Nodes(Roster, Links):
             except ChannelClosed as error:
                 self._lose(rank, str(error))
             except DocumentInvalid as error:
-                self._lose(rank, f"it said what makes no sense: {error}")
+                self._lose(rank, f"its message {error}")
             except (KeyError, TypeError, ValueError, StopIteration):
                 self._lose(rank, "it said what makes no sense")
         if time.monotonic() >= self._next_beat:

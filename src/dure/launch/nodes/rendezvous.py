@@ -302,7 +302,7 @@ def _come(settings: NodeSettings, family: int, address: Address, secret: bytes, 
         except DocumentInvalid as error:
             channel.close()
             raise Misuse(
-                f"node 0 speaks another protocol ({error}): install the same version of dure on all nodes"
+                f"node 0 speaks another protocol (its message {error}): install the same version of dure on all nodes"
             ) from None
         except BaseException as error:
             with suppress(ChannelClosed):
@@ -357,7 +357,7 @@ def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> 
                 case Later():
                     return None
                 case message:
-                    raise DocumentInvalid(f"{type(message).__name__} answers no node that joins")
+                    raise DocumentInvalid(f"of kind {type(message).__name__} is no answer to a node that comes")
         # node 0 has its own clock for this, and says who is missing
         if time.monotonic() > deadline + settings.timeout_seconds:
             raise EnvironmentLacks(f"node 0 at {settings.rendezvous} says nothing: see what it is at")

@@ -1,10 +1,11 @@
 """The loss of the first samples, as ranks compare it."""
 
 import pytest
+import torch
 
 from dure.errors import DataInvalid
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks
-from dure.training.task.identity import refuse_unlike_samples
+from dure.training.task.identity import refuse_unlike_samples, sample_views
 
 
 def first(value, gradient=2.0):
@@ -43,22 +44,34 @@ def test_ranks_with_other_losses_are_named(everyones, figures):
 
 
 def test_samples_that_ranks_have_in_common_are_not_refused():
-    one, other = ["a", [1.0, 2.0]], ["b", [0.5]]
+    one, other = ["a", "rest", [1.0, 2.0]], ["b", "rest", [0.5]]
     refuse_unlike_samples([{"training": {"0": one, "9": other}}, {"training": {"0": one}}, {"training": {}}])
 
 
 def test_samples_that_hosts_round_otherwise_are_not_refused():
-    refuse_unlike_samples([{"training": {"0": ["a", [1e-9, 2.0]]}}, {"training": {"0": ["b", [-1e-9, 2.0 + 1e-6]]}}])
+    refuse_unlike_samples(
+        [{"training": {"0": ["a", "rest", [1e-9, 2.0]]}}, {"training": {"0": ["b", "rest", [-1e-9, 2.0 + 1e-6]]}}]
+    )
 
 
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
-@pytest.mark.parametrize("view", [["c", [0.6, 2.0]], ["c", []], ["c", [0.5]]])
+@pytest.mark.parametrize("view", [["c", "rest", [0.6, 2.0]], ["c", "rest", []], ["c", "rest", [0.5]]])
 def test_samples_that_differ_are_refused(kind, view):
-    everyones = [{kind: {"0": ["a", []], "9": ["b", [0.5, 2.0]]}}, {kind: {"0": ["a", []], "9": view}}]
+    everyones = [
+        {kind: {"0": ["a", "rest", []], "9": ["b", "rest", [0.5, 2.0]]}},
+        {kind: {"0": ["a", "rest", []], "9": view}},
+    ]
     with pytest.raises(DataInvalid, match=f"sample 9 of the {kind} data is another one on rank 1 than on rank 0"):
         refuse_unlike_samples(everyones)
 
 
 def test_samples_without_floating_point_numbers_are_compared_as_they_are():
     with pytest.raises(DataInvalid, match="sample 0 of the training data is another one on rank 1"):
-        refuse_unlike_samples([{"training": {"0": ["a", []]}}, {"training": {"0": ["b", []]}}])
+        refuse_unlike_samples([{"training": {"0": ["a", "rest", []]}}, {"training": {"0": ["b", "rest", []]}}])
+
+
+def test_samples_whose_labels_alone_differ_are_refused():
+    x = torch.tensor([0.5, 2.0])
+    views = [sample_views({"0": f"digest of {label}"}, lambda index, label=label: (x, label)) for label in (1, 2)]
+    with pytest.raises(DataInvalid, match="sample 0 of the training data is another one on rank 1"):
+        refuse_unlike_samples([{"training": view} for view in views])

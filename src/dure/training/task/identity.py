@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dure.errors import DataInvalid, TaskInvalid
+from dure.strategies.contract.batches import map_tensors
 from dure.strategies.state.containers import tensors_in
 from dure.training.task.code_digest import code_digests
 from dure.training.task.digests import digest
@@ -92,13 +93,22 @@ def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence
 
 
 def sample_views(digests: Mapping[str, str], fetch: Callable[[int], Any]) -> dict[str, Any]:
-    """Return what is compared between ranks: digests of samples, and sums and norms of their floating-point numbers.
+    """Return what is compared between ranks.
 
     Args:
         digests: Of samples, by index.
         fetch: Returns one sample.
+
+    Returns:
+        By index: the digest, that of all but floating-point tensors, and sums and norms of these.
     """
-    return {index: [digest, _sums_of(fetch(int(index)))] for index, digest in digests.items()}
+
+    def view(index: str) -> list[Any]:
+        sample = fetch(int(index))
+        rest = map_tensors(sample, lambda tensor: list(tensor.shape) if tensor.is_floating_point() else tensor)
+        return [digests[index], digest(rest), _sums_of(sample)]
+
+    return {index: view(index) for index in digests}
 
 
 def _sums_of(sample: Any) -> list[float]:
@@ -108,9 +118,9 @@ def _sums_of(sample: Any) -> list[float]:
 
 def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two views are of one sample: hosts with other processors may round its numbers otherwise."""
-    (digest, sums), (others_digest, others) = one, other
-    if digest == others_digest:
-        return True
+    (digest, rest, sums), (others_digest, others_rest, others) = one, other
+    if digest == others_digest or rest != others_rest:
+        return bool(digest == others_digest)
     scale = max(map(abs, (*sums, *others)), default=0.0)
     return (
         bool(sums)

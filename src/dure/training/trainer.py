@@ -78,7 +78,7 @@ class Conductor:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
-        self._set_by_schedule: frozenset[str] = frozenset()
+        self._set_by_schedule: set[str] = set()
         """Plain state that the schedule sets, on all ranks alike."""
         self._set_by_step: set[str] = set()
         """Plain state that hooks on the optimiser's step change, on all ranks alike."""
@@ -104,7 +104,9 @@ class Conductor:
             position, orders = self.position, session.place.orders
             trusted = orders.trusted_samples
             # before anything is loaded, as in a run that begins: it may set what the task keeps
+            before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
+            self._set_by_schedule |= before.changed().keys()
             self.saver.go_on(self.memory, trusted)
             if orders.stopped_by is not None:
                 return self._save_and_leave(orders.stopped_by)
@@ -127,7 +129,8 @@ class Conductor:
             self.scalars = Scalars(self.run.path / "tensorboard") if spec.tensorboard and self.is_first else None
             if self.scalars is not None:
                 resources.callback(self.scalars.close)
-            schedule, self._set_by_schedule = asked_schedule(session, asked)
+            schedule, set_by_schedule = asked_schedule(session, asked)
+            self._set_by_schedule |= set_by_schedule
             if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
                 session.notes += rehearse_evaluation(session, self.best)
             self._say_start()

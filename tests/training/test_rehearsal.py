@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dure
+from dure.errors import WorkerFailed
 from tests.conformance.cases import largest_difference, records_of, train_case, weights_of
 from tests.conformance.tasks import Regression
 
@@ -115,3 +116,37 @@ def test_evaluation_that_limits_embeddings_is_declared_and_its_rehearsal_leaves_
     assert [text.partition(":")[0] for text in declared] == ["weights"]
     # the step has looked up at most 12 rows, and the rehearsal 24 others or the same
     assert records_of(run)[0]["loss_sum"] / 4 > 30
+
+
+class Averaging(torch.optim.SGD):
+    """Has other weights for evaluations, as schedule-free optimisers do."""
+
+    def eval(self):
+        self._scale(0.5)
+
+    def train(self):
+        self._scale(2.0)
+
+    def _scale(self, factor):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(factor)
+
+
+class ScheduleFree(Regression):
+    """Evaluates with an optimiser's other weights."""
+
+    def build_optimizer(self, model):
+        self.optimiser = Averaging(model.parameters(), lr=0.1)
+        return self.optimiser
+
+    def loss(self, model, batch):
+        if not model.training:
+            self.optimiser.eval()
+        return super().loss(model, batch)
+
+
+def test_optimiser_when_it_has_other_weights_for_evaluations_then_what_to_do_instead_is_said(tmp_path):
+    with pytest.raises(WorkerFailed, match=r"Averaging changes .* for an evaluation .*AveragedModel") as error:
+        train_case(tmp_path, ScheduleFree(), samples=44)
+    assert error.value.exit_code == 2

@@ -208,6 +208,13 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     limits = [name for name in written if name in limited]
     for name in limits:
         limited[name].put_back()
+    optimizer = strategy.built_optimizer
+    if limits != written and all(callable(getattr(optimizer, name, None)) for name in ("eval", "train")):
+        raise TaskInvalid(
+            f"{type(optimizer).__name__} changes {few_of(written)} for an evaluation (by eval() and train(), as "
+            "schedule-free optimisers do), so checkpoints would hold other weights than those evaluated: evaluate an "
+            "average that the task keeps (torch.optim.swa_utils.AveragedModel), or use AdamW with a schedule"
+        )
     if limits != written:
         raise TaskInvalid(
             f"the task's loss or metrics change {few_of(written)} in an evaluation, which is to look at the model "

@@ -443,7 +443,7 @@ class Strategy(ABC):
         elif self.data_world_size > 1 and (learned := self.traits.learned_writes):
             faults.append(
                 f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "
-                "set them from a few samples in build_model, or use --strategy single"
+                "keep them as buffers, set them from a few samples in build_model, or use --strategy single"
             )
         return faults
 

@@ -504,6 +504,6 @@ class Wrapped(Optimizer):
 
 
 @feature("Optimisers", "a wrapper of an optimiser that has not called the constructor")
-class WrappedOptimizer(ZooTask):
+class BareWrapper(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         return Wrapped(super().build_optimizer(model))

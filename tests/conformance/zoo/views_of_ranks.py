@@ -370,7 +370,8 @@ class NormOverRanks(ZooTask):
 class DataByWorldSize(ZooTask):
     def train_data(self) -> Any:
         whole = super().train_data()
-        return torch.utils.data.Subset(whole, range(len(whole) // (3 * world_size()) * 3 * world_size()))
+        multiple = world_size() ** 3
+        return torch.utils.data.Subset(whole, range(len(whole) // multiple * multiple))
 
 
 @feature("Ranks and copies", "first weights scaled by the number of ranks", declares=WORLD)

@@ -315,7 +315,8 @@ class Conductor:
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
         set_elsewhere = (*self._set_by_schedule, *self._set_by_step, *self._set_by_evaluation)
-        known = (*traits.learned_state, *traits.counted_state, *set_elsewhere)
+        drawn = self.session.kept.generators if strategy.draws else ()  # by draws, which are declared
+        known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         return self.session.kept.changed_since(known)
 
     def _say_lost(self, lost: list[LostShare]) -> None:

@@ -47,6 +47,8 @@ class KeptState:
         self._watched = roots if self._saves_itself else {"task": task, **roots}
         self._built = self.state_now()
         self._owners = self._built.owners
+        self.generators = self._built.generators()
+        """Paths of the generators of random numbers."""
         self._model = model
         self._unsaved = {f"{path}._buffers": UnsavedBuffers(module) for path, module in modules.items()}
         self._unsaved_names = [*map(_NON_PERSISTENT, modules.values())]

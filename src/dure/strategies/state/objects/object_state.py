@@ -168,6 +168,10 @@ class ObjectState:
             found |= {(path, name or each) for each in ([name] if place.names is None else place.names())}
         return found
 
+    def generators(self) -> list[str]:
+        """Return the paths of the generators of random numbers among the objects."""
+        return [place.path for place in self._places if place.is_generator]
+
     def drawn(self) -> list[str]:
         """Return the paths of the generators of random numbers, among the objects, that have been drawn from."""
         return [place.path for place in self._places if place.is_generator and place.has_changed()]

@@ -17,17 +17,17 @@ OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ddp": ((), ("--backend", "gloo"), ("--check-replicas-every", "2")),
     "ring_ddp": ((), ("--comm", "ring"), ("--comm", "tree")),
     "naive_ddp": ((), ("--comm", "naive")),
-    "fsdp": ((), ("--no-reshard-after-forward",)),
-    "pipeline": ((), ("--schedule", "gpipe")),
-    "averaging": (("--average-every", "4"),),
-    "diloco": (("--average-every", "4"),),
+    "fsdp": ((), ("--no-fsdp.reshard-after-forward",)),
+    "pipeline": ((), ("--pipeline.schedule", "gpipe")),
+    "averaging": (("--averaging.average-every", "4"),),
+    "diloco": (("--diloco.average-every", "4"),),
     "parameter_server": (
         (),
-        ("--servers", "1"),
-        ("--no-sync",),
-        ("--no-sync", "--staleness", "2"),
-        ("--transport", "rpc"),
-        ("--transport", "rpc", "--no-sync"),
+        ("--parameter-server.servers", "1"),
+        ("--no-parameter-server.sync",),
+        ("--no-parameter-server.sync", "--parameter-server.staleness", "2"),
+        ("--parameter-server.transport", "rpc"),
+        ("--parameter-server.transport", "rpc", "--no-parameter-server.sync"),
     ),
 }
 """Settings of strategies that change how ranks work together; one is drawn."""
@@ -122,7 +122,8 @@ class Case:
         """Processes without a device."""
         if self.strategy != "parameter_server":
             return 0
-        return int(self.options[self.options.index("--servers") + 1]) if "--servers" in self.options else self.nproc
+        flag = "--parameter-server.servers"
+        return int(self.options[self.options.index(flag) + 1]) if flag in self.options else self.nproc
 
     @property
     def num_processes(self) -> int:
@@ -132,7 +133,7 @@ class Case:
     @property
     def is_in_step(self) -> bool:
         """True if ranks take every step together, so that snapshots in memory are taken."""
-        return STRATEGIES[self.strategy].is_exact and "--no-sync" not in self.options
+        return STRATEGIES[self.strategy].is_exact and "--no-parameter-server.sync" not in self.options
 
     def __str__(self) -> str:
         """Describe all that was drawn in one line."""

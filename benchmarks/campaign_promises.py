@@ -128,7 +128,7 @@ def promised_codes(case: Case, seen: Seen, node: int) -> set[int]:
 def is_missed(case: Case) -> bool:
     """Return whether it is a worker that the others go on without."""
     is_worker = case.fault.target in ("rank", "two ranks", "loader") and case.fault.rank < case.nproc
-    return "--no-sync" in case.options and is_worker
+    return "--no-parameter-server.sync" in case.options and is_worker
 
 
 def promised_words(case: Case, code: int) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def of_files(seen: Seen) -> Iterator[str]:
 
 def check_control(case: Case, control: Weights, single: Weights) -> Iterator[str]:
     """Check an undisturbed run against the one-process run, which defines what it is to come to."""
-    if not STRATEGIES[case.strategy].is_exact or "--no-sync" in case.options or case.dropout:
+    if not STRATEGIES[case.strategy].is_exact or "--no-parameter-server.sync" in case.options or case.dropout:
         return
     difference = max(float((control[name] - tensor).abs().max()) for name, tensor in single.items())
     if difference > TOLERANCE:

@@ -148,9 +148,9 @@ def disturbed_words(case: Case, folder: Path, runs: Path) -> tuple[object, ...]:
     fault = case.fault
     more: tuple[object, ...] = (
         *("--start", case.start, "--num-workers", case.num_workers, "--max-restarts", case.max_restarts),
-        *("--checkpoint-every-samples", case.checkpoint_every),
+        *("--checkpoint.every-samples", case.checkpoint_every),
         *("--task.paused-until", folder / "hurry", *PACES.get(fault.moment, USUAL_PACE)),
-        "--checkpoint-async" if case.checkpoint_async else "--no-checkpoint-async",
+        "--checkpoint.background" if case.checkpoint_async else "--no-checkpoint.background",
     )
     if fault.kind in ("SIGSTOP", "hang"):  # elsewhere a busy machine is slower than a few seconds
         more = (*more, "--hang-after", HANG_AFTER_SECONDS)

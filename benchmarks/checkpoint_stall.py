@@ -139,8 +139,8 @@ def runs(folder: Path, megabytes: int, num_rounds: int) -> dict[str, list[float]
     """Return seconds per step of whole runs, by how they save; the steps' own and what saves held them up."""
     ways: dict[str, dict[str, Any]] = {
         "no checkpoints": {},
-        "training waits": {"checkpoint_every_samples": STEPS_BETWEEN * BATCH, "checkpoint_async": False},
-        "beside training": {"checkpoint_every_samples": STEPS_BETWEEN * BATCH},
+        "training waits": {"checkpoint": {"every_samples": STEPS_BETWEEN * BATCH, "background": False}},
+        "beside training": {"checkpoint": {"every_samples": STEPS_BETWEEN * BATCH}},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     num_steps = 4 * STEPS_BETWEEN

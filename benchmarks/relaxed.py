@@ -43,7 +43,12 @@ def main() -> None:
 def _averaging(record: dict[str, Any], num_rounds: int) -> str:
     # a block is one whole period of averaging
     values = step_overhead.measure(
-        2, num_rounds=num_rounds, block=16, model="wide", strategy="averaging", settings={"average_every": 16}
+        2,
+        num_rounds=num_rounds,
+        block=16,
+        model="wide",
+        strategy="averaging",
+        settings={"averaging": {"average_every": 16}},
     )
     rows = [asdict(row) for row in compare(values, "compute alone")]
     record["parts"]["averaging"] = {"rows": rows}
@@ -83,8 +88,7 @@ def _seconds_of_updates(folder: Path, *, is_sync: bool) -> float:
         f"{HERE / 'slow_worker.py'}:SlowWorker",
         strategy="parameter_server",
         nproc=2,
-        servers=1,
-        sync=is_sync,
+        parameter_server={"servers": 1, "sync": is_sync},
         samples=16 * 2 * 120,
         global_batch_size=32,
         runs_dir=folder,

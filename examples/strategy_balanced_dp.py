@@ -10,7 +10,13 @@ import dure
 if __name__ == "__main__":
     for share in (0.5, 0.25):
         summary = dure.train(
-            Digits(), strategy="balanced_dp", nproc=2, device0_share=share, epochs=3, device="cpu", quiet=True
+            Digits(),
+            strategy="balanced_dp",
+            balanced_dp={"device0_share": share},
+            nproc=2,
+            epochs=3,
+            device="cpu",
+            quiet=True,
         )
         print(
             f"{share:.0%} of each batch on device 0: loss {summary.final_loss:.6f}, "

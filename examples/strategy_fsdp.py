@@ -20,19 +20,18 @@ def held_bytes(run: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for strategy, settings in {
+    for name, options in {
         "ddp": {},
         "fsdp": {},  # blocks are freed after forward and gathered again for backward: ZeRO stage 3
         "fsdp, kept": {"reshard_after_forward": False},  # and here they stay until then: a third less is sent
         "fsdp, twice": {"activation_checkpointing": True},  # nor are activations kept: forward is computed twice
     }.items():
+        strategy = name.partition(",")[0]
         summary = dure.train(
-            TASK, strategy=strategy.partition(",")[0], nproc=2, samples=320, device="cpu", quiet=True, **settings
+            TASK, strategy=strategy, nproc=2, samples=320, device="cpu", quiet=True, **{strategy: options}
         )
         run = Path(summary.run)
         sent = json.loads((run / "rank0.jsonl").read_text().splitlines()[-1])["sent_bytes"]
-        print(
-            f"{strategy}: {summary.metrics['bits_per_character'].value:.4f} bits per character, {sent:,} bytes a step"
-        )
-        for name, num_bytes in held_bytes(run).items():
-            print(f"  {name} {num_bytes:,} bytes")
+        print(f"{name}: {summary.metrics['bits_per_character'].value:.4f} bits per character, {sent:,} bytes a step")
+        for file, num_bytes in held_bytes(run).items():
+            print(f"  {file} {num_bytes:,} bytes")

@@ -37,7 +37,7 @@ class AlexNet(CIFAR10):
 
 if __name__ == "__main__":
     task = AlexNet(image_folder=sys.argv[1] if len(sys.argv) > 1 else "")
-    settings = {"cuts": "classifier", "samples": 64, "global_batch_size": 16, "quiet": True}
+    settings = {"model_parallel": {"cuts": "classifier"}, "samples": 64, "global_batch_size": 16, "quiet": True}
     summary = dure.train(task, strategy="model_parallel", nproc=2, **settings)
     for device, part in enumerate(task.build_model()):
         print(f"device {device}: {sum(4 * p.numel() for p in part.parameters()):,} bytes of parameters")

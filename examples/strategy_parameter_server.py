@@ -2,7 +2,7 @@
 
 python examples/strategy_parameter_server.py
 
-The price is staleness: a gradient is of weights that others have changed meanwhile. `--staleness` bounds it.
+The price is staleness: a gradient is of weights that others have changed meanwhile. The option `staleness` bounds it.
 """
 
 import json
@@ -27,8 +27,10 @@ class Uneven(Digits):
 
 if __name__ == "__main__":
     for pace, chosen in (("in step", {}), ("own pace", {"sync": False}), ("bounded", {"sync": False, "staleness": 3})):
-        settings = {"nproc": 2, "servers": 1, "epochs": 8, "device": "cpu", "quiet": True, **chosen}
-        summary = dure.train(Uneven(), strategy="parameter_server", **settings)
+        options = {"servers": 1, **chosen}
+        summary = dure.train(
+            Uneven(), strategy="parameter_server", parameter_server=options, nproc=2, epochs=8, device="cpu", quiet=True
+        )
         steps = [json.loads(line) for line in Path(summary.run, "rank0.jsonl").read_text().splitlines()]
         waited = sum(step["sync_seconds"] + step["optimizer_seconds"] for step in steps)
         waited /= sum(step["wall_seconds"] for step in steps)

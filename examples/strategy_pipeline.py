@@ -26,13 +26,16 @@ class UntiedGPT(CharGPT):
 
 if __name__ == "__main__":
     settings = {"nproc": 2, "device": "cpu", "global_batch_size": 16, "samples": 80, "quiet": True}
-    for layout in (
-        {"schedule": "gpipe", "microbatch_size": 16},
-        {"schedule": "gpipe", "microbatch_size": 4},
-        {"schedule": "1f1b", "microbatch_size": 4, "cuts": "blocks.3"},
-        {"schedule": "interleaved", "microbatch_size": 4},
+    for size, layout in (
+        (16, {"schedule": "gpipe"}),
+        (4, {"schedule": "gpipe"}),
+        (4, {"schedule": "1f1b", "cuts": "blocks.3"}),
+        (4, {"schedule": "interleaved"}),
     ):
-        summary = dure.train(UntiedGPT(layers=6), strategy="pipeline", **settings, **layout)
+        summary = dure.train(
+            UntiedGPT(layers=6), strategy="pipeline", pipeline=layout, microbatch_size=size, **settings
+        )
         steps = [json.loads(line) for line in Path(summary.run, "rank1.jsonl").read_text().splitlines()]
         idle = median(step["measured"]["bubble_fraction"] for step in steps)
-        print(f"{layout}: loss {summary.metrics['loss'].value:.4f}, {idle:.0%} idle, {steps[0]['sent_bytes']:,} bytes")
+        loss, sent = summary.metrics["loss"].value, steps[0]["sent_bytes"]
+        print(f"{layout}, {size} at a time: loss {loss:.4f}, {idle:.0%} idle, {sent:,} bytes")

@@ -17,7 +17,13 @@ if __name__ == "__main__":
     for cuts in (None, "2", "2,5"):
         num_ranks = 1 if cuts is None else 2 + cuts.count(",")
         summary = dure.train(
-            Digits(), strategy="rpc_model", nproc=num_ranks, cuts=cuts, epochs=1, device="cpu", quiet=True
+            Digits(),
+            strategy="rpc_model",
+            rpc_model={"cuts": cuts},
+            nproc=num_ranks,
+            epochs=1,
+            device="cpu",
+            quiet=True,
         )
         print(f"{num_ranks} section(s): loss {summary.metrics['loss'].value:.4f}")
         for rank in range(num_ranks):

@@ -26,8 +26,12 @@ from tests.training.test_session import Small, train
         ("--device that is there", "device= that is there"),
         ("--mesh data=2,pipeline=2 needs", 'mesh="data=2,pipeline=2" needs'),
         ("--drop-last with 6 samples", "drop_last=True with 6 samples"),
-        ("with --no-sync: gradients", "with sync=False: gradients"),
-        ("--reshard-after-forward false keeps", "reshard_after_forward=False keeps"),
+        ("with --no-compile: slower", "with compile=False: slower"),
+        ("set --no-fsdp.cpu-offload, or", 'set fsdp={"cpu_offload": False}, or'),
+        ("name some with --fsdp.units, or", 'name some with fsdp={"units": ...}, or'),
+        ("pass --ddp.find-unused-parameters=true, or", 'pass ddp={"find_unused_parameters": True}, or'),
+        ("flag --ring-ddp.message-size: no", 'argument ring_ddp["message_size"]: no'),
+        ("--shuffle false keeps", "shuffle=False keeps"),
         ("--config run.toml cannot be read", 'config="run.toml" cannot be read'),
         ("give --task.hidden-size", "give task option hidden_size"),
         ("flag --task.hidden: no", "task option hidden: no"),
@@ -47,7 +51,7 @@ def test_flag_of_a_setting_when_it_is_said_to_python_then_none_is_left(name):
 
 def test_train_when_settings_are_wrong_then_all_are_named_as_arguments(tmp_path):
     with pytest.raises(SpecInvalid, match="argument nproc") as caught:
-        train(Small, tmp_path, nproc="many", gpus=2, outer_lr=0.5, task_options={"width": 3})
+        train(Small, tmp_path, nproc="many", gpus=2, diloco={"outer_lr": 0.5}, task_options={"width": 3})
     assert "--" not in str(caught.value)
     assert caught.value.faults[0] == "argument gpus: unknown setting 'gpus': use nproc="
     assert str(caught.value) == "\n".join(caught.value.faults)

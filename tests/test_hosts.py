@@ -135,7 +135,7 @@ def test_spec_when_a_launcher_started_ranks_on_several_hosts_then_nproc_is_of_th
 def test_spec_when_a_launcher_started_servers_too_then_they_are_no_devices(
     here, world_size, servers, nproc, num_devices
 ):
-    spec = under(torchrun(here, world_size), strategy="parameter_server", servers=servers)
+    spec = under(torchrun(here, world_size), strategy="parameter_server", parameter_server={"servers": servers})
     assert (spec.nproc, spec.num_devices) == (nproc, num_devices)
 
 

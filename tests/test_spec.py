@@ -17,7 +17,9 @@ from dure.spec import (
     SETTINGS,
     ResolvedSpec,
     RunSpec,
+    field_of,
     flag_name,
+    option_names,
     requirement,
     resolve,
     same_task,
@@ -85,7 +87,7 @@ def test_value_when_given_in_every_source_then_the_highest_wins(tmp_path: Path) 
 
 
 def test_origin_when_resolved_then_names_a_source_of_every_field() -> None:
-    assert set(RunSpec.model_fields) <= set(settle({"epochs": 3}).origin)
+    assert set(SETTINGS) <= set(settle({"epochs": 3}).origin)
 
 
 def test_none_when_given_then_counts_as_not_given() -> None:
@@ -147,11 +149,11 @@ def test_length_when_a_higher_source_counts_otherwise_then_the_lower_one_is_set_
         ),
         ({"nproc": 65}, "default: global_batch_size is 64, less than one sample for each of 65 devices: raise it"),
         (
-            {"precision": "fp16", "cpu_offload": True, "strategy": "fsdp"},
+            {"precision": "fp16", "fsdp": {"cpu_offload": True}, "strategy": "fsdp"},
             "flag --precision: precision is fp16 and cpu_offload is set, but torch's GradScaler would",
         ),
         ({"strategy": "single", "nproc": 2}, "flag --strategy: strategy single uses one device but nproc is 2: choose"),
-        ({"device0_share": 0.2}, "flag --device0-share: device0_share is 0.2 but strategy single cannot honour it"),
+        ({"balanced_dp": {"device0_share": 0.2}}, "flag --balanced-dp.device0-share: strategy single has no option"),
         ({"backend": "nccl", "device": "cpu"}, "flag --backend: backend nccl cannot reach device cpu: choose gloo"),
         ({"strategy": "dpp"}, "flag --strategy: unknown strategy 'dpp': did you mean dp? known: dp, ddp, "),
         ({"epoch": 3}, "flag --epoch: unknown setting 'epoch': use --epochs"),
@@ -213,7 +215,7 @@ def test_setting_when_another_tool_has_it_then_what_takes_its_place_is_said_as_t
 
 
 def test_foreign_names_when_read_then_none_is_a_setting_and_each_place_is_one() -> None:
-    names = {*SETTINGS, *OTHER_NAMES, "resume", "show_spec"}
+    names = {*SETTINGS, *OTHER_NAMES, *option_names(STRATEGIES), "resume", "show_spec"}
     assert not names & set(_SENTENCES)
     for name in _SENTENCES:
         assert place_of(name, names, flag_name) is not None, name
@@ -294,8 +296,8 @@ def test_resume_when_spread_wider_then_the_one_device_strategy_gives_way(begun: 
 
 
 def test_resume_when_strategy_changes_then_the_old_ones_own_settings_are_left_behind(begun: RunSpec) -> None:
-    balanced = begun.model_copy(update={"strategy": "balanced_dp", "device0_share": 0.3})
-    assert settle({"strategy": "ddp"}, base=balanced).spec.device0_share is None
+    balanced = begun.model_copy(update={"strategy": "balanced_dp", "options": {"device0_share": 0.3}})
+    assert "device0_share" not in settle({"strategy": "ddp"}, base=balanced).spec.options
 
 
 def test_resume_when_the_place_is_given_then_flags_are_refused_and_the_shells_habit_ignored(begun: RunSpec) -> None:
@@ -317,7 +319,7 @@ def test_kinds_of_fields_when_read_then_cover_every_field() -> None:
 
 
 def test_fields_when_listed_then_each_has_help_and_a_rule_in_words() -> None:
-    assert all(info.description and requirement(name) for name, info in RunSpec.model_fields.items())
+    assert all(field_of(name).description and requirement(name) for name in SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dure.cli.options.settings import setting_names, spell_out_truths
 from dure.cli.options.task import take_task_options
 from dure.errors import EnvironmentLacks, Interrupted, Misuse, SpecInvalid
 from dure.records.step_record import Metric, RunSummary
-from dure.spec import RunSpec, flag_name, kinds, resolve
+from dure.spec import field_of, flag_name, kinds, option_names, resolve
 from dure.strategies.table import STRATEGIES
 
 TASK_FILE = """
@@ -139,9 +139,11 @@ def test_export_when_called_then_takes_the_last_and_says_what_was_written(api: S
 
 @pytest.mark.parametrize("name", setting_names())
 def test_setting_when_it_exists_then_is_a_flag_that_the_library_gets(name: str, api: SimpleNamespace) -> None:
-    is_bool = bool in kinds(RunSpec.model_fields[name])
+    is_bool = bool in kinds(field_of(name))
     assert main(["train", "a.py:T", flag_name(name), *(() if is_bool else ("7",))]) == 0
-    assert api.calls[0][2][name] == (True if is_bool else "7")
+    table, _, inner = name.partition(".")
+    given = api.calls[0][2][table]
+    assert (given[inner] if inner else given) == (True if is_bool else "7")
 
 
 @pytest.mark.parametrize(
@@ -394,3 +396,36 @@ def test_strategies_when_none_is_named_then_an_overview_to_choose_from_comes_las
     assert [line.split()[0] for line in last if line.split()[1:2] in (["yes"], ["no"])] == list(STRATEGIES)
     assert main(["strategies", "ddp"]) == 0
     assert "right when" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_help_when_the_terminal_is_of_the_usual_size_then_it_fits_two_screens(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) <= 48
+    assert max(map(len, shown)) <= 80
+    words = " ".join(shown)
+    assert all(flag in words for flag in ("--epochs", "--strategy", "--nproc", "--resume", "--name"))
+    assert all(flag in words for flag in ("--strategy NAME", "--help-all"))
+    assert "--fsdp." not in words.partition("In a TOML")[0].replace("--strategy", "")
+    assert "--hang-after" not in words
+
+
+@pytest.mark.parametrize("words", ["--strategy fsdp", "--strategy=fsdp", ""])
+def test_help_when_a_strategy_is_named_then_shows_its_options_and_those_of_no_other(words, monkeypatch, capsys):
+    if not words:
+        monkeypatch.setenv("DURE_STRATEGY", "fsdp")
+    assert main(["train", *words.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Options of strategy fsdp" in out
+    assert all(flag in out for flag in ("--fsdp.units", "--no-fsdp.reshard-after-forward", "--fsdp.cpu-offload"))
+    assert "--ddp." not in out
+
+
+def test_help_of_everything_then_has_every_flag(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--help-all"]) == 0
+    out = capsys.readouterr().out
+    names = [*setting_names(), *option_names(STRATEGIES)]
+    assert [flag_name(name) for name in names if flag_name(name) not in out] == []
+    assert "Old names" not in out

@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give runs that use the same samples and part at a known place, with a checkpoint after every second step."""
     folder = tmp_path_factory.mktemp("bent")
-    often = {"checkpoint_every_samples": 22, "keep_checkpoints": 8}
+    often = {"checkpoint": {"every_samples": 22, "keep": 8}}
     train(folder, "straight", Bent(), **often)
     train(folder, "last-step", Bent(bent_from=77), **often)
     for name, bit in (("small", SMALL), ("large", LARGE)):

@@ -101,7 +101,7 @@ def test_submit_when_slurm_announces_the_end_then_the_job_goes_back_and_the_run_
 
 
 def test_submit_when_slurm_requeues_the_job_then_the_run_goes_on(slurm, dure, control, tmp_path):
-    words = ["--name", "run", "--tasks-per-node", "2", *BASE[1:], *SLOWLY, "--checkpoint-every-samples", "16"]
+    words = ["--name", "run", "--tasks-per-node", "2", *BASE[1:], *SLOWLY, "--checkpoint.every-samples", "16"]
     job = submitted(slurm, dure, tmp_path, *words)
     run = RunFiles(tmp_path / "runs/run")
     wait_until(run.checkpoints, "a checkpoint")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dure
 from dure.strategies.table import STRATEGIES
+from tests.specs import grouped
 
 LAYERED: frozenset[str] = frozenset({"model_parallel", "pipeline", "rpc_model"})
 """Strategies that divide a model and so are given one of several layers and no tied weight."""
@@ -67,10 +68,10 @@ _numbers = count()
 def train_case(
     folder: Path, task: "dure.Task | type[dure.Task]", strategy: str = "single", nproc: int = 1, **settings: Any
 ) -> Path:
-    """Train a task in forked processes and return the run's folder."""
+    """Train a task in forked processes and return the run's folder; the strategy's options stand among the settings."""
     name = f"{next(_numbers)}-{strategy}-{nproc}"
     usual = {"quiet": True, "start": "fork", "device": "cpu", "eval_every_epochs": 1e6, "threads": 1, "max_restarts": 0}
-    settings = usual | settings
+    settings = grouped(strategy, usual | settings)
     summary = dure.train(task, strategy=strategy, nproc=nproc, runs_dir=folder, name=name, **settings)
     assert summary.status == "completed"
     return Path(summary.run)

@@ -23,9 +23,10 @@ def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_a
     monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)  # as if it were large: copied beside the next step
     task = Regression(kind="tokens", optimizer="adamw", dropout=0.2, layered=is_layered(strategy))
     nproc = 2 if STRATEGIES[strategy].many_devices else 1
-    settings = {"global_batch_size": 7, "checkpoint_every_samples": 14, "keep_checkpoints": 99, "deterministic": True}
+    settings, often = {"global_batch_size": 7, "deterministic": True}, {"every_samples": 14, "keep": 99}
     beside, waited = (
-        train_case(tmp_path, task, strategy, nproc, checkpoint_async=is_async, **settings) for is_async in (True, False)
+        train_case(tmp_path, task, strategy, nproc, checkpoint={**often, "background": is_background}, **settings)
+        for is_background in (True, False)
     )
     paths = sorted((waited / "checkpoints").glob("samples-*"))
     assert len(paths) >= 3
@@ -61,9 +62,10 @@ class Meddling(Regression):
 @pytest.mark.parametrize("way", ["always", "once"])
 def test_checkpoints_when_the_loss_itself_changes_weights_are_of_one_position_all_the_same(way, tmp_path, monkeypatch):
     monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
-    settings = {"global_batch_size": 4, "checkpoint_every_samples": 16, "keep_checkpoints": 99, "deterministic": True}
+    settings, often = {"global_batch_size": 4, "deterministic": True}, {"every_samples": 16, "keep": 99}
     beside, waited = (
-        train_case(tmp_path, Meddling(way=way), checkpoint_async=is_async, **settings) for is_async in (True, False)
+        train_case(tmp_path, Meddling(way=way), checkpoint={**often, "background": is_background}, **settings)
+        for is_background in (True, False)
     )
     events = list(RunDir.open(beside).events())
     saved = [(event.samples_seen, event.beside_bytes > 0) for event in events if isinstance(event, CheckpointSaved)]

@@ -21,12 +21,12 @@ from tests.conformance.tasks import Regression
 from tests.conformance.test_resume import back_to, resumed
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
-COMPRESSING = [name for name, info in STRATEGIES.items() if "compression" in info.settings]
+COMPRESSING = [name for name, info in STRATEGIES.items() if "compression" in info.option_class().model_fields]
 ALL = [
     (strategy, name)
     for strategy in COMPRESSING
     for name in ("fp16", "bf16", "powersgd", "topk", "int8")
-    if name != "powersgd" or "compression_rank" in STRATEGIES[strategy].settings
+    if name != "powersgd" or "compression_rank" in STRATEGIES[strategy].option_class().model_fields
 ]
 
 TELLING = [pair for pair in ALL if pair[0] == "ddp" or pair[1] in ("powersgd", "topk")]
@@ -69,11 +69,11 @@ def test_few_bits_stay_near_one_process_and_all_ranks_agree(strategy, name, trai
 def test_a_compressed_run_learns_the_digits_sends_less_and_says_so(strategy, name, tmp_path):
     settings = {"compression_fraction": 0.05} if name == "topk" else {}
     summary = dure.train(
-        Digits(), strategy=strategy, nproc=2, compression=name, epochs=5, global_batch_size=32, runs_dir=tmp_path,
-        quiet=True, start="fork", device="cpu", **settings,
+        Digits(), strategy=strategy, nproc=2, epochs=5, global_batch_size=32, runs_dir=tmp_path, quiet=True,
+        start="fork", device="cpu", **{strategy: {"compression": name, **settings}},
     )  # fmt: skip
     assert summary.metrics["accuracy"].value > 0.95
-    assert any("--compression" in text for text in summary.not_preserved)
+    assert any(".compression: the gradient" in text for text in summary.not_preserved)
     last = records_of(tmp_path / summary.run)[-1]
     # what each of two ranks sends of gradients as they are; parameters that a strategy sends stay so
     plain = sum(tensor.numel() * 4 for tensor in weights_of(tmp_path / summary.run).values())
@@ -86,7 +86,7 @@ def test_a_compressed_run_learns_the_digits_sends_less_and_says_so(strategy, nam
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "name"), TELLING)
 def test_a_compressed_run_resumed_in_the_same_place_is_bit_equal(strategy, name, tmp_path):
-    settings = {**STEPS, "checkpoint_every_samples": 14, "keep_checkpoints": 99, "compression_fraction": 0.2}
+    settings = {**STEPS, "checkpoint": {"every_samples": 14, "keep": 99}, "compression_fraction": 0.2}
     if name != "topk":
         del settings["compression_fraction"]
     task = Regression(dtype="float32", layered=True)
@@ -103,5 +103,7 @@ def test_what_cannot_be_compressed_is_refused_in_one_sentence(tmp_path):
         train_case(tmp_path, Regression(), "ddp", 2, compression="powersgd", **STEPS)
     with pytest.raises(SpecInvalid, match=r"compression powersgd is a hook of torch's DDP: use strategy=.ddp"):
         train_case(tmp_path, Regression(), "ring_ddp", 2, compression="powersgd", **STEPS)
-    with pytest.raises(SpecInvalid, match="compression is int8 but strategy naive_ddp cannot honour it"):
-        train_case(tmp_path, Regression(), "naive_ddp", 2, compression="int8", **STEPS)
+    with pytest.raises(
+        SpecInvalid, match=r"naive_ddp has no option compression: choose strategy=.ddp. \(or ring_ddp, zero1"
+    ):
+        train_case(tmp_path, Regression(), "naive_ddp", 2, ddp={"compression": "int8"}, **STEPS)

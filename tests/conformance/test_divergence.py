@@ -68,7 +68,7 @@ def test_run_when_it_is_to_stop_then_it_names_rank_tensor_value_and_checkpoint(t
     )
     with pytest.raises(WorkerFailed, match=said) as info:
         # a checkpoint that is still being written is none to go on from
-        train_case(tmp_path, Regression(), "ddp", 3, faults=faults, checkpoint_async=False, **STEPS)
+        train_case(tmp_path, Regression(), "ddp", 3, faults=faults, checkpoint={"background": False}, **STEPS)
     assert info.value.exit_code == 1
     (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert "outer.bias" in diverged(run)["tensors"]

@@ -29,7 +29,7 @@ from tests.conformance.cases import (
 )
 from tests.conformance.tasks import Regression
 
-STEPS = {"global_batch_size": 6, "epochs": 1, "seed": 8, "checkpoint_every_samples": 12}
+STEPS = {"global_batch_size": 6, "epochs": 1, "seed": 8, "checkpoint": {"every_samples": 12}}
 
 
 class Poisoned(Regression):

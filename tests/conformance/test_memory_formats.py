@@ -12,7 +12,7 @@ from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case,
 
 STEPS = {"samples": 48, "global_batch_size": 6, "seed": 1}
 LAYOUTS = {
-    "tensor_parallel": (4, {"mesh": "data=2,tensor=2", "tp_plan": "5=column,7=row"}),
+    "tensor_parallel": (4, {"mesh": "data=2,tensor=2", "plan": "5=column,7=row"}),
     "pipeline": (4, {"mesh": "data=2,pipeline=2"}),
 }
 """Ranks and settings of strategies that add up gradients along one axis only."""

@@ -115,7 +115,7 @@ def test_run_when_resumed_then_it_begins_with_the_microbatch_that_was_asked_for(
 
 @pytest.mark.slow
 def test_strategy_when_its_ranks_are_not_in_step_then_it_goes_on_from_its_checkpoint(tmp_path):
-    steps = {**STEPS, "checkpoint_every_samples": 22}
+    steps = {**STEPS, "checkpoint": {"every_samples": 22}}
     run = train_case(tmp_path, Hungry(most=6, since=3), "averaging", 2, **RESTARTS, **steps)
     assert [(before, after) for _, _, before, after in halvings(run)] == [(11, 6)]
     assert list(samples_by_epoch(run)) == [list(range(44))] * 2

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EXACT = [name for name, info in STRATEGIES.items() if info.is_exact]
 PAIRS = list(zip(EXACT, [*EXACT[1:], EXACT[0]], strict=True))
 SETTINGS = {
-    "global_batch_size": 7, "epochs": 2, "seed": 2, "clip_norm": 0.4, "checkpoint_every_samples": 28,
-    "keep_checkpoints": 99, "record_samples": True,
+    "global_batch_size": 7, "epochs": 2, "seed": 2, "clip_norm": 0.4,
+    "checkpoint": {"every_samples": 28, "keep": 99}, "record_samples": True,
 }  # fmt: skip
 
 

@@ -79,8 +79,8 @@ def test_microbatches_of_no_sample_are_not_computed(tmp_path):
 
 
 RESUMED = {
-    "global_batch_size": 7, "epochs": 3, "seed": 2, "clip_norm": 0.4, "checkpoint_every_samples": 14,
-    "keep_checkpoints": 99, "record_samples": True,
+    "global_batch_size": 7, "epochs": 3, "seed": 2, "clip_norm": 0.4,
+    "checkpoint": {"every_samples": 14, "keep": 99}, "record_samples": True,
 }  # fmt: skip
 HYBRID = {"nproc": 4, "strategy": "pipeline", "mesh": "data=2,pipeline=2"}
 

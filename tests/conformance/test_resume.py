@@ -21,11 +21,12 @@ from tests.conformance.cases import (
     weights_of,
 )
 from tests.conformance.tasks import Augmented, Normalised, Regression
+from tests.specs import grouped
 
 # checkpoints in the middle of epochs of 44 samples, at 14, 28, 44 (the end of the first), 58, ...
 SETTINGS = {
-    "global_batch_size": 7, "epochs": 3, "seed": 2, "clip_norm": 0.4, "checkpoint_every_samples": 14,
-    "keep_checkpoints": 99, "record_samples": True,
+    "global_batch_size": 7, "epochs": 3, "seed": 2, "clip_norm": 0.4,
+    "checkpoint": {"every_samples": 14, "keep": 99}, "record_samples": True,
 }  # fmt: skip
 
 
@@ -41,8 +42,8 @@ def back_to(run: Path, samples: int, folder: Path) -> Path:
 
 
 def resumed(run: Path, **settings) -> Path:
-    """Take up a run."""
-    dure.train(resume=run, start="fork", quiet=True, **settings)
+    """Take up a run; options of a strategy that is named stand among the settings."""
+    dure.train(resume=run, start="fork", quiet=True, **grouped(settings.get("strategy"), settings))
     return run
 
 
@@ -65,7 +66,7 @@ def test_resume_under_any_strategy_ends_with_the_same_weights(
 ):
     whole = undisturbed("ddp", 3, kind, optimizer, is_layered(strategy))
     run = back_to(whole, samples, tmp_path)
-    resumed(run, strategy=strategy, nproc=num_devices, microbatch_size=2, device0_share=None)
+    resumed(run, strategy=strategy, nproc=num_devices, microbatch_size=2)
     assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
     assert list(samples_by_epoch(run)) == [list(range(44))] * 3
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-9)

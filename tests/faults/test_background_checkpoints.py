@@ -19,7 +19,7 @@ TASK = f"{Path(__file__).parents[1] / 'disk_task.py'}:OnBadDisk"
 BATCH, SAMPLES = 8, 97
 BASE = ("train", TASK, "--global-batch-size", BATCH, "--name", "run", "--quiet")
 TWO = (*BASE, "--nproc", 2)
-EVERY = ("--checkpoint-every-samples", 24, "--keep-checkpoints", 99)
+EVERY = ("--checkpoint.every-samples", 24, "--checkpoint.keep", 99)
 SLOW = ("--task.write-seconds", 0.05)
 PACED = ("--task.pause-seconds", 0.02)
 
@@ -62,7 +62,7 @@ def test_run_when_the_disk_is_slow_then_each_checkpoint_is_there_at_exit(prewarm
 
 @pytest.mark.faults
 def test_run_when_checkpoints_are_not_to_be_asynchronous_then_training_waits_for_each(prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *TWO, *EVERY, *SLOW, "--no-checkpoint-async", "--samples", 72)
+    command = prewarmed.run(tmp_path, *TWO, *EVERY, *SLOW, "--no-checkpoint.background", "--samples", 72)
     assert command.code == 0, command.err
     saves = RunFiles(tmp_path / "runs/run").events("checkpoint")
     assert [event["stall_seconds"] >= event["write_seconds"] for event in saves] == [True] * 3
@@ -163,7 +163,8 @@ def test_rank_when_killed_while_the_best_is_written_then_the_run_ends_as_if_it_n
 def test_worker_at_its_own_pace_when_killed_while_a_checkpoint_is_written_then_the_others_save_without_it(
     prewarmed, tmp_path
 ):
-    strategy = ("--strategy", "parameter_server", "--no-sync", "--servers", 1, "--max-restarts", 0)
+    options = ("--no-parameter-server.sync", "--parameter-server.servers", 1)
+    strategy = ("--strategy", "parameter_server", *options, "--max-restarts", 0)
     command = prewarmed.start(tmp_path, *TWO, *EVERY, *SLOW, *PACED, *strategy, "--epochs", 1)
     pids = command.ranks(3)
     run = RunFiles(tmp_path / "runs/run")
@@ -177,7 +178,7 @@ def test_run_in_this_process_when_it_ends_then_no_thread_is_left(tmp_path, monke
     monkeypatch.setattr(checkpoint_share, "write_new_file", checkpoint_share.write_new_file)  # the task changes it
     before = set(threading.enumerate())
     begun = time.monotonic()
-    settings = {"checkpoint_every_samples": 24, "keep_checkpoints": 99, "quiet": True, "start": "inline", "threads": 1}
+    settings = {"checkpoint": {"every_samples": 24, "keep": 99}, "quiet": True, "start": "inline", "threads": 1}
     summary = dure.train(
         TASK, task_options={"write_seconds": 0.05}, global_batch_size=BATCH, runs_dir=tmp_path, **settings
     )

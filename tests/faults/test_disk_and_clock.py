@@ -55,7 +55,7 @@ def test_disk_when_it_is_full_for_checkpoints_then_training_goes_on_and_the_last
 @pytest.mark.faults
 def test_disk_when_it_is_full_for_records_then_one_more_sentence_says_so(small_disk, prewarmed, tmp_path):
     flags = (*BASE, "--runs-dir", small_disk / "runs", "--epochs", 400, "--record-samples")
-    command = prewarmed.run(tmp_path, *flags, "--task.num-samples", 97, "--keep-checkpoints", 1)
+    command = prewarmed.run(tmp_path, *flags, "--task.num-samples", 97, "--checkpoint.keep", 1)
     assert command.code == 2, command.err
     warning, error = command.err.splitlines()
     assert warning.startswith("dure: a checkpoint needs")
@@ -65,8 +65,8 @@ def test_disk_when_it_is_full_for_records_then_one_more_sentence_says_so(small_d
 
 @pytest.mark.faults
 def test_checkpoints_when_the_clock_asks_then_all_ranks_save_at_the_same_step(prewarmed, tmp_path):
-    size = ("--task.num-samples", 970, "--epochs", 1, "--keep-checkpoints", 99)
-    flags = ("--checkpoint-every-minutes", 0.005, "--task.pause-seconds", 0.02, *size)
+    size = ("--task.num-samples", 970, "--epochs", 1, "--checkpoint.keep", 99)
+    flags = ("--checkpoint.every-minutes", 0.005, "--task.pause-seconds", 0.02, *size)
     command = prewarmed.run(tmp_path, *BASE, *flags)
     assert command.code == 0, command.err
     saves = [event["samples_seen"] for event in RunFiles(tmp_path / "runs/run").events("checkpoint")]

@@ -157,7 +157,7 @@ def test_loaders_when_somebody_is_killed_then_they_are_gone_too(victim, prewarme
 
 @pytest.mark.faults
 def test_loss_when_it_is_not_a_number_then_indices_are_kept_and_so_is_the_last_checkpoint(prewarmed, tmp_path):
-    options = ("--task.fault", "nan", "--task.place", "nan", "--task.step", 3, "--checkpoint-every-samples", 16)
+    options = ("--task.fault", "nan", "--task.place", "nan", "--task.step", 3, "--checkpoint.every-samples", 16)
     command = prewarmed.run(tmp_path, *BASE, *options)
     run = RunFiles(tmp_path / "runs/run")
     (event,) = run.events("loss_not_finite")

@@ -22,7 +22,7 @@ from tests.training.checkpoint_cases import flip_bit
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 EPOCHS, SAMPLES, BATCH = 3, 97, 8
 BASE = ("train", TASK, "--global-batch-size", BATCH, "--epochs", EPOCHS, "--record-samples", "--name", "run", "--quiet")
-PACE = ("--task.pause-seconds", 0.004, "--checkpoint-every-samples", 24)
+PACE = ("--task.pause-seconds", 0.004, "--checkpoint.every-samples", 24)
 TOLERANCE = 1e-10
 """Difference between ways to divide the same float64 sums, whose order differs: measured here below 1e-14."""
 
@@ -170,7 +170,7 @@ def test_checkpoint_when_a_bit_of_the_newest_is_flipped_then_two_ranks_go_on_fro
 ):
     expected = undisturbed(DDP_2)
     run = RunFiles(tmp_path / "runs/run")
-    command = prewarmed.start(tmp_path, *BASE, *PACE, "--no-checkpoint-async", *DDP_2.flags)
+    command = prewarmed.start(tmp_path, *BASE, *PACE, "--no-checkpoint.background", *DDP_2.flags)
     command.wait_for(lambda: len(run.checkpoints()) > 1, "two checkpoints")
     command.send_to_all(signal.SIGKILL)
     command.wait()
@@ -216,7 +216,7 @@ def test_run_when_it_is_killed_while_checkpoints_are_written_then_the_last_whole
     run, moment, num_torn = RunFiles(tmp_path / "runs/run"), random.Random(3), 0
     for leg in range(9):
         begin = (*BASE, *options) if leg == 0 else ("train", "--resume", run.path)
-        command = prewarmed.start(tmp_path, *begin, "--checkpoint-every-samples", BATCH, *DDP_2.flags)
+        command = prewarmed.start(tmp_path, *begin, "--checkpoint.every-samples", BATCH, *DDP_2.flags)
         if leg < 8:
             # what the last kill left is cleaned up when training begins
             command.wait_for(lambda leg=leg: len(run.events("training")) > leg, "training")

@@ -15,15 +15,18 @@ from tests.faults.test_torchrun import torchrun
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 WORKERS, SERVERS, NUM_SAMPLES, BATCH = 3, 2, 97, 8
 UNCOUNTED = (
-    *("train", TASK, "--strategy", "parameter_server", "--servers", SERVERS, "--name", "run"),
+    *("train", TASK, "--strategy", "parameter_server", "--parameter-server.servers", SERVERS, "--name", "run"),
     *("--global-batch-size", BATCH, "--quiet", "--max-restarts", 0),
 )
 BASE = (*UNCOUNTED, "--nproc", WORKERS)
 SHORT = (*BASE, "--epochs", 4)
 PACED = (*BASE, "--epochs", 12, "--task.pause-seconds", 0.01)
 
+ASYNC, SYNC = "--no-parameter-server.sync", "--parameter-server.sync"
+TRANSPORT = "--parameter-server.transport"
+
 PACES = {
-    "in step but for one": ("--staleness", 1),
+    "in step but for one": ("--parameter-server.staleness", 1),
     # it dies when the others have planned no step that is near it
     "far ahead": ("--task.pause-seconds", 0.1, "--task.rank-without-pause", 2),
 }
@@ -45,8 +48,8 @@ def lost_samples(run, rank=1):
 def test_worker_when_killed_then_the_others_go_on_and_what_nobody_used_is_written_down(
     loaders, transport, prewarmed, tmp_path
 ):
-    options = (*fault("kill", 1), "--record-samples", "--num-workers", loaders, "--transport", transport)
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *options)
+    options = (*fault("kill", 1), "--record-samples", "--num-workers", loaders, TRANSPORT, transport)
+    command = prewarmed.run(tmp_path, *SHORT, ASYNC, *options)
     run = RunFiles(tmp_path / "runs/run")
     assert command.code == 0, command.err
     shares = lost_samples(run)
@@ -68,7 +71,7 @@ def test_worker_when_killed_then_the_others_go_on_and_what_nobody_used_is_writte
 
 @pytest.mark.parametrize("pace", PACES)
 def test_samples_when_a_worker_was_killed_then_each_is_used_or_named_once(pace, prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 2), "--record-samples", *PACES[pace])
+    command = prewarmed.run(tmp_path, *SHORT, ASYNC, *fault("kill", 2), "--record-samples", *PACES[pace])
     run = RunFiles(tmp_path / "runs/run")
     assert command.code == 0, command.err
     shares = lost_samples(run, rank=2)
@@ -84,7 +87,7 @@ def test_samples_when_a_worker_was_killed_then_each_is_used_or_named_once(pace, 
 
 @pytest.mark.parametrize("place", ["late eval", "build_model"])
 def test_worker_when_killed_between_steps_then_the_run_goes_on_and_before_the_first_it_ends(place, prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 1, place=place))
+    command = prewarmed.run(tmp_path, *SHORT, ASYNC, *fault("kill", 1, place=place))
     if place == "build_model":
         assert command.code == 1
         assert "dure: rank 1 was killed (SIGKILL)" in command.err
@@ -93,14 +96,12 @@ def test_worker_when_killed_between_steps_then_the_run_goes_on_and_before_the_fi
         assert RunFiles(tmp_path / "runs/run").summary()["metrics"]["loss"]["count"] == 30
 
 
-@pytest.mark.parametrize(
-    ("rank", "mode"), [(3, "--sync"), (4, "--sync"), (0, "--sync"), (3, "--no-sync"), (4, "--no-sync")]
-)
+@pytest.mark.parametrize(("rank", "mode"), [(3, SYNC), (4, SYNC), (0, SYNC), (3, ASYNC), (4, ASYNC)])
 @pytest.mark.parametrize("transport", ["c10d", "rpc"])
 def test_rank_that_is_needed_when_killed_then_all_end_within_two_seconds_and_it_is_named(
     rank, mode, transport, prewarmed, tmp_path
 ):
-    command = prewarmed.start(tmp_path, *PACED, mode, "--transport", transport)
+    command = prewarmed.start(tmp_path, *PACED, mode, TRANSPORT, transport)
     run = RunFiles(tmp_path / "runs/run")
     pids = command.ranks(WORKERS + SERVERS)
     run.wait_for("checkpoint", command)
@@ -113,7 +114,7 @@ def test_rank_that_is_needed_when_killed_then_all_end_within_two_seconds_and_it_
 @pytest.mark.parametrize("lost", [None, 1])
 def test_server_when_killed_then_all_start_again_from_the_last_checkpoint(lost, prewarmed, tmp_path):
     paced = [1 if before == "--max-restarts" else word for before, word in pairwise((None, *PACED))]
-    command = prewarmed.start(tmp_path, *paced, "--no-sync", "--record-samples")
+    command = prewarmed.start(tmp_path, *paced, ASYNC, "--record-samples")
     run = RunFiles(tmp_path / "runs/run")
     pids = command.ranks(WORKERS + SERVERS)
     run.wait_for("checkpoint", command)
@@ -143,14 +144,14 @@ def test_worker_in_step_when_killed_then_the_run_ends_and_goes_on_with_fewer(pre
 
 
 def test_worker_when_its_task_fails_then_the_run_ends_with_that(prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("raise", 1))
+    command = prewarmed.run(tmp_path, *SHORT, ASYNC, *fault("raise", 1))
     assert command.code == 1
     assert "dure: rank 1 failed after step 19: ValueError: a planned failure" in command.err
 
 
 @pytest.mark.parametrize("rank", ["all", 1, 3, 4])
 def test_rank_when_asked_to_stop_then_all_stop_at_one_step_and_go_on_later(rank, prewarmed, tmp_path):
-    command = prewarmed.start(tmp_path, *PACED, "--no-sync", "--staleness", 2)
+    command = prewarmed.start(tmp_path, *PACED, ASYNC, "--parameter-server.staleness", 2)
     run = RunFiles(tmp_path / "runs/run")
     pids = command.ranks(WORKERS + SERVERS)
     run.wait_for("checkpoint", command)
@@ -169,7 +170,7 @@ def test_rank_when_asked_to_stop_then_all_stop_at_one_step_and_go_on_later(rank,
 
 
 def test_torchrun_when_it_starts_five_then_the_last_two_are_servers(tmp_path):
-    command = torchrun(tmp_path, *UNCOUNTED, "--epochs", 4, "--no-sync", nproc=WORKERS + SERVERS)
+    command = torchrun(tmp_path, *UNCOUNTED, "--epochs", 4, ASYNC, nproc=WORKERS + SERVERS)
     _, err = command.communicate(timeout=100)
     assert command.returncode == 0, err
     summary = RunFiles(tmp_path / "runs/run").summary()
@@ -181,7 +182,7 @@ def test_torchrun_when_it_starts_five_then_the_last_two_are_servers(tmp_path):
 
 @pytest.mark.parametrize("transport", ["c10d", "rpc"])
 def test_the_first_rank_when_killed_then_the_next_one_speaks_for_all(transport, prewarmed, tmp_path):
-    command = prewarmed.run(tmp_path, *SHORT, "--no-sync", *fault("kill", 0), "--transport", transport)
+    command = prewarmed.run(tmp_path, *SHORT, ASYNC, *fault("kill", 0), TRANSPORT, transport)
     run = RunFiles(tmp_path / "runs/run")
     assert command.code == 0, command.err
     assert lost_samples(run, rank=0)[0]["step"] == 20
@@ -198,7 +199,7 @@ def test_the_first_rank_when_killed_then_the_next_one_speaks_for_all(transport, 
 
 
 def test_all_workers_when_killed_then_the_run_ends_with_that(prewarmed, tmp_path):
-    command = prewarmed.start(tmp_path, *PACED, "--no-sync")
+    command = prewarmed.start(tmp_path, *PACED, ASYNC)
     pids = command.ranks(WORKERS + SERVERS)
     RunFiles(tmp_path / "runs/run").wait_for("checkpoint", command)
     for pid in pids[:WORKERS]:
@@ -208,7 +209,7 @@ def test_all_workers_when_killed_then_the_run_ends_with_that(prewarmed, tmp_path
 
 
 def test_two_workers_when_killed_then_the_last_one_does_it_all(prewarmed, tmp_path):
-    command = prewarmed.start(tmp_path, *PACED, "--no-sync")
+    command = prewarmed.start(tmp_path, *PACED, ASYNC)
     run = RunFiles(tmp_path / "runs/run")
     pids = command.ranks(WORKERS + SERVERS)
     run.wait_for("checkpoint", command)

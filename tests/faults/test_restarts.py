@@ -175,7 +175,7 @@ def test_run_when_nothing_may_be_restarted_then_the_first_failure_ends_it(tmp_pa
 def test_run_when_memory_has_no_room_for_snapshots_then_it_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("dure.training.run_state.snapshot_policy.MOST_OF_MEMORY", 1e-9)
     task = Mortal(place=(1, 12), flag=str(tmp_path / "flag"))
-    run = train(tmp_path, "run", "ddp", 2, task, checkpoint_async=False)  # it is on the disk before the kill
+    run = train(tmp_path, "run", "ddp", 2, task, checkpoint={"background": False})  # it is on the disk before the kill
     warnings = [event["message"] for event in RunFiles(run).events("warning")]
     assert all("so none are taken" in warning for warning in warnings)  # before and after the kill
     assert warnings

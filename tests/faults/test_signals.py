@@ -147,7 +147,7 @@ def test_signal_when_data_is_still_prepared_then_it_ends_at_once(target, number,
 
 @pytest.mark.faults
 def test_signal_when_a_second_one_comes_then_all_end_at_once(prewarmed, tmp_path, undisturbed):
-    command, run = start(prewarmed, tmp_path, "--checkpoint-every-samples", 16)
+    command, run = start(prewarmed, tmp_path, "--checkpoint.every-samples", 16)
     run.wait_for("checkpoint", command)
     ranks = command.ranks(2)
     for pid in ranks:
@@ -190,7 +190,7 @@ def test_signal_when_the_last_evaluation_is_on_then_the_run_completes(prewarmed,
 def test_signal_when_checkpoints_are_written_all_the_time_then_nothing_is_lost(
     number, prewarmed, tmp_path, undisturbed
 ):
-    run = interrupt_training(prewarmed, tmp_path, "terminal", number, "--checkpoint-every-samples", 8)
+    run = interrupt_training(prewarmed, tmp_path, "terminal", number, "--checkpoint.every-samples", 8)
     assert not list(run.path.glob("checkpoints/.*"))
     check_nothing_lost(prewarmed, tmp_path, run, undisturbed)
 

@@ -39,7 +39,7 @@ def test_status_when_runs_end_in_every_way_then_each_is_told(prewarmed, tmp_path
 
 @pytest.mark.faults
 def test_status_when_a_run_that_failed_is_resumed_then_it_counts_anew(prewarmed, tmp_path):
-    size = ("--task.num-samples", 800, "--checkpoint-every-samples", 8)
+    size = ("--task.num-samples", 800, "--checkpoint.every-samples", 8)
     flags = (*BASE, *SLOW, "--name", "run", *size)
     command = prewarmed.start(tmp_path, *flags)
     run = RunFiles(tmp_path / "runs/run")

@@ -21,8 +21,15 @@ pytestmark = pytest.mark.faults
         ("ddp", "--backend", "gloo"),
         ("ddp",),
         ("ring_ddp", "--backend", "gloo", "--comm", "ring"),
-        ("parameter_server", "--servers", "1"),
-        ("parameter_server", "--servers", "1", "--no-sync", "--transport", "rpc"),
+        ("parameter_server", "--parameter-server.servers", "1"),
+        (
+            "parameter_server",
+            "--parameter-server.servers",
+            "1",
+            "--no-parameter-server.sync",
+            "--parameter-server.transport",
+            "rpc",
+        ),
     ],
     ids=" ".join,
 )

@@ -181,7 +181,7 @@ GOES_ON = {"events": ONE_RESTART, "within_seconds": 3.0, "repeats_steps": 1}
 ENDS = {"is_resumed": True, "within_seconds": 5.0}
 STOPS = {**ENDS, "events": {"interrupted": 1}, "says": "continue with `dure train --resume"}
 ONCE = ("--task.once", "went-wrong", "--task.fault", "raise", "--task.step", 20, "--task.rank", 1)
-CHECKPOINTS = ("--checkpoint-every-samples", 24)
+CHECKPOINTS = ("--checkpoint.every-samples", 24)
 BAD_DISK = ("--task.bad-rank", 1, "--task.bad-save", 2, "--task.good-save", 4, "--task.reason", "ENOSPC")
 REPLICAS = ("--check-replicas-every", 2)
 

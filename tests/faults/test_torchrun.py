@@ -150,7 +150,7 @@ def prepare_kills(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return what dure is to do, with a script and with a task, that loses rank 1 once."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "faults.toml").write_text(KILLED_ONCE)
-    flags = ("--global-batch-size", "8", "--epochs", "2", "--record-samples", "--checkpoint-every-samples", "40")
+    flags = ("--global-batch-size", "8", "--epochs", "2", "--record-samples", "--checkpoint.every-samples", "40")
     return ("run", "script.py"), ("train", TASK, *flags, "--faults", "faults.toml")
 
 

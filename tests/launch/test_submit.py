@@ -280,6 +280,19 @@ def test_name_when_none_is_given_then_it_is_one_that_the_cluster_takes(to):
     assert job.job.name == expected
 
 
+def test_options_and_tables_when_the_training_has_them_then_they_go_through(capsys):
+    flags = ("--strategy", "fsdp", "--fsdp.units", "0", "--no-fsdp.reshard-after-forward", "--checkpoint.keep", "3")
+    text = words(capsys, "--to", "slurm", "--tasks-per-node", "2", TASK, *flags)
+    for word in ("--fsdp.units=0", "--fsdp.reshard-after-forward=false", "--checkpoint.keep=3", "--strategy=fsdp"):
+        assert f" {word}" in text
+    assert "strategy ddp has no option units" in refusal(
+        capsys, "--to", "slurm", "--tasks-per-node", "2", TASK, "--fsdp.units", "0"
+    )
+    assert "--fsdp.units is a flag of the training: write it after the task" in refusal(
+        capsys, "--to", "slurm", "--fsdp.units", "0", TASK
+    )
+
+
 def test_flags_when_the_training_has_them_then_they_go_through_as_they_were_written(capsys):
     flags = ["--no-shuffle", "--compile", "--epochs", "3", "--task.hidden", "64", "--no-task.deep", "--name", "mine"]
     text = words(capsys, "--to", "slurm", TASK, *flags)

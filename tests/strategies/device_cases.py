@@ -10,10 +10,10 @@ from torch.optim import SGD, Optimizer
 
 from dure.comm.groups import Solo
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
+from tests.specs import spec_of
 
 CPU = torch.device("cpu")
 WIDTH = 6
@@ -62,7 +62,7 @@ def trained_weights(
 ) -> dict[str, Tensor]:
     """Train one step on each batch, and return the weights and buffers."""
     torch.manual_seed(0)
-    settings = StrategyOptions(**options)
+    settings = spec_of(strategy, **options)
     trained = load_strategy(strategy)(
         STRATEGIES[strategy], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), settings
     )

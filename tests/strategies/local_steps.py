@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from dure.comm.groups import Group
 from dure.data.partition import shares
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.seeds import seed_everything
 from dure.training.session.sample_order import SampleOrder
+from tests.specs import spec_of
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def prepared(
 ) -> Any:
     """Return a strategy over a model of vectors, whose loss is the mean of what the model answers, ready to step."""
     info, options = STRATEGIES[name], {"comm": "ring", **options}
-    strategy = load_strategy(name)(info, group, (CPU,), Precision(precision, "cpu"), StrategyOptions(**options))
+    strategy = load_strategy(name)(info, group, (CPU,), Precision(precision, "cpu"), spec_of(name, **options))
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).mean())
     return strategy
 

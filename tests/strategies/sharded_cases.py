@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.comm.groups import ProcessGroup
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
+from tests.specs import spec_of
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def prepared(
 ) -> Any:
     """Return a strategy over a model, ready to step."""
     cls = load_strategy(name)
-    settings = StrategyOptions(precision=precision, **options)
+    settings = spec_of(name, precision=precision, **options)
     strategy = cls(STRATEGIES[name], group, (CPU,), Precision(precision, "cpu"), settings)
     strategy.prepare(model, build_optimizer, loss)
     return strategy

@@ -11,11 +11,11 @@ from torch.optim import SGD
 
 from dure.comm.groups import Group, Solo
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
 from tests.comm.gloo_ranks import on_ranks
+from tests.specs import spec_of
 
 WIDTH, LENGTH = 6, 3
 TO_ROUNDING = 1e-12
@@ -42,7 +42,7 @@ def trained_weights(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Train one step on each batch, and return the whole weights and the losses."""
     torch.manual_seed(0)
-    settings = StrategyOptions(**options)
+    settings = spec_of(strategy, **options)
     trained = load_strategy(strategy)(
         STRATEGIES[strategy], group, (torch.device("cpu"),), Precision("fp32", "cpu"), settings
     )

@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.data_parallel import balanced_dp
 from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
 from dure.strategies.table import STRATEGIES
+from tests.specs import spec_of
 from tests.strategies.device_cases import TO_ROUNDING, WIDTH, Net, difference, mean_square, rows, trained_weights
 from tests.strategies.test_base import ROWS, prepared, step
 
@@ -49,7 +49,7 @@ def prepared_with_memory(monkeypatch, available_bytes, build_optimizer, devices=
     monkeypatch.setattr(balanced_dp, "total_memory_bytes", lambda: 2000)
     monkeypatch.setattr(balanced_dp, "available_memory_bytes", lambda: available_bytes)
     strategy = BalancedDataParallel(
-        STRATEGIES["balanced_dp"], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), StrategyOptions(**options)
+        STRATEGIES["balanced_dp"], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), spec_of("balanced_dp", **options)
     )
     strategy.prepare(nn.Linear(numel, 1, bias=False), build_optimizer, lambda model, x: model(x).mean())
     strategy.close()

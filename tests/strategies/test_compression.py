@@ -8,7 +8,6 @@ from torch import nn
 
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import NO_REQUESTS
 from dure.strategies.data_parallel.compression import TopK
@@ -18,6 +17,7 @@ from tests.comm.gloo_ranks import on_ranks
 from tests.commands import RunFiles
 from tests.conformance.cases import train_case, weights_of
 from tests.conformance.test_skipped_steps import STEPS, Poisoned
+from tests.specs import spec_of
 
 CARRYING = [("ddp", "topk"), ("ddp", "int8"), ("ddp", "powersgd"), ("ring_ddp", "topk"), ("ring_ddp", "int8")]
 BATCH = 4
@@ -39,7 +39,7 @@ def strategy_on(group, name, compression, loss=squared_error, **options):
     torch.manual_seed(0)
     strategy = load_strategy(name)(
         STRATEGIES[name], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
-        StrategyOptions(compression=compression, compression_fraction=0.1, on_nonfinite="skip", **options),
+        spec_of(name, compression=compression, compression_fraction=0.1, on_nonfinite="skip", **options),
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), loss)

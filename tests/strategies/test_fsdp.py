@@ -12,7 +12,6 @@ from torch.nn import functional
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, TaskInvalid
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.sharded.fsdp import FSDP
 from dure.training.checkpoints.reader import verify
 from tests.comm.gloo_ranks import on_ranks
@@ -31,6 +30,7 @@ from tests.conformance.test_failures import Branching
 from tests.conformance.test_precision import STEPS as HALF_STEPS
 from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.specs import grouped, spec_of
 from tests.strategies.sharded_cases import SentBytes, backward, held_bytes, num_bytes, prepared
 from tests.strategies.test_zero1 import Grouped
 
@@ -50,7 +50,7 @@ def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return ((model(batch) + model.shift) * model.scale).square().mean()
 
 
-UNITS = {"fsdp_units": "0,2"}
+UNITS = {"units": "0,2"}
 
 
 # memory
@@ -89,7 +89,7 @@ def test_ranks_hold_their_shards_of_parameters_gradients_and_state_and_no_more(n
     ]  # scalars' moments have no dimension
 
 
-@pytest.mark.parametrize("keeps", [None, False])
+@pytest.mark.parametrize("keeps", [True, False])
 def test_whole_parameters_are_freed_after_forward_unless_they_are_kept(keeps):
     def work(group: ProcessGroup) -> list[bool]:
         whole: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ def test_activations_inside_a_unit_are_computed_twice_instead_of_kept(tmp_path):
                 return super().forward(value)
 
         model = nn.Sequential(Counting(ROW, ROW), nn.Linear(ROW, ROW))
-        strategy = prepared("fsdp", group, model, fsdp_units="*", activation_checkpointing=True)
+        strategy = prepared("fsdp", group, model, units="*", activation_checkpointing=True)
         backward(strategy, torch.ones(2, ROW))
         in_training = len(calls)
         with torch.no_grad():
@@ -136,7 +136,7 @@ def test_activations_inside_a_unit_are_computed_twice_instead_of_kept(tmp_path):
 # bytes on the wire
 
 
-@pytest.mark.parametrize("keeps", [None, False])
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("microsteps", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "mesh"), [(1, None), (3, None), (4, "replica=2,shard=2")])
 def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, microsteps, keeps):
@@ -166,9 +166,9 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, micro
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (3, {"fsdp_units": "0,5", "reshard_after_forward": False}),
-        (3, {"fsdp_units": "*", "activation_checkpointing": True}),
-        (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "fsdp_units": "2,5"}),
+        (3, {"units": "0,5", "reshard_after_forward": False}),
+        (3, {"units": "*", "activation_checkpointing": True}),
+        (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "units": "2,5"}),
         (4, {"mesh": "replica=4,shard=1"}),
         (4, {"mesh": "shard=4", "backend": "gloo"}),
     ],
@@ -234,7 +234,7 @@ def test_a_task_may_use_parameters_outside_the_units_in_any_way(tmp_path):
 
 
 def test_activation_checkpointing_draws_the_same_dropout_and_leaves_batchnorm_alone(tmp_path):
-    settings = {"fsdp_units": "2,3,4", "deterministic": True, **STEPS}
+    settings = {"units": "2,3,4", "deterministic": True, **STEPS}
     for task in (Regression(layered=True, dropout=0.5), Normalised(dropout=0.5, num_samples=45)):
         plain, twice = [
             weights_of(train_case(tmp_path, task, "fsdp", 2, activation_checkpointing=value, **settings))
@@ -328,7 +328,7 @@ def test_resume_elsewhere_ends_with_the_same_weights(
 
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
-    [(4, {"mesh": "replica=2,shard=2", "fsdp_units": "*", "activation_checkpointing": True}),
+    [(4, {"mesh": "replica=2,shard=2", "units": "*", "activation_checkpointing": True}),
      (2, {"precision": "fp16", "microbatch_size": 2})],
     ids=repr,
 )  # fmt: skip
@@ -412,15 +412,16 @@ class Odd(Regression):
         ("sparse", {}, r"0 gives sparse gradients \(sparse=True\), which have no shards: set sparse=False, or use ddp"),
         ("dtypes", {}, "the model, outside its units, trains parameters in float32 and float64.*: use one, or ddp"),
         ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*strategy=.ddp"),
-        ("", {"fsdp_units": "body.*"}, r"fsdp_units names body\.\*, which fits no module of the model: its own are"),
-        ("", {"fsdp_units": "inner"}, "names inner, whose weight is shared with a module outside it"),
-        ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute .*fsdp_units="),
+        ("", {"units": "body.*"}, r"units names body\.\*, which fits no module of the model: its own are"),
+        ("", {"units": "inner"}, "names inner, whose weight is shared with a module outside it"),
+        ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute .*fsdp=..units"),
         ("", {"cpu_offload": True}, "cpu_offload moves shards from the device .* and the device is cpu: leave it out"),
         ("", {"mesh": "replica=2,shard=2"}, "nproc is 2 but mesh replica 2 x shard 2 needs 4"),
         ("", {"mesh": "data=2"}, "mesh names the axis data.*it knows replica and shard"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sharded_is_refused_before_any_process_starts(what, settings, match, tmp_path):
+    settings = grouped("fsdp", settings)
     with pytest.raises(SpecInvalid, match=match):
         dure.train(Odd(what=what), strategy="fsdp", nproc=2, runs_dir=tmp_path, device="cpu", start="fork", **settings)
     assert not list(tmp_path.iterdir())
@@ -437,9 +438,9 @@ def test_settings_in_tensors_are_compared_between_ranks_by_value(tmp_path):
 
 @pytest.mark.parametrize("setting", ["reshard_after_forward", "activation_checkpointing", "cpu_offload"])
 def test_settings_of_fsdp_are_refused_elsewhere(setting, tmp_path):
-    match = rf"{setting} is True but strategy ddp cannot honour it: choose strategy=.fsdp"
+    match = rf"argument fsdp\[.{setting}.\]: strategy ddp has no option {setting}: choose strategy=.fsdp"
     with pytest.raises(SpecInvalid, match=match):
-        dure.train(Regression(), strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", **{setting: True})
+        dure.train(Regression(), strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", fsdp={setting: True})
 
 
 def test_a_unit_whose_parameters_are_used_outside_it_is_named_as_the_cause():
@@ -456,8 +457,8 @@ def test_a_unit_whose_parameters_are_used_outside_it_is_named_as_the_cause():
 
 def test_a_list_that_is_never_called_is_no_unit():
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})
-    faults = FSDP.check_model(model, 2, StrategyOptions(device="cpu", fsdp_units="blocks"))
-    assert faults == ["fsdp_units names blocks, a ModuleList, which is never called: name blocks.*"]
+    faults = FSDP.check_model(model, spec_of("fsdp", nproc=2, device="cpu", units="blocks"))
+    assert faults == ["units names blocks, a ModuleList, which is never called: name blocks.*"]
 
 
 # what is said

@@ -68,9 +68,9 @@ def test_unit_that_is_named_wrongly_is_told_with_its_name():
     model[2].weight = model[1].weight
     faults = list(unit_faults(model, "0,1,nowhere"))
     assert [fault.split(",")[0] for fault in faults] == [
-        "fsdp_units names 0",
-        "fsdp_units names 1",
-        "fsdp_units names nowhere",
+        "units names 0",
+        "units names 1",
+        "units names nowhere",
     ]
 
 

@@ -9,11 +9,11 @@ from torch import nn
 import dure
 from dure.comm.groups import Solo
 from dure.errors import SpecInvalid
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.sections.model_parallel import ModelParallel
 from dure.strategies.table import STRATEGIES
 from examples.char_gpt import CharGPT
+from tests.specs import grouped, spec_of
 from tests.strategies.test_base import ROWS, step
 
 CPU = torch.device("cpu")
@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 def prepared(model, num_devices, loss=lambda model, batch: model(batch).mean(), **options):
     strategy = ModelParallel(
-        STRATEGIES["model_parallel"], Solo(), (CPU,) * num_devices, Precision("fp32", "cpu"), StrategyOptions(**options)
+        STRATEGIES["model_parallel"],
+        Solo(),
+        (CPU,) * num_devices,
+        Precision("fp32", "cpu"),
+        spec_of("model_parallel", **options),
     )
     strategy.example = lambda num_samples: ROWS[:num_samples]
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss)
@@ -123,6 +127,7 @@ def test_a_cut_over_which_another_value_goes_is_refused_with_its_name():
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_before_a_folder_or_a_process_is_there(nproc, settings, said, tmp_path):
+    settings = grouped("model_parallel", settings)
     with pytest.raises(SpecInvalid, match=said):
         dure.train(CharGPT(), strategy="model_parallel", nproc=nproc, runs_dir=tmp_path / "runs", **settings)
     assert not (tmp_path / "runs").exists()
@@ -130,4 +135,4 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_folder_or_a_process_is_t
 
 def test_cuts_are_refused_with_strategies_that_do_not_cut(tmp_path):
     with pytest.raises(SpecInvalid, match=r"cuts.*choose strategy=.model_parallel. \(or pipeline, rpc_model\)"):
-        dure.train(CharGPT(), strategy="ddp", nproc=2, cuts="blocks.1", runs_dir=tmp_path)
+        dure.train(CharGPT(), strategy="ddp", nproc=2, model_parallel={"cuts": "blocks.1"}, runs_dir=tmp_path)

@@ -12,7 +12,6 @@ from torch import nn
 import dure
 from dure.errors import SpecInvalid
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.parameter_server.shards import Message, plan_shards
@@ -30,6 +29,7 @@ from tests.conformance.cases import (
 from tests.conformance.tasks import Regression
 from tests.conformance.test_failures import Branching
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.specs import grouped, spec_of
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
 
@@ -86,7 +86,7 @@ def test_message_when_filled_through_its_views_then_the_bytes_hold_numbers_and_e
 
 
 def strategy_on(group, model, **options):
-    given = StrategyOptions(**options)
+    given = spec_of("parameter_server", **options)
     role = load_strategy("parameter_server").role_for(group, given)
     strategy = role(STRATEGIES["parameter_server"], group, (torch.device("cpu"),), Precision("fp32", "cpu"), given)
     strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
@@ -207,11 +207,12 @@ class LinearDigits(Digits):
 @pytest.mark.parametrize(("precision", "transport"), [("fp16", "c10d"), ("fp32", "rpc")])
 def test_digits_are_learned_by_two_workers_at_their_own_pace(precision, transport, tmp_path):
     summary = dure.train(
-        LinearDigits(), strategy="parameter_server", nproc=2, sync=False, precision=precision, transport=transport,
+        LinearDigits(), strategy="parameter_server", nproc=2, precision=precision,
+        parameter_server={"sync": False, "transport": transport},
         runs_dir=tmp_path, quiet=True, start="fork", device="cpu", threads=1,
     )  # fmt: skip
     assert summary.metrics["accuracy"].value >= 0.95
-    assert any(text.startswith("--no-sync: a gradient is of weights") for text in summary.not_preserved)
+    assert any(text.startswith("without sync: a gradient is of weights") for text in summary.not_preserved)
     assert sum(record["measured"]["updates"] for record in records_of(Path(summary.run), 2)) > 0
 
 
@@ -255,8 +256,8 @@ def test_a_worker_without_a_bound_runs_ahead_until_they_meet(tmp_path):
 
 def test_checkpoints_that_one_worker_asks_for_by_the_clock_are_made_by_all_at_one_step(tmp_path):
     run = train_case(
-        tmp_path, Slow(), "parameter_server", 2, sync=False, epochs=4, global_batch_size=4, keep_checkpoints=99,
-        checkpoint_every_minutes=0.02 / 60,
+        tmp_path, Slow(), "parameter_server", 2, sync=False, epochs=4, global_batch_size=4,
+        checkpoint={"every_minutes": 0.02 / 60, "keep": 99},
     )  # fmt: skip
     saved = [int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("samples-*")]
     assert len(set(saved)) > 4  # beside those at the ends of epochs
@@ -266,8 +267,8 @@ def test_a_run_at_their_own_pace_goes_on_in_step_or_elsewhere_with_its_weights_a
     task = Regression(optimizer="adamw", kind="tokens")
     whole = train_case(tmp_path, task, "parameter_server", 2, sync=False, staleness=1, **SETTINGS)
     alone, *others = [
-        weights_of(resumed(back_to(whole, 72, tmp_path / name), strategy=name, nproc=n, sync=True))
-        for name, n in (("single", 1), ("ddp", 2), ("parameter_server", 1))
+        weights_of(resumed(back_to(whole, 72, tmp_path / name), strategy=name, nproc=n, **more))
+        for name, n, more in (("single", 1, {}), ("ddp", 2, {}), ("parameter_server", 1, {"sync": True}))
     ]
     for weights in others:
         assert largest_difference(weights, alone) < TO_ROUNDING
@@ -302,10 +303,11 @@ class Sparse(dure.Task):
         (Together(), {}, "the optimiser LBFGS cannot be divided over servers, because its step asks for a"),
         (Regression(), {"servers": 0}, "servers is 0 but must be a whole number above 0"),
         (Regression(), {"staleness": -1}, "staleness is -1 but must be a whole number of at least 0"),
-        (Regression(), {"strategy": "ddp", "sync": False}, "sync is False but strategy ddp cannot honour it: choose"),
+        (Regression(), {"strategy": "ddp", "sync": False}, "strategy ddp has no option sync: choose"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(task, settings, match, tmp_path):
+    settings = grouped("parameter_server", {"strategy": "parameter_server", "nproc": 2, **settings})
     with pytest.raises(SpecInvalid, match=match):
-        dure.train(task, runs_dir=tmp_path, **{"strategy": "parameter_server", "nproc": 2, **settings})
+        dure.train(task, runs_dir=tmp_path, **settings)
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,6 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests
@@ -27,6 +26,7 @@ from examples.digits import Digits
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, losses_of, records_of, train_case, weights_of
 from tests.conformance.tasks import Regression
+from tests.specs import grouped, spec_of
 from tests.strategies.test_pipeline_part import storage_bytes
 
 CPU = torch.device("cpu")
@@ -39,7 +39,9 @@ def on_pipeline(num_ranks, look, **options):
     """Return what `look(strategy, step)` sees on each rank of a pipeline of four linear layers."""
 
     def work(group):
-        strategy = Pipeline(STRATEGIES["pipeline"], group, (CPU,), Precision("fp32", "cpu"), StrategyOptions(**options))
+        strategy = Pipeline(
+            STRATEGIES["pipeline"], group, (CPU,), Precision("fp32", "cpu"), spec_of("pipeline", **options)
+        )
         batch = torch.arange(12.0).view(6, 2)
         strategy.example = lambda num_samples: batch[:num_samples]
         torch.manual_seed(0)
@@ -276,7 +278,7 @@ def test_a_model_with_stem_and_head_keywords_and_an_output_of_its_own_equals_one
     one, many = [
         dure.train(
             Wrapped(), strategy=name, nproc=n, runs_dir=tmp_path, start="fork", quiet=True, device="cpu",
-            clip_norm=0.3, eval_batch_size=5, **more, **STEPS,
+            clip_norm=0.3, eval_batch_size=5, **grouped(name, more), **STEPS,
         )
         for name, n, more in (("single", 1, {}), (strategy, nproc, settings))
     ]  # fmt: skip
@@ -459,13 +461,14 @@ def test_a_cut_over_which_another_value_goes_is_refused_with_its_name(tmp_path):
             "at most 7 sections, but 8 sections are wanted: use fewer devices, or ddp or",
         ),
         (Digits(), 2, {"cuts": "2,4"}, "cuts names 2 module(s) (2, 4), which makes 3 sections, but 2 are wanted"),
-        (Digits(), 2, {"stages_per_rank": 2}, 'stages_per_rank is for schedule="interleaved"'),
+        (Digits(), 2, {"stages_per_rank": 2}, "stages_per_rank is for the schedule interleaved"),
         (Digits(), 4, {"mesh": "data=2,pipeline=3"}, "nproc is 4 but mesh data 2 x pipeline 3 needs 6"),
     ],
     ids=["tied", "few", "interleaved", "cuts", "stages", "mesh"],
 )
 def test_what_cannot_be_cut_so_is_refused_before_a_folder_or_a_process_is_there(task, nproc, settings, said, tmp_path):
     said = re.escape(said).replace(r"\.\*", ".*")
+    settings = grouped("pipeline", settings)
     with pytest.raises(SpecInvalid, match=said):
         dure.train(task, strategy="pipeline", nproc=nproc, device="cpu", runs_dir=tmp_path / "runs", **settings)
     assert not (tmp_path / "runs").exists()

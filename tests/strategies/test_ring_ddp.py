@@ -11,15 +11,16 @@ from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
+from dure.strategies.data_parallel.options import RingDDPOptions
 from dure.strategies.data_parallel.ring_ddp import BucketReducer
 from dure.strategies.table import STRATEGIES, load_strategy
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Regression
 from tests.conformance.test_failures import Branching
+from tests.specs import spec_of
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
 
@@ -74,7 +75,7 @@ def test_gradients_when_channels_last_then_keep_the_strides_of_their_parameter()
 def strategy_on(group, model, loss=lambda model, rows: model(rows).mean(), **options):
     strategy = load_strategy("ring_ddp")(
         STRATEGIES["ring_ddp"], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
-        StrategyOptions(comm="ring", **options),
+        spec_of("ring_ddp", comm="ring", **options),
     )  # fmt: skip
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss)
     return strategy
@@ -155,7 +156,7 @@ def test_a_second_gradient_after_its_bucket_was_sent_is_refused_with_the_cure():
         finally:
             strategy.close()
 
-    assert all("pass --delay-allreduce" in str(said) for said in on_ranks(2, train))
+    assert all("pass --ring-ddp.delay-allreduce" in str(said) for said in on_ranks(2, train))
 
 
 OPTIONS = [
@@ -199,7 +200,7 @@ def test_parameters_that_some_or_all_leave_unused_stay_as_on_one_device(strategy
 
 def test_sparse_gradients_are_refused_by_the_name_of_their_module():
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
-    faults = load_strategy("ring_ddp").check_model(model, 2, StrategyOptions())
+    faults = load_strategy("ring_ddp").check_model(model, spec_of("ring_ddp", nproc=2))
     assert faults == [
         "0 gives sparse gradients (sparse=True), which have no place in a flat buffer: use ddp or naive_ddp"
     ]
@@ -231,7 +232,7 @@ def test_buckets_without_a_thread_then_begin_where_they_are_launched_and_end_whe
         for buffer in flat.buffers:
             buffer.fill_(group.rank + 1.0)
         algorithm = Noting()
-        reducer = BucketReducer(algorithm, StrategyOptions(**options), 2, None, has_thread=False)
+        reducer = BucketReducer(algorithm, RingDDPOptions(**options), 2, None, has_thread=False)
         for bucket in flat.buckets:
             reducer.launch(bucket)
         threads = [thread.name for thread in threading.enumerate()]

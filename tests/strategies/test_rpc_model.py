@@ -10,7 +10,6 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.sections.rpc_calls import leads_to
@@ -19,6 +18,7 @@ from dure.strategies.table import STRATEGIES
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
 from tests.conformance.tasks import Normalised, Regression
+from tests.specs import grouped, spec_of
 from tests.strategies.test_pipeline_part import storage_bytes
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def on_sections(num_ranks, look, **options):
 
     def work(group):
         strategy = RpcModel(
-            STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), StrategyOptions(**options)
+            STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), spec_of("rpc_model", **options)
         )
         batch = torch.arange(12.0).view(6, 2)
         strategy.example = lambda num_samples: batch[:num_samples]
@@ -181,7 +181,7 @@ class Together(Regression):
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(task, settings, match, tmp_path):
     with pytest.raises(SpecInvalid, match=match):
-        dure.train(task, runs_dir=tmp_path, strategy="rpc_model", **settings)
+        dure.train(task, runs_dir=tmp_path, strategy="rpc_model", **grouped("rpc_model", settings))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -136,7 +136,7 @@ def test_hook_when_it_reads_state_that_other_ranks_have_then_is_refused_before_i
 @pytest.mark.parametrize("strategy", DIVIDED)
 def test_hooks_where_ranks_have_parts_of_the_parameters_then_are_refused_before_training(strategy, tmp_path):
     words = r"AdamW has a hook on its step \(.*clip, .*average\).*use strategy=.ddp. or zero1"
-    settings = {"tp_plan": "inner.0=column,inner.2=row"} if strategy == "tensor_parallel" else {}
+    settings = {"plan": "inner.0=column,inner.2=row"} if strategy == "tensor_parallel" else {}
     with pytest.raises((SpecInvalid, WorkerFailed), match=words):
         train_case(tmp_path, WithHooks(), strategy, 2, **STEPS, **settings)
 

@@ -14,7 +14,7 @@ def test_row_names_an_implementation_and_says_every_thing(name):
     info = STRATEGIES[name]
     assert info.name == name
     assert issubclass(load_strategy(name), Strategy)
-    may_be_empty = ("default_for", "extra_processes", "outlives_ranks_without")
+    may_be_empty = ("options", "default_for", "extra_processes", "outlives_ranks_without")
     assert all(text for field, text in info.to_json().items() if isinstance(text, str) and field not in may_be_empty)
 
 

@@ -26,6 +26,7 @@ from tests.conformance.test_failures import Branching
 from tests.conformance.test_precision import STEPS as HALF_STEPS
 from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.specs import grouped
 from tests.strategies.sharded_cases import SentBytes, backward, held_bytes, prepared
 from tests.strategies.tensor_cases import mean_square
 from tests.strategies.test_tensor_values import assert_all_exact
@@ -155,7 +156,7 @@ def test_weights_of_a_transformer_equal_one_process(model, way, num_ranks, mesh,
     ],
 )
 def test_weights_under_any_plan_equal_one_process(num_ranks, plan):
-    assert_all_exact([(partial(layered_model, torch.float64, 0.0), lambda: mean_square)], num_ranks, tp_plan=plan)
+    assert_all_exact([(partial(layered_model, torch.float64, 0.0), lambda: mean_square)], num_ranks, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh):
     def work(group: ProcessGroup) -> list[tuple[int, int]]:
         answers = []
         for build, plan, batch in cases:
-            strategy = prepared("tensor_parallel", group, build(), mesh=mesh, tp_plan=plan)
+            strategy = prepared("tensor_parallel", group, build(), mesh=mesh, plan=plan)
             with SentBytes() as sent:
                 backward(strategy, batch, batch)
             answers.append((sent.num_bytes, strategy.sent_bytes(2)))
@@ -379,13 +380,14 @@ class Sparse(Regression):
             {"mesh": "data=2"},
             "0 gives sparse gradients .*, which are not added up over the data axis",
         ),
-        (Regression(layered=True), {"tp_plan": "9=row"}, "tp_plan names 9, which fits no module of the model"),
+        (Regression(layered=True), {"plan": "9=row"}, "plan names 9, which fits no module of the model"),
         (Regression(), {"mesh": "tensor=3"}, "nproc is 2 but mesh tensor 3 needs 3"),
         (Regression(), {"mesh": "shard=2"}, "mesh names the axis shard.*it knows data and tensor"),
         (Regression(), {"compile": True}, "compile is True but strategy tensor_parallel cannot honour it"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_any_process_starts(task, settings, match, tmp_path):
+    settings = grouped("tensor_parallel", settings)
     with pytest.raises(SpecInvalid, match=match):
         dure.train(task, strategy="tensor_parallel", nproc=2, runs_dir=tmp_path, start="fork", **settings)
     assert not list(tmp_path.iterdir())
@@ -425,13 +427,13 @@ def test_what_is_not_preserved_depends_on_the_data_ranks(mesh, num_texts, tmp_pa
 
 def test_a_plan_may_be_the_tasks_own(tmp_path):
     class Planned(Regression):
-        defaults = {**Regression.defaults, "tp_plan": "2=gathered"}  # noqa: RUF012 - as a task does
+        defaults = {**Regression.defaults, "tensor_parallel": {"plan": "2=gathered"}}  # noqa: RUF012 - as a task does
 
     summary = dure.train(
         Planned(layered=True), strategy="tensor_parallel", nproc=2, runs_dir=tmp_path, start="fork", samples=7,
         quiet=True,
     )  # fmt: skip
-    assert '"tp_plan": "2=gathered"' in (tmp_path / summary.run / "spec.json").read_text()
+    assert '"plan": "2=gathered"' in (tmp_path / summary.run / "spec.json").read_text()
 
 
 def test_leaving_puts_torch_back_as_it_was():

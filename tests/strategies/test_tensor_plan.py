@@ -193,8 +193,8 @@ def test_a_plan_that_is_given_is_the_whole_plan():
     [
         ("1", "tp_plan says '1', but must say a name and one of column, fused, gathered, row, vocab"),
         ("1=wide", "tp_plan says '1=wide', but must say a name and one of"),
-        ("body=row", "tp_plan names body, which fits no module of the model: its own are 0, 1, 2, 3"),
-        ("2=row", "tp_plan names 2 (Tanh), which has no rule: name nn.Linear and nn.Embedding layers"),
+        ("body=row", "plan names body, which fits no module of the model: its own are 0, 1, 2, 3"),
+        ("2=row", "plan names 2 (Tanh), which has no rule: name nn.Linear and nn.Embedding layers"),
         ("0=row", "tp_plan makes 0 (Embedding) row: an Embedding can be vocab, and a Linear any other"),
         ("1=vocab", "tp_plan makes 1 (Linear) vocab: an Embedding can be vocab, and a Linear any other"),
         ("1=fused", "tp_plan makes 1 fused, but its 8 outputs are not three times as many for 2 ranks"),

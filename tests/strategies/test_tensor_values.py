@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import dure
 from dure.comm.groups import ProcessGroup
 from dure.errors import TaskInvalid
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from tests.comm.gloo_ranks import on_ranks
 from tests.conformance.cases import TO_ROUNDING as SUM_ROUNDING
 from tests.conformance.cases import train_case, weights_of
 from tests.conformance.tasks import WIDTH as TASK_WIDTH
 from tests.conformance.tasks import Regression
+from tests.specs import spec_of
 from tests.strategies.sharded_cases import backward, prepared
 from tests.strategies.tensor_cases import LENGTH, TO_ROUNDING, WIDTH, differences, mean_square, tokens, trained_weights
 
@@ -698,9 +698,9 @@ def test_weights_that_something_else_holds_and_parts_changed_in_place_are_refuse
 
 
 def test_hooks_on_gradients_with_data_ranks_are_refused():
-    (fault,) = TensorParallel.check_model(Hooked(), 2, StrategyOptions(mesh="data=2,tensor=1"))
+    (fault,) = TensorParallel.check_model(Hooked(), spec_of("tensor_parallel", nproc=2, mesh="data=2,tensor=1"))
     assert fault.startswith("fc1.weight has a hook on its gradient, which would get the gradient of one data rank's")
-    assert TensorParallel.check_model(Hooked(), 2, StrategyOptions()) == []
+    assert TensorParallel.check_model(Hooked(), spec_of("tensor_parallel", nproc=2)) == []
 
 
 @pytest.mark.skipif("2.11" in torch.__version__, reason="its DTensor has a rule for group_norm")
@@ -717,4 +717,4 @@ def test_what_dtensor_cannot_do_in_backward_is_told_with_the_way_out(monkeypatch
     for error in on_ranks(2, work):
         assert isinstance(error, TaskInvalid)
         assert "does something with divided values that DTensor has no rule for" in str(error)
-        assert "--tp-plan" in str(error)
+        assert "--tensor-parallel.plan" in str(error)

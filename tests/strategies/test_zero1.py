@@ -10,7 +10,6 @@ from torch import Tensor, nn, optim
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -21,6 +20,7 @@ from tests.conformance.tasks import Regression
 from tests.conformance.test_precision import STEPS as HALF_STEPS
 from tests.conformance.test_precision import Steep
 from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.specs import spec_of
 
 STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def prepared(group: ProcessGroup, model: nn.Module, build_optimizer: Callable[[nn.Module], optim.Optimizer]) -> Any:
     """Return the strategy over a model of vectors, ready to step."""
     info, precision = STRATEGIES["zero1"], Precision("fp32", "cpu")
-    strategy = load_strategy("zero1")(info, group, (CPU,), precision, StrategyOptions())
+    strategy = load_strategy("zero1")(info, group, (CPU,), precision, spec_of("zero1"))
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).square().mean())
     return strategy
 

@@ -108,7 +108,7 @@ def test_run_when_its_weights_are_not_finite_ends_with_the_last_good_checkpoint(
     with pytest.raises(WorkerFailed, match=r"the parameter unseen is not finite after step \d+") as failed:
         dure.train(
             Spoiled(), strategy="ddp", nproc=2, samples=440, global_batch_size=11, runs_dir=tmp_path, name="run",
-            start="fork", threads=1, quiet=True, device="cpu", checkpoint_async=is_async,
+            start="fork", threads=1, quiet=True, device="cpu", checkpoint={"background": is_async},
         )  # fmt: skip
     assert failed.value.exit_code == 1
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]

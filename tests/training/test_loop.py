@@ -173,7 +173,7 @@ def test_a_signal_ends_the_run_at_a_step_with_a_checkpoint_from_which_it_goes_on
 
 def test_a_run_evaluates_and_saves_as_often_as_asked_and_at_the_end(tmp_path):
     task = type("T", (Small,), {"eval_data": constant(ROWS)})
-    summary = train(task, tmp_path, epochs=2.5, eval_every_epochs=0.5, checkpoint_every_samples=4, keep_checkpoints=9)
+    summary = train(task, tmp_path, epochs=2.5, eval_every_epochs=0.5, checkpoint={"every_samples": 4, "keep": 9})
     assert [row.samples_seen for row in summary.rows] == [4, 6, 10, 12, 15]
     saved = sorted(
         int(p.name.split("-")[1]) for p in (tmp_path / summary.run.split("/")[-1] / "checkpoints").glob("samp*")

@@ -8,7 +8,6 @@ import dure
 from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import LossNotFinite
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.single import Single
@@ -16,6 +15,7 @@ from dure.strategies.table import STRATEGIES
 from dure.training.loop import TrainingLoop
 from dure.training.session.loader import Loader, SampleFetch
 from dure.training.session.sample_order import SampleOrder
+from tests.specs import spec_of
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class Line(dure.Task):
 
 
 def loop_of(task, lag, requested=Requests, **settings):
-    strategy = Single(STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), StrategyOptions())
+    strategy = Single(STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), spec_of("single"))
     strategy.prepare(task.build_model(), task.build_optimizer, task.loss)
     loader = Loader(SampleFetch(task.train_data(), task.collate, 0), CPU, 0)
     arguments = {"microbatch_size": None, "schedule": None, "requested": requested, "record_samples": True, **settings}

@@ -14,7 +14,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from dure.cluster.rank import RankInfo
 from dure.comm.groups import Solo
 from dure.process.context import Place
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.checkpoints.rank_shard import share_of
@@ -24,6 +23,7 @@ from dure.training.run_state.capture import Progression, captured
 from dure.training.run_state.live_share import LiveShare
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.task.identity import TaskIdentity
+from tests.specs import spec_of
 
 WIDTH = 4
 
@@ -291,7 +291,7 @@ def descriptor() -> Iterator[int]:
 
 def session_of(model: nn.Module, build_optimizer: Any) -> Any:
     cpu = torch.device("cpu")
-    strategy = load_strategy("single")(STRATEGIES["single"], Solo(), [cpu], Precision("fp32", "cpu"), StrategyOptions())
+    strategy = load_strategy("single")(STRATEGIES["single"], Solo(), [cpu], Precision("fp32", "cpu"), spec_of("single"))
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).square().mean())
     place = Place(rank=RankInfo(), threads=1, is_supervised=True)
     return SimpleNamespace(

@@ -140,8 +140,9 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
         RunInvalid: No such run, or there is nothing to compare.
     """
     runs = RunDir.open(first), RunDir.open(second)
-    specs = [run.read_spec().model_dump(mode="json", exclude={*PLACE_FIELDS, "trust_task"}) for run in runs]
-    settings = {name: (specs[0][name], specs[1][name]) for name in specs[0] if specs[0][name] != specs[1][name]}
+    specs = [run.read_spec().by_name(exclude=(*PLACE_FIELDS, "trust_task")) for run in runs]
+    both = {name: (specs[0].get(name), specs[1].get(name)) for name in {**specs[0], **specs[1]}}
+    settings = {name: values for name, values in both.items() if values[0] != values[1]}
     with runs[0].understood(), runs[1].understood():
         steps = [{record.step: record for record in run.records(0)} for run in runs]
         common = sorted(steps[0].keys() & steps[1].keys())

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dure.process.jobs import TrainJob
 from dure.records.run_dir import SPEC, RunDir
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
-from dure.spec import ResolvedSpec, RunSpec, with_own_names
+from dure.spec import ResolvedSpec, RunSpec, flag_name, with_own_names
 from dure.strategies.table import STRATEGIES
 from dure.terminal import tell
 
@@ -56,19 +57,19 @@ def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Resol
     setting = STRATEGIES[spec.strategy].extra_processes
     if not setting or world_size == 1:
         return resolved
-    extra = getattr(spec, setting)
+    extra = spec.options[setting]
     if (extra is None and world_size % 2) or (extra or 0) >= world_size:
         counted = "as many as there are others" if extra is None else str(extra)
         raise SpecInvalid(
             [
                 f"{by} started {world_size} processes, of which {setting} is to be {counted}: start more, or "
-                f"set --{setting}"
+                f"set {flag_name(f'{spec.strategy}.{setting}')}"
             ]
         )
     num_devices = world_size - (extra or world_size // 2)
     nproc = min(num_devices, launched.rank.local_world_size)  # of the first host: servers are the last ranks
     changed = {"nproc": nproc, "total_devices": None if num_devices == nproc else num_devices}
-    return ResolvedSpec(spec=spec.model_copy(update=changed), origin={**resolved.origin, "nproc": by})
+    return replace(resolved, spec=spec.model_copy(update=changed), origin={**resolved.origin, "nproc": by})
 
 
 def train_under_launcher(

@@ -45,7 +45,7 @@ def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
 def count_processes(spec: RunSpec) -> int:
     """Return how many processes the run has on all hosts."""
     info = STRATEGIES[spec.strategy]
-    extra = (getattr(spec, info.extra_processes) or spec.num_devices) if info.extra_processes else 0
+    extra = (spec.options[info.extra_processes] or spec.num_devices) if info.extra_processes else 0
     return 1 if info.one_process else spec.num_devices + extra
 
 
@@ -131,7 +131,7 @@ def _way_to_start(spec: RunSpec, num_processes: int, threads: int) -> str:
 def _expendable(spec: RunSpec) -> range:
     """Return the ranks that the others go on without: those with a device, where the strategy says so."""
     info = STRATEGIES[spec.strategy]
-    goes_on = info.outlives_ranks_without and not getattr(spec, info.outlives_ranks_without)
+    goes_on = info.outlives_ranks_without and not spec.options[info.outlives_ranks_without]
     return range(spec.num_devices if goes_on else 0)
 
 

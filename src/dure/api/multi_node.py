@@ -86,7 +86,7 @@ def facts_to_agree_on(
     With `--resume auto` whether a run is there is no such thing: who comes late sees the one that the first has begun.
     Under a launcher `nproc` is none either: it may start more ranks on one host than on another.
     """
-    settings = spec.model_dump(mode="json", exclude={*_MAY_DIFFER, *(("nproc",) if is_launched else ())})
+    settings = spec.by_name(exclude=(*_MAY_DIFFER, *(("nproc",) if is_launched else ())))
     where, _, name = spec.task.rpartition(":")
     label = f"{Path(where).name}:{name}" if where.endswith(".py") else spec.task
     given = given_task()

@@ -9,7 +9,7 @@ from dure.host.devices import check_devices, resolve_device
 from dure.spec import RunSpec
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.fault_injection import read_faults
-from dure.training.session.session import refuse_lazy, strategy_options
+from dure.training.session.session import refuse_lazy
 from dure.training.task.given_task import given_task, task_class
 from dure.training.task.options import build_task
 
@@ -19,8 +19,10 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
 
     Raises:
         SpecInvalid: Settings that cannot be, or a model that the strategy cannot take.
-        EnvironmentLacks: A device that was asked for is not here.
+        EnvironmentLacks: A device that was asked for is not here, or a package's strategy cannot be imported.
     """
+    if spec.strategy not in STRATEGIES.own:
+        load_strategy(spec.strategy)
     num_here = spec.nproc if launched is None else min(spec.num_devices, launched.rank.local_world_size)
     device = resolve_device(spec.device)
     check_devices(device, num_here, shared=spec.share_devices, is_launched=launched is not None)
@@ -82,7 +84,7 @@ def _check_model(spec: RunSpec) -> None:
         return  # it reads values (pretrained weights): every worker looks at its own
     refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy)
-    faults = strategy.check_model(model, spec.num_devices, strategy_options(spec))
+    faults = strategy.check_model(model, spec)
     try:
         optimizer = task.build_optimizer(model)
     except Exception:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from dure.api.trust import check_trusted, is_true
 from dure.errors import RunInvalid, SpecInvalid
 from dure.records.run_dir import RunDir
 from dure.spec import ENVIRONMENT_PREFIX, ResolvedSpec, RunSpec, read_toml, resolve, same_task
+from dure.spec.arguments import in_callers_words
 from dure.strategies.table import STRATEGIES
+from dure.terminal import tell
 from dure.training.best_metric import Best
 from dure.training.task.given_task import GivenTask, given_task, task_class
 from dure.training.task.options import build_task, is_same, options_of, task_options, to_json
@@ -85,6 +88,13 @@ def settle(
     return _with_task(resolved, cls, given, base, record)
 
 
+def tell_notes(resolved: ResolvedSpec) -> None:
+    """Show what there is to say about the names of settings, in the words of who called."""
+    if not resolved.spec.quiet:
+        for note in resolved.notes:
+            tell(in_callers_words(note))
+
+
 def check_same_task(given: GivenTask, run: RunDir) -> None:
     """Refuse a task that is not the one that a run was trained with.
 
@@ -127,9 +137,8 @@ def _with_task(
     task_object = None if given is None else given.record()
     if task_object is not None and given is not None and given.task is None and record is not None:
         task_object = {**task_object, "attributes": record["attributes"]}
-    return ResolvedSpec(
-        spec=resolved.spec.model_copy(update={"task_options": options}), origin=origin, task_object=task_object
-    )
+    spec = resolved.spec.model_copy(update={"task_options": options})
+    return replace(resolved, spec=spec, origin=origin, task_object=task_object)
 
 
 def _as_json(cls: type[Task], options: Mapping[str, Any]) -> dict[str, Any]:

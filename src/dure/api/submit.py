@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dure.api.settings import tell_notes
 from dure.api.trust import check_trusted, is_true
 from dure.errors import Misuse, SpecInvalid
 from dure.records.run_dir import RunDir, check_name, default_name
@@ -47,8 +48,8 @@ class Training:
     config: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     """The task's own."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Fields of `RunSpec` as they were written."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `RunSpec` as they were written, and a table of options for each strategy that has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
     if base is None and training.task is None and training.resume is None:
         raise SpecInvalid(["no task is given: write it after the flags, as in `dure submit --to slurm file.py:Class`"])
     flags.setdefault("task", base.task if base is not None else "the.run:Task")
-    spec = resolve(
+    resolved = resolve(
         flags={**flags, "task_options": dict(base.task_options) if base is not None else {}},
         environ={},
         config=training.config if wishes.to != "kubernetes" else None,
@@ -188,7 +189,9 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
         strategies=STRATEGIES,
         base=base,
         total_devices=num_ranks if wishes.nodes > 1 else None,
-    ).spec
+    )
+    tell_notes(resolved)
+    spec = resolved.spec
     if spec.preflight:
         raise SpecInvalid(
             [
@@ -287,7 +290,11 @@ def _train_words(training: Training, name: str, runs_dir: Path) -> tuple[str, ..
     """Write down what `dure train` is called with; a run that goes on has its name and place already."""
     words: list[str] = [] if training.task is None else [training.task]
     place = {"name", "runs_dir"}
-    words += [f"{flag_name(name)}={value}" for name, value in training.settings.items() if name not in place]
+    for setting, value in training.settings.items():
+        if isinstance(value, Mapping):
+            words += [f"{flag_name(f'{setting}.{inner}')}={each}" for inner, each in value.items()]
+        elif setting not in place:
+            words.append(f"{flag_name(setting)}={value}")
     words += [f"--task.{option}={value}" for option, value in training.options.items()]
     if training.config is not None:
         words.append(f"--config={training.config}")

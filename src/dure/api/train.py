@@ -14,7 +14,7 @@ from dure.api.local import (
 )
 from dure.api.multi_node import preflight_settings, several_hosts, train_on_hosts
 from dure.api.preconditions import check_before_start
-from dure.api.settings import absolute, check_same_task, settle
+from dure.api.settings import absolute, check_same_task, settle, tell_notes
 from dure.api.trust import check_trusted, is_true
 from dure.cluster.rank import Launched, read_launcher
 from dure.errors import Interrupted, Misuse, RunInvalid, SpecInvalid, WorkerFailed
@@ -31,6 +31,7 @@ from dure.report.summary import summarise
 from dure.spec import (
     EVALUATION_FIELDS,
     SETTINGS,
+    TABLES,
     ResolvedSpec,
     RunSpec,
     flag_name,
@@ -39,6 +40,8 @@ from dure.spec import (
     with_own_names,
 )
 from dure.spec.arguments import errors_in_arguments
+from dure.spec.old_names import SETTINGS as OLD_SETTINGS
+from dure.spec.old_names import STRATEGIES_WITH
 from dure.strategies.table import STRATEGIES
 from dure.training.task.given_task import given_task, giving
 from dure.training.task.task import Task
@@ -100,6 +103,8 @@ def _train(
     if launched is not None:
         resolved = without_extra_processes(resolved, launched)
     spec = resolved.spec
+    if launched is None or launched.rank.rank == 0:
+        tell_notes(resolved)
     several = several_hosts(resolved, launched)
     check_before_start(spec, launched)
     if spec.preflight:
@@ -158,7 +163,7 @@ def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
     """Refuse settings that an evaluation would not look at."""
     faults = [
         f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
-        if name in SETTINGS
+        if name in (*SETTINGS, *TABLES, *STRATEGIES_WITH, *OLD_SETTINGS) or name in STRATEGIES
         else unknown_setting("setting", name, EVALUATION_FIELDS, flag_name)
         for name in settings
         if name not in EVALUATION_FIELDS

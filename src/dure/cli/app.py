@@ -157,7 +157,7 @@ def build_app(command: Callable[..., None] | None = None, name: str = "") -> App
         suppress_keyboard_interrupt=False,
     )
     if command is not None:
-        app.command(command, name=name)
+        app.command(command, name=name, help_epilogue=getattr(command, "more_help", ""))
         return app
     for listed, verb in VERBS.items():
         app.command(App(name=listed, help=verb.summary))
@@ -186,13 +186,20 @@ def _speaking_flags() -> AbstractContextManager[None]:
 def _parse_fault(error: CycloptsError, app: App) -> str:
     """Say what is wrong with the command line; unknown names come with the known ones."""
     # half of the time of `dure --help`, which has no fault
-    from dure.spec import RunSpec, flag_name, requirement, unknown_name, unknown_setting
+    from dure.spec import SETTINGS, flag_name, option_names, requirement, unknown_name, unknown_setting
+    from dure.spec.old_names import SETTINGS as OLD_SETTINGS
+    from dure.spec.old_names import STRATEGIES_WITH
 
     if isinstance(error, UnknownOptionError):
         said = (error.token.keyword or error.token.value).split("=")[0]
         known = sorted({name for argument in error.argument_collection for name in argument.names})
         flags = [name for name in known if name.startswith("--") and not name.startswith("--no-")]
         settings = [flag.removeprefix("--").replace("-", "_") for flag in [*flags, "--help"]]
+        if error.command_chain in (("train",), ("submit",)):
+            from dure.strategies.table import STRATEGIES
+
+            settings = [name for name in settings if name not in (*STRATEGIES_WITH, *OLD_SETTINGS)]
+            settings += [name for name in option_names(STRATEGIES) if name not in settings]
         help_ = f"`dure {' '.join(error.command_chain or ())} --help` lists all"
         is_script = error.command_chain == ("run",)
         fault = unknown_setting("flag", said, settings, flag_name, help_, has_task=not is_script)
@@ -207,7 +214,7 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
     if isinstance(error, ValidationError) and error.argument is not None:
         flag = error.argument.name
         name = flag.removeprefix("--").replace("-", "_")
-        if name in RunSpec.model_fields:
+        if name in SETTINGS:
             value = error.argument.tokens[-1].value if error.argument.tokens else "nothing"
             return f"flag {flag}: {name} is {value!r} but must be {requirement(name)}"
     said = str(error).strip().rstrip(".")

@@ -30,7 +30,11 @@ class _SpecTable:
         table.add_column("setting", no_wrap=True)
         table.add_column("value", overflow="fold")
         table.add_column("from", overflow="fold")
-        for title, names in GROUPS.items():
+        strategy, own = self.resolved.spec.strategy, self.resolved.spec.options
+        groups = {**GROUPS, f"Options of strategy {strategy}": tuple(f"{strategy}.{name}" for name in own)}
+        for title, names in groups.items():
+            if not names:
+                continue
             table.add_row(styled(title, "bold"))
             lines = [styled(title, "bold")]
             for label, value, origin in (row for name in names for row in self._rows(name)):
@@ -48,9 +52,11 @@ class _SpecTable:
         if name == "task_options" and spec.task_options:
             items = spec.task_options.items()
             return [(f"task.{key}", str(value), origin.get(f"task_options.{key}", "default")) for key, value in items]
-        value = getattr(spec, name)
+        strategy, _, option = name.partition(".")
+        is_option = strategy == spec.strategy
+        value = spec.options[option] if is_option else spec.setting(name)
         said = "-" if value is None or value == {} else _said(value)
-        return [(name, said, origin[name])]
+        return [(name, said, origin[f"options.{option}" if is_option else name])]
 
 
 def _said(value: object) -> str:

@@ -11,7 +11,7 @@ from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.spec import flag_name, unknown_name
 from dure.styled import draw, joined, styled, styled_lines
-from dure.terminal import print_json, print_text
+from dure.terminal import print_json, print_text, tell
 
 if TYPE_CHECKING:
     from dure.strategies.contract.info import StrategyInfo
@@ -55,7 +55,9 @@ def strategies(
     from dure.strategies.table import STRATEGIES
 
     if name is not None and name not in STRATEGIES:
-        raise Misuse(unknown_name("strategy", name, STRATEGIES))
+        raise Misuse(STRATEGIES.faults.get(name) or unknown_name("strategy", name, STRATEGIES))
+    for fault in STRATEGIES.faults.values():
+        tell(fault)
     chosen = [STRATEGIES[name]] if name is not None else list(STRATEGIES.values())
     if json and markdown:
         raise Misuse("--json and --markdown are two forms of one answer: choose one")
@@ -107,11 +109,17 @@ def _markdown_section(info: "StrategyInfo") -> list[str]:
         value = getattr(info, field)
         texts = value if isinstance(value, tuple) else (value,)
         lines += [f"- **{label}**: {text}" for text in texts] or [f"- **{label}**: nothing is lost"]
+    if options := _option_flags(info):
+        lines.append(f"- **options**: {', '.join(f'`{flag}`' for flag in options)}")
     if info.settings:
         lines.append(f"- **settings**: {', '.join(f'`{flag_name(name)}`' for name in info.settings)}")
     if len(info.mesh_axes) > 1:
         lines.append(f"- **mesh**: `--mesh {','.join(f'{axis}=…' for axis in info.mesh_axes)}`")
     return lines
+
+
+def _option_flags(info: "StrategyInfo") -> list[str]:
+    return [flag_name(f"{info.name}.{option}") for option in info.option_class().model_fields]
 
 
 class _StrategyTable:
@@ -134,4 +142,6 @@ class _StrategyTable:
                 value = getattr(info, field)
                 text = "\n".join(value) if isinstance(value, tuple) else str(value)
                 block.add_row("", label, styled_lines(text or "-"))
+            if flags := _option_flags(info):
+                block.add_row("", "options", styled_lines(", ".join(flags)))
             yield block

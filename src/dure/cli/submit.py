@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from dure.cli.options.settings import flag_parameters, setting_names, spell_out_truths, with_flags
+from dure.cli.options.settings import (
+    Shown,
+    flag_parameters,
+    option_parameters,
+    setting_names,
+    spell_out_truths,
+    with_flags,
+)
 from dure.cli.options.task import take_task_options
 from dure.cli.output import JsonFlag
 from dure.errors import Misuse
 from dure.spec import OTHER_NAMES
+from dure.spec.old_names import SETTINGS as OLD_SETTINGS
+from dure.spec.old_names import STRATEGIES_WITH
 from dure.terminal import print_json, print_text
 
 if TYPE_CHECKING:
@@ -47,7 +56,10 @@ def _split(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(tokens[:position]), _checked(tokens[position:])
         if (
             word.startswith("--")
-            and _setting(word) in (*setting_names(), *OTHER_NAMES)
+            and (
+                _setting(word) in (*setting_names(), *OTHER_NAMES, *STRATEGIES_WITH, *OLD_SETTINGS)
+                or "." in _setting(word)
+            )
             and word.partition("=")[0] not in _VALUES
         ):
             raise Misuse(f"{word} is a flag of the training: write it after the task")
@@ -154,7 +166,9 @@ def _read_training(rest: list[str]) -> "Training":
     from dure.api.submit import Training
     from dure.cli.app import build_app
 
-    tokens, options = take_task_options(["train", *spell_out_truths(rest)])
+    shown = Shown.wanted(rest, everything=False)
+    strategies = option_parameters(rest, shown)
+    tokens, options = take_task_options(["train", *spell_out_truths(rest, strategies)])
     found: dict[str, Any] = {}
 
     def collect(
@@ -163,12 +177,14 @@ def _read_training(rest: list[str]) -> "Training":
         given = {name: _text(value) for name, value in settings.items() if value is not None}
         found.update(task=task, resume=resume, config=config, settings=given)
 
-    app = build_app(with_flags(collect, flag_parameters(setting_names())), "train")
+    app = build_app(with_flags(collect, [*flag_parameters(setting_names(), shown), *strategies]), "train")
     app(tokens, exit_on_error=False, print_error=False)
     return Training(options=options, **found)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _text(option) for name, option in value.items()}
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

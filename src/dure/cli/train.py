@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from dure.cli.options.settings import flag_parameters, setting_names, spell_out_truths, with_flags
-from dure.cli.options.task import is_reference, option_parameters, take_task_options
+from dure.cli.options.settings import (
+    Shown,
+    flag_parameters,
+    option_parameters,
+    setting_names,
+    spell_out_truths,
+    with_flags,
+)
+from dure.cli.options.task import is_reference, take_task_options, task_parameters
 from dure.cli.output import JsonFlag, speaks_for_all
 from dure.errors import RunInvalid
 from dure.records.run_dir import RunDir
@@ -19,6 +26,11 @@ if TYPE_CHECKING:
     from dure.training.task.task import Task
 
 _HELP = frozenset({"--help", "-h"})
+_HELP_ALL = "--help-all"
+_MORE = (
+    "dure train --strategy NAME --help shows that strategy's own options, FILE:Task --help the task's, --help-all "
+    "every flag. In a TOML file a strategy's options are a table, as [fsdp]."
+)
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -30,15 +42,19 @@ def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
     Returns:
         The tokens that are left, and the verb.
     """
-    rest, options = take_task_options(spell_out_truths(tokens))
+    shown = Shown.wanted(tokens, everything=_HELP_ALL in tokens)
+    flags = flag_parameters(setting_names(), shown)
+    strategies = option_parameters(tokens, shown)
+    tokens = ["--help" if token == _HELP_ALL else token for token in tokens]
+    rest, options = take_task_options(spell_out_truths(tokens, strategies))
     for token in [token for token in rest if _is_foreign_negative(token)]:
         name = token.removeprefix("--no-").replace("-", "_")
         if name in _option_names(_task_class(rest)):
             rest.remove(token)
             options[name] = "false"
     cls = _task_class(rest) if _HELP.intersection(rest) else None
-    own = option_parameters(cls) if cls is not None else []
-    return rest, with_flags(partial(train, options), [*own, *flag_parameters(setting_names())], doc=train.__doc__)
+    own = task_parameters(cls) if cls is not None else []
+    return rest, with_flags(partial(train, options), [*own, *flags, *strategies], doc=train.__doc__, more=_MORE)
 
 
 def _is_foreign_negative(token: str) -> bool:
@@ -90,9 +106,12 @@ def train(
     if options:
         settings["task_options"] = options
     if show_spec:
+        from dure.api.settings import tell_notes
         from dure.cli.show_spec import print_spec
 
-        print_spec(api.resolve_settings(task, resume=resume, config=config, **settings), as_json=json)
+        resolved = api.resolve_settings(task, resume=resume, config=config, **settings)
+        tell_notes(resolved)
+        print_spec(resolved, as_json=json)
         return
     summary = api.train(task, resume=resume, config=config, **settings)
     if not speaks_for_all():

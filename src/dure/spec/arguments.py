@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from dure.errors import DureError, SpecInvalid
-from dure.spec.fields import SETTINGS, RunSpec, flag_name, kinds
+from dure.spec.fields import SETTINGS, field_of, flag_name, kinds
 
 _speaks_flags: ContextVar[bool] = ContextVar("speaks flags", default=False)
 
@@ -16,6 +16,10 @@ _MORE_ARGUMENTS = ("config", "resume", "which", "task")
 _NAMES = {flag_name(name): name for name in (*SETTINGS, *_MORE_ARGUMENTS)}
 _COMMAND = re.compile(r"`dure train --resume (?P<run>[^`]+)`")
 _TASK_OPTION = re.compile(r"(?:\bflag )?(?<![\w-])--task\.(?P<name>[A-Za-z][\w-]*)")
+_STRATEGY_OPTION = re.compile(
+    r"(?P<source>\bflag )?(?<![\w-])--(?P<no>no-)?(?P<strategy>[a-z][a-z0-9-]*)\.(?P<name>[a-z][a-z0-9-]*)"
+    r"(?:=(?P<value>true|false))?"
+)
 _FLAG = re.compile(r"(?<![\w-])(?P<flag>--(?P<no>no-)?(?P<name>[a-z][a-z0-9-]*))(?:[ =](?P<value>[\w.*=,/:-]*\w))?")
 _SOURCE = re.compile(r"\bflag --(?P<name>[a-z][a-z0-9-]*)(?!\.)\b")
 _OTHER_COMMAND = re.compile(r"(`dure [^`]+`)")
@@ -44,6 +48,11 @@ def errors_in_arguments() -> Iterator[None]:
         raise
 
 
+def in_callers_words(text: str) -> str:
+    """Return a sentence about flags as it is, or about arguments where Python called."""
+    return text if _speaks_flags.get() else as_arguments(text)
+
+
 def as_arguments(text: str) -> str:
     """Write a sentence's flags of known settings as the keyword arguments of `dure.train`; other commands stay."""
     text = _COMMAND.sub(lambda match: f"`dure.train(resume={_unquoted(match['run'])!r})`", text)
@@ -61,9 +70,19 @@ def _unquoted(word: str) -> str:
 
 
 def _without_flags(text: str) -> str:
-    text = _SOURCE.sub(lambda match: f"argument {match['name'].replace('-', '_')}", text)
     text = _TASK_OPTION.sub(lambda match: f"task option {match['name'].replace('-', '_')}", text)
+    text = _STRATEGY_OPTION.sub(_as_table, text)
+    text = _SOURCE.sub(lambda match: f"argument {match['name'].replace('-', '_')}", text)
     return _FLAG.sub(_as_argument, text)
+
+
+def _as_table(match: re.Match[str]) -> str:
+    """Write the flag of a strategy's option, or of a setting in a table, as the argument that holds it."""
+    strategy, option = match["strategy"].replace("-", "_"), match["name"].replace("-", "_")
+    if match["source"]:
+        return f'argument {strategy}["{option}"]'
+    value = "False" if match["no"] else match["value"].capitalize() if match["value"] else "..."
+    return f'{strategy}={{"{option}": {value}}}'
 
 
 def _as_argument(match: re.Match[str]) -> str:
@@ -72,7 +91,7 @@ def _as_argument(match: re.Match[str]) -> str:
     behind = match[0][len(match["flag"]) :]
     if name is None:
         return match[0]
-    kind = str if name in _MORE_ARGUMENTS else kinds(RunSpec.model_fields[name])[0]
+    kind = str if name in _MORE_ARGUMENTS else kinds(field_of(name))[0]
     if kind is bool:
         if value in ("true", "false"):
             return f"{name}={value == 'true'}"

@@ -126,7 +126,11 @@ _PLACES = {
     "use {num_workers}": (
         *("workers", "j", "num_data_workers", "dataloader_num_workers", "loader_workers", "data_workers", "n_workers"),
     ),
-    "use {activation_checkpointing}": ("gradient_checkpointing", "grad_checkpointing", "activation_checkpoint"),
+    "use {fsdp.activation_checkpointing}, which {strategy} fsdp has": (
+        "gradient_checkpointing",
+        "grad_checkpointing",
+        "activation_checkpoint",
+    ),
     "use {sync_batchnorm}": ("sync_bn", "syncbn", "sync_batch_norm"),
     "use {compile}": ("torch_compile", "compile_model", "torchcompile"),
     # where to, and how often
@@ -148,11 +152,11 @@ _PLACES = {
         ),
         *("load_checkpoint", "resume_path", "auto_resume", "continue", "restart"),
     ),
-    "use {checkpoint_every_samples} or {checkpoint_every_minutes}": (
+    "use {checkpoint.every_samples} or {checkpoint.every_minutes}": (
         *("save_every", "save_steps", "save_interval", "checkpoint_every", "ckpt_every", "save_freq", "save_strategy"),
         *("checkpoint_interval", "checkpointing_steps", "save_every_n_steps", "every_n_train_steps"),
     ),
-    "use {keep_checkpoints}": ("save_total_limit", "save_top_k", "keep_last", "max_checkpoints"),
+    "use {checkpoint.keep}": ("save_total_limit", "save_top_k", "keep_last", "max_checkpoints"),
     "use {eval_every_epochs}": (
         *("val_every", "eval_every", "eval_steps", "val_check_interval", "check_val_every_n_epoch", "eval_interval"),
         *("evaluation_strategy", "eval_strategy", "val_interval", "validate_every", "eval_freq", "test_every"),
@@ -199,5 +203,7 @@ def place_of(name: str, known: Collection[str], spell: Callable[[str], str], *, 
     settings = [part.partition("}")[0] for part in sentence.split("{")[1:]]
     if not set(settings) <= {*known, "task"} or not (has_task or set(settings) - {"task"}):
         return None
-    spelled = {setting: spell(setting) for setting in settings if setting != "task"}
-    return sentence.format(**spelled, task=f"--task.{plain.replace('_', '-')}")
+    for setting in settings:
+        word = f"--task.{plain.replace('_', '-')}" if setting == "task" else spell(setting)
+        sentence = sentence.replace(f"{{{setting}}}", word)
+    return sentence

@@ -1,39 +1,41 @@
 """Resolution of a spec: flags over environment over TOML over the task's defaults, all faults at once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from dure import documents
-from dure.documents import DocumentInvalid, parse_json
+from dure.documents import parse_json
 from dure.errors import SpecInvalid
+from dure.spec import old_names
 from dure.spec.fields import (
     IDENTITY_FIELDS,
     LENGTH_FIELDS,
     NODE_FIELDS,
-    OTHER_NAMES,
+    OPTIONS_FIELDS,
     PLACE_FIELDS,
     RECORD_FIELDS,
     SETTINGS,
+    TABLES,
     RunSpec,
-    StrategyTraits,
-    flag_name,
-    kinds,
+    field_of,
+    in_tables,
+    is_bool_for_number,
     requirement,
     same_task,
+    shown,
     with_own_names,
+    without_tables,
 )
 from dure.spec.mesh import parse_mesh
 from dure.spec.names import unknown_name, unknown_setting
+from dure.spec.old_names import STRATEGIES_WITH
+from dure.spec.own_options import OwnOptions
 from dure.spec.rules import RULES
-
-ENVIRONMENT_PREFIX = "DURE_"
-
-INTERNAL_PREFIX = "DURE_INTERNAL_"
-"""Variables that dure's own processes hand to each other; never settings, so never reported as unknown ones."""
+from dure.spec.sources import Source, config_source, environment_source, flag_source, task_source, without_place
+from dure.spec.strategy_traits import StrategyTable, StrategyTraits, option_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +44,13 @@ class ResolvedSpec:
 
     spec: RunSpec
     origin: dict[str, str]
-    """Source of each field, and of each task option as `task_options.<name>`: `flag --epochs`, `default`, ..."""
+    """Source of each field, of each task option as `task_options.<name>`, and of each of the strategy's options as
+    `options.<name>`: `flag --epochs`, `default`, ..."""
+    notes: tuple[str, ...] = ()
+    """Sentences for who called, on names that will not be understood for long."""
     task_object: Mapping[str, Any] | None = None
     """Reason why class and options do not suffice to make the task again, and digests of its attributes; None if they
     do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """One place that settings come from."""
-
-    values: Mapping[str, Any]
-    say: Callable[[str], str]
-    """Function that names the source of one setting, for people."""
-    spell: Callable[[str], str] = str
-    """Function that writes a setting's name as this source has it."""
-    more: tuple[str, ...] = ()
-    """Names other than settings that its faults may point to."""
-    is_chosen: bool = True
-    """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
 
 
 @dataclass(kw_only=True)
@@ -72,6 +62,7 @@ class _Draft:
     origin: dict[str, str] = field(default_factory=dict)
     chosen: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def drop(self, name: str) -> None:
         self.values.pop(name, None)
@@ -85,7 +76,7 @@ def resolve(
     environ: Mapping[str, str],
     config: Path | None,
     task_defaults: Mapping[str, Any],
-    strategies: Mapping[str, StrategyTraits],
+    strategies: StrategyTable[StrategyTraits],
     base: RunSpec | None = None,
     total_devices: int | None = None,
 ) -> ResolvedSpec:
@@ -108,129 +99,54 @@ def resolve(
     """
     draft = _Draft()
     settings = {name: value for name, value in flags.items() if value is not None}
-    config_source = _config_source(config, draft.faults)
-    environment_source = _environment_source(environ, draft.faults)
+    file = config_source(config, draft.faults)
+    environment = environment_source(environ, strategies, draft.faults)
     if base is None:
-        ground = _task_source(task_defaults, [settings, environment_source.values, config_source.values])
+        ground = task_source(task_defaults, [settings, environment.values, file.values])
     else:
         # how much is said concerns this terminal, not the run; where processes are, and what is looked at, this start
-        values = base.model_dump(
-            exclude={"quiet", "preflight", "accept_changes", "trust_task", *NODE_FIELDS, *RECORD_FIELDS}
-        )
-        ground = _Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
-        config_source, environment_source = _without_place(config_source), _without_place(environment_source)
-    for source in (ground, config_source, environment_source, _flag_source(settings)):
-        _overlay(draft, source)
+        left_out = {"quiet", "preflight", "accept_changes", "trust_task"}
+        values = base.model_dump(exclude={*left_out, *NODE_FIELDS, *RECORD_FIELDS, *OPTIONS_FIELDS})
+        ground = Source(values=values, say=lambda name: "the resumed run", is_chosen=False)
+        file, environment = without_place(file), without_place(environment)
+    sources = (ground, file, environment, flag_source(settings))
+    for source in sources:
+        _overlay(draft, source, strategies)
     if total_devices is not None:
         draft.values["total_devices"] = total_devices
     _settle_strategy(draft, strategies, base)
-    spec = _validate(draft, strategies)
+    own = _own_options(draft, sources, strategies, base)
+    spec = _validate(draft, strategies, own)
     if base is not None and spec is not None:
         draft.faults += _identity_faults(draft, spec, base)
     if draft.faults or spec is None:
         raise SpecInvalid(draft.faults)
-    for name in RunSpec.model_fields:
+    for name in (*SETTINGS, *RECORD_FIELDS):
         draft.origin.setdefault(name, "default")
-    return ResolvedSpec(spec=spec, origin=draft.origin)
-
-
-# --- the sources
-
-
-def _flag_source(settings: Mapping[str, Any]) -> _Source:
-    return _Source(values=settings, say=_say_flag, spell=flag_name, more=("resume",))
-
-
-def _say_flag(name: str) -> str:
-    if name == "task":
-        return "argument task"
-    option = name.removeprefix("task_options.")
-    return f"flag {flag_name(name)}" if option == name else f"flag --task.{option}"
-
-
-def _task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) -> _Source:
-    task = next((str(values["task"]) for values in higher if "task" in values), "task")
-    label = f"{task.rpartition(':')[2]}.defaults"
-    return _Source(values=defaults, say=lambda name: label, is_chosen=False)
-
-
-def _without_place(source: _Source) -> _Source:
-    """Leave out where runs go: DURE_RUNS_DIR of a shell is about new runs, a resumed one stays where it is."""
-    values = {name: value for name, value in source.values.items() if name not in PLACE_FIELDS}
-    return _Source(values=values, say=source.say)
-
-
-def _environment_source(environ: Mapping[str, str], faults: list[str]) -> _Source:
-    """Read `DURE_<FIELD>`; an empty variable counts as not set, as in the shell."""
-    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in (*SETTINGS, *OTHER_NAMES)}
-    values: dict[str, Any] = {}
-    for variable, text in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(INTERNAL_PREFIX) or not text.strip():
-            continue
-        if variable not in known:
-            faults.append(unknown_setting("environment variable", variable, SETTINGS, _variable))
-        elif known[variable] == "task_options":
-            values["task_options"] = _options_from_json(variable, text, faults)
-        else:
-            values[known[variable]] = text
-    return _Source(values=values, say=lambda name: f"environment {_variable(name.split('.')[0])}", spell=_variable)
-
-
-def _variable(name: str) -> str:
-    return ENVIRONMENT_PREFIX + name.upper()
-
-
-def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str, Any]:
-    try:
-        options = parse_json(text)
-    except ValueError:
-        options = None
-    if isinstance(options, dict):
-        return options
-    faults.append(f'environment {variable} is {text!r} but must be a JSON object such as {{"hidden": 64}}')
-    return {}
-
-
-def _config_source(config: Path | None, faults: list[str]) -> _Source:
-    if config is None:
-        return _Source(values={}, say=str)
-    values: dict[str, Any] = {}
-    try:
-        values = read_toml(config)
-    except SpecInvalid as error:
-        faults += error.faults
-    return _Source(values=values, say=lambda name: str(config))
-
-
-def read_toml(config: Path) -> dict[str, Any]:
-    """Read a file of settings as it stands.
-
-    Raises:
-        SpecInvalid: It cannot be read, or is no TOML.
-    """
-    try:
-        return documents.read_toml(Path(config))
-    except DocumentInvalid as error:
-        raise SpecInvalid([f"{config} {error}"]) from None
-    except OSError as error:
-        raise SpecInvalid([f"--config {config} cannot be read: {error.strerror}"]) from None
+    if own is not None:
+        draft.origin |= {f"options.{name}": own.origin.get(name, "default") for name in spec.options}
+    notes = (*draft.notes, *(() if own is None else own.notes))
+    if fault := strategies.faults.get(str(spec.strategy)):
+        notes = (*notes, fault)
+    return ResolvedSpec(spec=spec, origin=draft.origin, notes=notes)
 
 
 # --- bringing them together
 
 
-def _overlay(draft: _Draft, source: _Source) -> None:
+def _overlay(draft: _Draft, source: Source, strategies: Mapping[str, StrategyTraits]) -> None:
     """Lay one source over the ones below it."""
     try:
-        values = with_own_names(source.values, source.spell)
+        values = with_own_names(_with_names_of_now(draft, source), source.spell)
     except SpecInvalid as error:
         draft.faults += error.faults
         return
     for name, value in values.items():
-        if value is None:
-            continue
+        if value is None or name in STRATEGIES_WITH or (isinstance(value, Mapping) and name in strategies):
+            continue  # options are looked at when the strategy is known
         if name not in SETTINGS:
-            fault = unknown_setting("setting", name, [*SETTINGS, *source.more], source.spell)
+            known = [*SETTINGS, *source.more, *option_names(strategies)]
+            fault = unknown_setting("setting", name, known, source.spell)
             draft.faults.append(f"{source.say(name)}: {fault}")
         elif name == "task_options":
             _overlay_options(draft, source, value)
@@ -242,7 +158,21 @@ def _overlay(draft: _Draft, source: _Source) -> None:
     _overlay_length(draft, source)
 
 
-def _overlay_options(draft: _Draft, source: _Source, options: Any) -> None:
+def _with_names_of_now(draft: _Draft, source: Source) -> dict[str, Any]:
+    """Return a source's settings one by one, those in tables as `checkpoint.keep`; old names get a note."""
+    values = without_tables(source.values)
+    for old, name in old_names.SETTINGS.items():
+        value = values.pop(old, None)
+        if value is None:
+            continue
+        if values.get(name) is not None:
+            draft.faults.append(old_names.given_twice(source, old, name))
+        values[name] = value
+        draft.notes.append(old_names.note(source, old, name))
+    return values
+
+
+def _overlay_options(draft: _Draft, source: Source, options: Any) -> None:
     if not isinstance(options, Mapping):
         draft.faults.append(f"{source.say('task_options')}: task_options is {options!r} but must be a table")
         return
@@ -252,7 +182,7 @@ def _overlay_options(draft: _Draft, source: _Source, options: Any) -> None:
         (draft.chosen.add if source.is_chosen else draft.chosen.discard)(key)
 
 
-def _overlay_length(draft: _Draft, source: _Source) -> None:
+def _overlay_length(draft: _Draft, source: Source) -> None:
     given = [name for name in LENGTH_FIELDS if source.values.get(name) is not None]
     if len(given) == 2:
         draft.faults.append(f"{source.say('epochs')} and {source.say('samples')} both say how long to train: give one")
@@ -285,6 +215,21 @@ def _settle_strategy(draft: _Draft, strategies: Mapping[str, StrategyTraits], ba
         draft.values["epochs"] = 1.0
 
 
+def _own_options(
+    draft: _Draft, sources: Sequence[Source], strategies: Mapping[str, StrategyTraits], base: RunSpec | None
+) -> OwnOptions | None:
+    """Bring the chosen strategy's options together; None if there is no such strategy."""
+    strategy = str(draft.values["strategy"])
+    if strategy not in strategies:
+        return None
+    own = OwnOptions(strategy=strategy, strategies=strategies)
+    if base is not None:
+        own.take_over(base)
+    for source in sources:
+        own.lay_over(source)
+    return own
+
+
 def _num_devices(draft: _Draft) -> int | None:
     """Return the devices of all hosts, as far as what was said of them is sound; None if it is not."""
     names = ("nproc", "nnodes", "total_devices")
@@ -299,27 +244,40 @@ def _num_devices(draft: _Draft) -> int | None:
 # --- what cannot be
 
 
-def _validate(draft: _Draft, strategies: Mapping[str, StrategyTraits]) -> RunSpec | None:
+def _validate(draft: _Draft, strategies: StrategyTable[StrategyTraits], own: OwnOptions | None) -> RunSpec | None:
     """Check every setting by itself, then the sound ones together. Returns None when there is no task."""
-    bad = {name for name, value in draft.values.items() if _is_bool_for_number(name, value)}
+    bad = {name for name, value in draft.values.items() if is_bool_for_number(field_of(name), value)}
     try:
-        RunSpec.model_validate({**draft.values, "task": draft.values.get("task", "-:-")})
+        RunSpec.model_validate(in_tables({**draft.values, "task": draft.values.get("task", "-:-")}))
     except ValidationError as error:
-        bad |= {str(detail["loc"][0]) for detail in error.errors()}
+        bad |= {_name_at(detail["loc"]) for detail in error.errors()}
     draft.faults += [_fault(draft, name) for name in draft.values if name in bad]
     strategy = draft.values["strategy"]
     if "strategy" not in bad and strategy not in strategies:
         bad.add("strategy")
-        draft.faults.append(f"{draft.origin['strategy']}: {unknown_name('strategy', strategy, strategies)}")
+        fault = strategies.faults.get(str(strategy)) or unknown_name("strategy", strategy, strategies)
+        draft.faults.append(f"{draft.origin['strategy']}: {fault}")
     sound = {name: value for name, value in draft.values.items() if name not in bad}
     has_task = "task" in sound
-    spec = RunSpec.model_validate({"task": "-:-", "task_options": draft.options, **sound})
+    options, bad_options = ({}, set()) if own is None else own.validated()
+    given = {"task": "-:-", "task_options": draft.options, "options": options, **sound}
+    spec = RunSpec.model_validate(in_tables(given))
     draft.faults += [f"{_say(draft, rule.blame)}: {rule.fault(spec)}" for rule in RULES if rule.breaks(spec, bad)]
+    if own is not None:
+        draft.faults += own.faults
+        if not bad and not bad_options:
+            faults = own.cls.of(spec).faults(spec)
+            draft.faults += [f"{own.origin.get(blame) or _say(draft, blame)}: {fault}" for blame, fault in faults]
     if "strategy" not in bad:
         draft.faults += _strategy_faults(draft, spec, strategies, bad)
     if not has_task and "task" not in bad:
         draft.faults.append("no task is given: name one, as in `dure train train.py:MyTask`")
     return spec if has_task else None
+
+
+def _name_at(place: tuple[int | str, ...]) -> str:
+    """Return the setting at a place in the spec."""
+    return ".".join(map(str, place[:2])) if place[0] in TABLES else str(place[0])
 
 
 def _strategy_faults(
@@ -340,8 +298,8 @@ def _strategy_faults(
         except ValueError as error:
             faults.append(f"{_say(draft, 'mesh')}: {error}")
     for setting in sorted({name for row in strategies.values() for name in row.settings}):
-        value = getattr(spec, setting)
-        is_default = value == RunSpec.model_fields[setting].get_default(call_default_factory=True)
+        value = spec.setting(setting)
+        is_default = value == field_of(setting).get_default(call_default_factory=True)
         if is_default or setting in traits.settings or setting in bad:
             continue
         first, *others = (name for name, row in strategies.items() if setting in row.settings)
@@ -357,17 +315,8 @@ def _say(draft: _Draft, name: str) -> str:
     return f"{draft.origin.get(name, 'default')}"
 
 
-def _is_bool_for_number(name: str, value: Any) -> bool:
-    """Tell whether a truth value stands where a number belongs; Python would take True for 1."""
-    return isinstance(value, bool) and bool not in kinds(RunSpec.model_fields[name])
-
-
 def _fault(draft: _Draft, name: str) -> str:
-    return f"{draft.origin[name]}: {name} is {_show(draft.values[name])} but must be {requirement(name)}"
-
-
-def _show(value: Any) -> str:
-    return repr(str(value)) if isinstance(value, str | Path) else repr(value)
+    return f"{draft.origin[name]}: {name} is {shown(draft.values[name])} but must be {requirement(name)}"
 
 
 # --- resuming
@@ -418,6 +367,6 @@ def _means(value: Any, then: Any) -> bool:
 
 def _identity_fault(origin: str, name: str, now: Any, then: Any) -> str:
     return (
-        f"{origin}: {name} is {_show(now)} but the run was begun with {_show(then)}, and it is part of what the run is:"
+        f"{origin}: {name} is {shown(now)} but the run was begun with {shown(then)}, and it is part of what the run is:"
         " leave it out, or start a new run"
     )

@@ -47,15 +47,6 @@ RULES = (
         fault=lambda spec: f"backend nccl cannot reach device {spec.device}: choose gloo, or --device cuda",
     ),
     Rule(
-        fields=("precision", "cpu_offload"),
-        blame="precision",
-        is_broken=lambda spec: spec.precision == "fp16" and spec.cpu_offload,
-        fault=lambda spec: (
-            "precision is fp16 and cpu_offload is set, but torch's GradScaler would use its scale in host memory before"
-            " the copy from the device has arrived: choose bf16, which needs no scale, or leave cpu_offload out"
-        ),
-    ),
-    Rule(
         fields=("on_divergence", "max_restarts"),
         blame="on_divergence",
         is_broken=lambda spec: spec.on_divergence == "heal" and spec.max_restarts == 0,

@@ -3,22 +3,23 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from dure.errors import EnvironmentLacks
 from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.installed import Strategies
 
 if TYPE_CHECKING:
     from dure.strategies.contract.strategy import Strategy
 
 
 _BATCHNORM = "BatchNorm without --sync-batchnorm: statistics of each {unit}'s own samples, rank 0's are kept"
-_COMPRESSION = "--compression: the gradient is approximated; see compression_error in the records"
+_COMPRESSION = "--{strategy}.compression: the gradient is approximated; see compression_error in the records"
 REPLICAS = ("check_replicas_every", "on_divergence")
 """Settings of strategies under which ranks hold the same."""
 _HOOKS = "step hooks of the optimiser: each rank's run on its own weights, between averagings too"
 _RANDOM = "random numbers in model and loss (dropout): other draws than on one device (augmentation is the same)"
 
-STRATEGIES: dict[str, StrategyInfo] = {
-    info.name: info
-    for info in (
+STRATEGIES = Strategies(
+    (
         StrategyInfo(
             name="single",
             implementation="dure.strategies.single:Single",
@@ -57,6 +58,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="balanced_dp",
             implementation="dure.strategies.data_parallel.balanced_dp:BalancedDataParallel",
+            options="dure.strategies.data_parallel.options:BalancedOptions",
             summary="dp with the loss on the replicas and a smaller share for the fuller device 0",
             divides="each microbatch over the devices of one process, device 0's share given or found by memory",
             synchronises="every step: parameters out; every step: gradients back",
@@ -68,33 +70,28 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="one process that sees all devices; batches whose tensors have the samples first",
             sent_bytes="device 0: (P-1) W per step; every other device: G per step",
             memory="device 0: W + G + S + A(share of device 0); others: W + G + A(their share)",
-            settings=(
-                "on_nonfinite",
-                "device0_share",
-            ),
+            settings=("on_nonfinite",),
             right_when="dp runs out of memory on device 0 while the others have room",
             one_process=True,
         ),
         StrategyInfo(
             name="ddp",
             implementation="dure.strategies.data_parallel.ddp:DDP",
+            options="dure.strategies.data_parallel.options:DDPOptions",
             summary="a process per device; gradients all-reduced in buckets while backward still runs",
             divides="each global batch over the ranks",
             synchronises="every step: gradients, overlapped with the last microstep's backward",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
-            needs="a model that fits one device; every parameter in every step, or --find-unused-parameters",
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION.format(strategy="ddp")),
+            needs="a model that fits one device; every parameter in every step, or --ddp.find-unused-parameters",
             sent_bytes="every rank: 2 (P-1)/P G per step",
-            memory="W + G + S + A(microbatch), buckets share G's memory (--gradient-as-bucket-view)",
+            memory="W + G + S + A(microbatch), buckets share G's memory (--ddp.gradient-as-bucket-view)",
             default_for="many",
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
                 "compile",
                 "sync_batchnorm",
-                "compression",
-                "compression_fraction",
-                "compression_rank",
             ),
             right_when="the model fits one device and several should share the work: the first thing to try",
             one_process=False,
@@ -102,19 +99,23 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="ring_ddp",
             implementation="dure.strategies.data_parallel.ring_ddp:RingDDP",
+            options="dure.strategies.data_parallel.options:RingDDPOptions",
             summary="ddp with a reducer of our own: one flat gradient buffer, any all-reduce algorithm, Apex's options",
             divides="each global batch over the ranks",
             synchronises="every step: gradients, bucket by bucket while the last microstep's backward still runs",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION.format(strategy="ring-ddp")),
             needs="a model that fits one device, without sparse gradients; any parameter may be unused",
             sent_bytes="by the algorithm: 2 (P-1)/P G from every rank by a ring, (1 + 1/P) G through shared memory",
             memory="W + G + S + A(microbatch)",
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                *("compile", "sync_batchnorm", "comm", "message_size", "delay_allreduce", "allreduce_always_fp32"),
-                *("gradient_average", "gradient_predivide_factor", "compression", "compression_fraction"),
+                *(
+                    "compile",
+                    "sync_batchnorm",
+                    "comm",
+                ),
             ),
             right_when="CPU ranks of one host (shared memory beats sockets), or to see and choose how gradients travel",
             one_process=False,
@@ -138,11 +139,12 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="zero1",
             implementation="dure.strategies.data_parallel.zero1:ZeRO1",
+            options="dure.strategies.data_parallel.options:DDPOptions",
             summary="ddp with the optimiser's state divided over the ranks (ZeRO stage 1)",
             divides="each global batch over the ranks, and the optimiser's state, by whole parameters",
             synchronises="every step: gradients as ddp; then every rank sends the parameters that it has stepped",
             preserves="weights after every step (to rounding), sample order, evaluation",
-            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION),
+            does_not_preserve=(_BATCHNORM.format(unit="rank"), _RANDOM, _COMPRESSION.format(strategy="zero1")),
             needs="as ddp, and an optimiser that steps each parameter by itself (not LBFGS)",
             sent_bytes=(
                 "every rank: 2 (P-1)/P G, and (P-1) times its part of the trainable parameters, about W/P; "
@@ -154,9 +156,6 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 *REPLICAS,
                 "compile",
                 "sync_batchnorm",
-                "compression",
-                "compression_fraction",
-                "compression_rank",
             ),
             right_when="ddp would fit without the optimiser's state: AdamW's is twice the size of the weights",
             one_process=False,
@@ -165,6 +164,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="fsdp",
             implementation="dure.strategies.sharded.fsdp:FSDP",
+            options="dure.strategies.sharded.options:FSDPOptions",
             summary="parameters, gradients and optimiser state divided over the ranks (ZeRO stages 2 and 3)",
             divides="each global batch over the ranks, and every parameter along its first dimension",
             synchronises="every microstep: parameters gathered unit by unit; every step: gradients reduced and divided",
@@ -181,12 +181,12 @@ STRATEGIES: dict[str, StrategyInfo] = {
             ),
             memory=(
                 "(W + G + S)/shards + the largest two units whole + A(microbatch); G whole while accumulating; W whole "
-                "with --reshard-after-forward false; A less with --activation-checkpointing"
+                "with --no-fsdp.reshard-after-forward; A less with --fsdp.activation-checkpointing"
             ),
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                *("sync_batchnorm", "reshard_after_forward", "fsdp_units", "activation_checkpointing", "cpu_offload"),
+                *("sync_batchnorm",),
             ),
             mesh_axes=("replica", "shard"),
             right_when="the model, its gradients and its optimiser state do not fit one device, though one layer does",
@@ -196,8 +196,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="model_parallel",
             implementation="dure.strategies.sections.model_parallel:ModelParallel",
+            options="dure.strategies.sections.options:SectionOptions",
             summary="the model in sections on several devices of one process, one section at work at a time",
-            divides="the model: consecutive blocks on each device, cut where bytes are even or by --cuts",
+            divides="the model: consecutive blocks on each device, cut where bytes are even or by cuts",
             synchronises="every microstep: activations from section to section, their gradients back",
             preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
             does_not_preserve=("random numbers (dropout): on several accelerators each draws of its own",),
@@ -207,10 +208,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "much back; device k: A_(k+1) forward and A_k back"
             ),
             memory="device k: W + G + S + A(microbatch) of its own section; device 0 also the batch and the output",
-            settings=(
-                "on_nonfinite",
-                "cuts",
-            ),
+            settings=("on_nonfinite",),
             right_when="the model does not fit one device and there is one process; pipeline keeps all devices at work",
             one_process=True,
             checks_model=True,
@@ -218,8 +216,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="pipeline",
             implementation="dure.strategies.pipeline.pipeline:Pipeline",
+            options="dure.strategies.pipeline.options:PipelineOptions",
             summary="the model in stages on several ranks, which work on different microbatches at once",
-            divides="the model: consecutive blocks on each rank, cut where measured cost is even or by --cuts",
+            divides="the model: consecutive blocks on each rank, cut where measured cost is even or by cuts",
             synchronises="every microbatch: activations from stage to stage, their gradients back",
             preserves="weights after every step (to rounding), sample order, evaluation",
             does_not_preserve=(
@@ -238,7 +237,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "W + G + S of its own stages, the batch, and A(microbatch) of each microbatch on its way: at most P of "
                 "them with 1f1b, all of them with gpipe"
             ),
-            settings=("on_nonfinite", *REPLICAS, "cuts", "schedule", "stages_per_rank"),
+            settings=(
+                "on_nonfinite",
+                *REPLICAS,
+            ),
             mesh_axes=("data", "pipeline"),
             right_when="the model does not fit one device, and links are too slow to gather its parameters (fsdp)",
             one_process=False,
@@ -247,9 +249,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="averaging",
             implementation="dure.strategies.local_sgd.averaging:Averaging",
+            options="dure.strategies.local_sgd.options:AveragingOptions",
             summary="local SGD: every rank trains by itself, and every H steps the parameters are averaged",
             divides="each global batch over the ranks",
-            synchronises="every --average-every steps, and before an evaluation or a checkpoint; in between never",
+            synchronises="every H steps (average_every), and before an evaluation or a checkpoint; in between never",
             preserves="sample order, evaluation, and equal weights on all ranks whenever they are read",
             does_not_preserve=(
                 "the trajectory: ranks step by gradients of their own shares, and only the mean of where they come to "
@@ -263,10 +266,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="a model that fits one device; a learning rate that suits the share of one rank",
             sent_bytes=(
                 "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
-                "0 in the other H-1; 2 (P-1)/P G in each of the --warmup-steps"
+                "0 in the other H-1; 2 (P-1)/P G in each of the warmup_steps"
             ),
             memory="W + G + S + A(microbatch), and W while averaging",
-            settings=("compile", "comm", "average_every", "warmup_steps"),
+            settings=(
+                "compile",
+                "comm",
+            ),
             right_when="the link is slow or ranks take uneven time, and another trajectory than ddp's is acceptable",
             one_process=False,
             is_exact=False,
@@ -274,9 +280,10 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="diloco",
             implementation="dure.strategies.local_sgd.diloco:DiLoCo",
+            options="dure.strategies.local_sgd.options:DiLoCoOptions",
             summary="averaging with an outer step: Nesterov momentum over what each H local steps changed on the mean",
             divides="each global batch over the ranks",
-            synchronises="every --average-every steps, and before an evaluation or a checkpoint; in between never",
+            synchronises="every H steps (average_every), and before an evaluation or a checkpoint; in between never",
             preserves="sample order, evaluation, and equal weights on all ranks whenever they are read",
             does_not_preserve=(
                 "the trajectory: ranks step by gradients of their own shares, and an outer optimiser follows the mean "
@@ -290,10 +297,13 @@ STRATEGIES: dict[str, StrategyInfo] = {
             needs="a model that fits one device with two copies more; evaluations no more often than outer steps",
             sent_bytes=(
                 "every rank: 2 (P-1)/P W every H steps (through shared memory (1 + 1/P) W) and 40 bytes of facts; "
-                "0 in the other H-1; 2 (P-1)/P G in each of the --warmup-steps"
+                "0 in the other H-1; 2 (P-1)/P G in each of the warmup_steps"
             ),
             memory="3 W + G + S + A(microbatch), and W while averaging: the anchor and the outer momentum",
-            settings=("compile", "comm", "average_every", "warmup_steps", "outer_lr", "outer_momentum"),
+            settings=(
+                "compile",
+                "comm",
+            ),
             right_when="ranks are far apart (hundreds of steps between averagings), and the run is long",
             one_process=False,
             is_exact=False,
@@ -301,8 +311,9 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="rpc_model",
             implementation="dure.strategies.sections.rpc_model:RpcModel",
+            options="dure.strategies.sections.options:SectionOptions",
             summary="the model in sections on several processes, called and stepped from rank 0 by torch RPC",
-            divides="the model: consecutive blocks on each rank, cut where bytes are even or by --cuts",
+            divides="the model: consecutive blocks on each rank, cut where bytes are even or by cuts",
             synchronises="every microstep: activations from section to section, their gradients back, one at work",
             preserves="weights after every step (to rounding), sample order, evaluation, BatchNorm's statistics",
             does_not_preserve=(_RANDOM,),
@@ -315,7 +326,6 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "(P-1) B + A_1 forward and Y back; rank k A_(k+1) forward (the last Y) and A_k back"
             ),
             memory="rank k: W + G + S + A(microbatch) of its own section; rank 0 also the batch and the output",
-            settings=("cuts",),
             right_when="sections are on several processes and rank 0 alone may have the data; else pipeline is faster",
             one_process=False,
             exchanges_on_host=True,
@@ -324,28 +334,29 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="parameter_server",
             implementation="dure.strategies.parameter_server.parameter_server:ParameterServer",
+            options="dure.strategies.parameter_server.options:ParameterServerOptions",
             summary="workers push gradients, servers without a device keep the parameters and step them",
             divides="each global batch over the workers; parameters and optimiser state over the servers, by rows",
             synchronises=(
-                "every step: gradients to the servers, parameters back; with --no-sync a worker waits only for its own "
-                "answer, held back while it is more than --staleness steps ahead of the slowest, and all wait for each "
+                "every step: gradients to the servers, parameters back; without sync a worker waits only for its own "
+                "answer, held back while it is more than `staleness` steps ahead of the slowest, and all wait for each "
                 "other before an evaluation or a checkpoint"
             ),
-            preserves="weights after every step (to rounding), sample order, evaluation; --no-sync: the last two",
+            preserves="weights after every step (to rounding), sample order, evaluation; without sync: the last two",
             does_not_preserve=(
-                "--no-sync: a gradient is of weights that others have changed since (staleness in the records): the "
+                "without sync: a gradient is of weights that others have changed since (staleness in the records): the "
                 "trajectory is another one, and never twice the same",
-                "--no-sync: loss and its record: each worker's own",
-                "--no-sync: clipping: by the norm of each worker's own gradient",
-                "--no-sync: a worker that is killed is missed from then on, and so are its shares until they are "
+                "without sync: loss and its record: each worker's own",
+                "without sync: clipping: by the norm of each worker's own gradient",
+                "without sync: a worker that is killed is missed from then on, and so are its shares until they are "
                 "divided among the others: rank_lost in events.jsonl",
                 "BatchNorm: statistics of each worker's own samples, rank 0's are kept",
                 _RANDOM,
             ),
             needs=(
-                "K processes in addition to the P workers (--servers), and an optimiser that steps each parameter by "
+                "K processes in addition to the P workers (servers), and an optimiser that steps each parameter by "
                 "itself; "
-                "every server for as long as the run lasts, and in step every worker; with --transport rpc a network "
+                "every server for as long as the run lasts, and in step every worker; with transport rpc a network "
                 "that is trusted: RPC runs what peers send (processes of one host by memory, unless TP_SOCKET_IFNAME "
                 "names an interface)"
             ),
@@ -353,7 +364,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
                 "a worker: G per step; each of K servers: P W/K; all together: P (G + W) (of W and G what is trained)"
             ),
             memory="a worker: 2 W + 2 G + A(microbatch); each of K servers: (W + S + P G)/K",
-            settings=(*REPLICAS, "servers", "transport", "sync", "staleness"),
+            settings=(*REPLICAS,),
             outlives_ranks_without="sync",
             right_when="hosts without accelerators have memory and links to spare, or workers are of uneven speed",
             one_process=False,
@@ -363,6 +374,7 @@ STRATEGIES: dict[str, StrategyInfo] = {
         StrategyInfo(
             name="tensor_parallel",
             implementation="dure.strategies.tensor_parallel.tensor_parallel:TensorParallel",
+            options="dure.strategies.tensor_parallel.options:TensorParallelOptions",
             summary="Linear, Embedding and attention layers divided over ranks that work on the same samples",
             divides="layers over the tensor axis, each global batch over the data axis",
             synchronises="in every layer's forward and backward over the tensor axis; every step over the data axis",
@@ -383,7 +395,6 @@ STRATEGIES: dict[str, StrategyInfo] = {
             settings=(
                 "on_nonfinite",
                 *REPLICAS,
-                "tp_plan",
             ),
             mesh_axes=("data", "tensor"),
             right_when="one layer is too large for a device, or a step must be faster than data parallel ones can be",
@@ -391,10 +402,32 @@ STRATEGIES: dict[str, StrategyInfo] = {
             checks_model=True,
         ),
     )
-}
+)
+"""Every strategy by name: these rows, and those that installed packages bring."""
 
 
 def load_strategy(name: str) -> "type[Strategy]":
-    """Import the class that implements a strategy of the table."""
+    """Import the class that implements a strategy of the table.
+
+    Raises:
+        EnvironmentLacks: A package brings the strategy, and that class cannot be imported.
+    """
     module, _, class_name = STRATEGIES[name].implementation.partition(":")
-    return getattr(importlib.import_module(module), class_name)  # type: ignore[no-any-return]
+    if name in STRATEGIES.own:
+        return getattr(importlib.import_module(module), class_name)  # type: ignore[no-any-return]
+    from dure.strategies.contract.strategy import Strategy
+
+    try:
+        found = getattr(importlib.import_module(module), class_name)
+    except Exception as error:  # whatever a package's module does when it is imported
+        said = str(error).split("\n")[0] or type(error).__name__
+        raise EnvironmentLacks(
+            f"strategy {name} cannot be used, because {module}:{class_name} cannot be imported ({said:.300}): update "
+            "the package that brings it, or choose another strategy"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise EnvironmentLacks(
+            f"strategy {name} cannot be used, because {module}:{class_name} is no class of "
+            "dure.strategies.contract.strategy.Strategy: update the package that brings it, or choose another strategy"
+        )
+    return found

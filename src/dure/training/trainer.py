@@ -215,7 +215,7 @@ class Conductor:
         )
         is_late_request = boundary.step - self.saver.last_step <= self.loop.lag
         is_save = is_epoch_end or (
-            spec.checkpoint_every_samples is not None and _crossed(before, seen, spec.checkpoint_every_samples)
+            spec.checkpoint.every_samples is not None and _crossed(before, seen, spec.checkpoint.every_samples)
         )
         if requests.save and not is_late_request:
             # it was asked for by a clock, or by a rank whose part of the one before could not be written

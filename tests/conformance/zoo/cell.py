@@ -109,7 +109,7 @@ def _run(feature: Feature, strategy: str, way: str, folder: Path) -> Path:
         "device": "cpu",
         "threads": 1,
         "eval_every_epochs": 1e6,
-        "checkpoint_async": False,
+        "checkpoint": {"background": False},
         "snapshot_every": 1,
         "max_restarts": 0,
         **STEPS,

@@ -1,15 +1,26 @@
-"""Flags made of `RunSpec`'s fields, so that a new setting is a new flag without a line here."""
+"""Flags made of the fields of `RunSpec` and of strategies' options: a new one is a new flag without a line here."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import Group, Parameter, Token
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
+from pydantic.fields import FieldInfo
 
-from dure.spec import GROUPS, OTHER_NAMES, SETTINGS, RunSpec, flag_name, kinds
+from dure.spec import ENVIRONMENT_PREFIX, GROUPS, OTHER_NAMES, SETTINGS, TABLES, field_of, flag_name, is_everyday, kinds
+from dure.spec.old_names import SETTINGS as OLD_SETTINGS
+from dure.spec.old_names import STRATEGIES_WITH, TRUTHS
+from dure.strategies.table import STRATEGIES
 
 _TRUTH_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _NOT_FLAGS = frozenset({"task", "task_options"})
+_OPTION = re.compile(r"--(?:no-)?(?P<strategy>[A-Za-z][\w-]*)\.[^=]+")
+_BETWEEN = "__"
+"""Letters between a table, or a strategy, and what is in it, in a parameter's name."""
 
 
 def setting_names() -> tuple[str, ...]:
@@ -17,18 +28,92 @@ def setting_names() -> tuple[str, ...]:
     return tuple(name for name in SETTINGS if name not in _NOT_FLAGS)
 
 
-def flag_parameters(names: Iterable[str]) -> list[inspect.Parameter]:
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Part of the flags that `--help` shows; all others are read as well."""
+
+    everything: bool = True
+    strategy: str | None = None
+    """The strategy whose own options are shown too."""
+
+    @classmethod
+    def wanted(cls, tokens: Sequence[str], *, everything: bool) -> "Shown":
+        """Return what the tokens ask for: what most runs need, and the options of the strategy that they name."""
+        return cls(everything=everything, strategy=_chosen_strategy(tokens))
+
+
+def flag_parameters(names: Iterable[str], shown: Shown | None = None) -> list[inspect.Parameter]:
     """Make one keyword parameter of each setting, in groups as `--help` shows them.
 
     What the user wrote is handed on as text: `resolve` checks it together with all other sources, so that every
     fault is reported at once. What the user left out stays None.
     """
-    wanted = set(names)
+    wanted, shown = set(names), shown or Shown()
     parameters = []
     for title, fields in GROUPS.items():
         group = Group.create_ordered(title)
-        parameters += [_flag_parameter(name, group) for name in fields if name in wanted]
+        parameters += [
+            _flag_parameter(
+                name.replace(".", _BETWEEN),
+                flag_names(name),
+                field_of(name),
+                group,
+                is_shown=shown.everything or is_everyday(field_of(name)),
+            )
+            for name in fields
+            if name in wanted
+        ]
     return parameters
+
+
+def option_parameters(tokens: Sequence[str], shown: Shown) -> list[inspect.Parameter]:
+    """Make parameters of the options of those strategies that the tokens name, or that are shown."""
+    named = {match["strategy"].replace("-", "_") for match in map(_OPTION.match, tokens) if match}
+    wanted = [*STRATEGIES] if shown.everything else [*named, *([shown.strategy] if shown.strategy else [])]
+    parameters = []
+    for strategy in dict.fromkeys(wanted):
+        if strategy in TABLES or strategy not in STRATEGIES:
+            continue
+        title = f"Options of strategy {strategy}"
+        group = Group.create_ordered(title, help_formatter=DefaultFormatter(column_specs=_wide_names))
+        parameters += [
+            _flag_parameter(
+                f"{strategy}{_BETWEEN}{option}",
+                (flag_name(f"{strategy}.{option}"),),
+                info,
+                group,
+                is_shown=shown.everything or strategy == shown.strategy,
+            )
+            for option, info in STRATEGIES[strategy].option_class().model_fields.items()
+        ]
+    given = {token.partition("=")[0].replace("--no-", "--", 1) for token in tokens}
+    group = Group.create_ordered("Old names")
+    parameters += [
+        _flag_parameter(old, (flag_name(old),), _OLD_TRUTH if old in TRUTHS else _OLD_TEXT, group, is_shown=False)
+        for old in (*STRATEGIES_WITH, *OLD_SETTINGS)
+        if flag_name(old) in given
+    ]
+    return parameters
+
+
+def _wide_names(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
+    """Give names half of the width: a strategy's name in front of its option's leaves no room in a third of it."""
+    half = console.width // 2
+    names = ColumnSpec(renderer=NameRenderer(max_width=half), style="cyclopts.name", max_width=half)
+    return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
+
+
+_OLD_TRUTH, _OLD_TEXT = FieldInfo(annotation=bool, default=None), FieldInfo(annotation=str, default=None)
+
+
+def _chosen_strategy(tokens: Sequence[str]) -> str | None:
+    """Return the strategy that the tokens, or else the environment, name, if there is one of that name."""
+    named = [os.environ.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "")]
+    for position, token in enumerate(tokens):
+        flag, is_one, value = token.partition("=")
+        if flag == "--strategy":
+            named.append(value if is_one else "".join(tokens[position + 1 : position + 2]))
+    return named[-1] if named[-1] in STRATEGIES else None
 
 
 def flag_names(name: str) -> tuple[str, ...]:
@@ -36,10 +121,11 @@ def flag_names(name: str) -> tuple[str, ...]:
     return (flag_name(name), *(flag_name(other) for other, own in OTHER_NAMES.items() if own == name))
 
 
-def _flag_parameter(name: str, group: Group) -> inspect.Parameter:
-    info = RunSpec.model_fields[name]
+def _flag_parameter(
+    name: str, flags: tuple[str, ...], info: FieldInfo, group: Group, *, is_shown: bool
+) -> inspect.Parameter:
     (kind,) = kinds(info)
-    words = info.description
+    words = info.description or ""
     if get_origin(kind) is Literal:
         words = f"{words} [choices: {', '.join(get_args(kind))}]"
     if kind is not bool:
@@ -48,16 +134,21 @@ def _flag_parameter(name: str, group: Group) -> inspect.Parameter:
         kind = str if get_origin(kind) is Literal else type(kind.__name__, (str,), {})
     default = info.default
     parameter = Parameter(
-        name=flag_names(name),
+        name=flags,
         help=words,
         group=group,
         converter=_as_written,
-        negative=None if default is True else (),
+        show=is_shown,
+        negative=_negative(flags[0]) if default is True else (),
         show_default=False if default is None else lambda _: _default_text(default),
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, parameter]
     )
+
+
+def _negative(flag: str) -> str:
+    return f"--no-{flag.removeprefix('--')}"
 
 
 def _default_text(default: Any) -> str:
@@ -72,28 +163,53 @@ def _as_written(_type: Any, tokens: Sequence[Token]) -> Any:
 
 
 def with_flags(
-    function: Callable[..., None], parameters: Sequence[inspect.Parameter], doc: str | None = None
+    function: Callable[..., None], parameters: Sequence[inspect.Parameter], doc: str | None = None, more: str = ""
 ) -> Callable[..., None]:
-    """Return the function with `**settings` in its signature replaced by named flags."""
+    """Return the function with `**settings` in its signature replaced by named flags.
+
+    Args:
+        function: A verb.
+        parameters: Its flags in addition to its own parameters.
+        doc: Its help, if that is not the function's own docstring.
+        more: Last lines of its help.
+    """
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
     def command(*args: Any, **kwargs: Any) -> None:
-        function(*args, **kwargs)
+        function(*args, **in_tables(kwargs))
 
     command.__doc__ = doc or function.__doc__
+    command.more_help = more  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
     return command
 
 
-def spell_out_truths(tokens: Sequence[str]) -> list[str]:
+def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given, a strategy's options, or settings that stand together, in a table under their name."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        strategy, is_option, option = name.partition(_BETWEEN)
+        if not is_option:
+            tables[name] = value
+        elif value is not None:
+            tables.setdefault(strategy, {})[option] = value
+    return tables
+
+
+def spell_out_truths(tokens: Sequence[str], more: Collection[inspect.Parameter] = ()) -> list[str]:
     """Write `--shuffle false` and `--no-compile` as `--shuffle=false` and `--compile=false`.
 
     The parser gives a value to a flag without one only in this form; and `--no-compile`, of use only against a
     TOML file or the environment, is kept out of `--help`.
+
+    Args:
+        tokens: As they were written.
+        more: Parameters of further flags than those of the settings.
     """
-    booleans = {flag_name(name) for name in setting_names() if bool in kinds(RunSpec.model_fields[name])}
+    booleans = {flag_name(name) for name in setting_names() if bool in kinds(field_of(name))}
+    booleans |= {_flag_of(parameter) for parameter in more if bool in get_args(get_args(parameter.annotation)[0])}
     spelled: list[str] = []
-    for token in tokens:
+    for token in map(_with_dashes, tokens):
         if spelled and spelled[-1] in booleans and token.lower() in _TRUTH_WORDS:
             spelled[-1] += f"={token}"
         elif token.startswith("--no-") and "--" + token.removeprefix("--no-") in booleans:
@@ -101,3 +217,14 @@ def spell_out_truths(tokens: Sequence[str]) -> list[str]:
         else:
             spelled.append(token)
     return spelled
+
+
+def _flag_of(parameter: inspect.Parameter) -> str:
+    (flag,) = get_args(parameter.annotation)[1].name
+    return str(flag)
+
+
+def _with_dashes(token: str) -> str:
+    """Write the flag of an option with dashes, as `--help` does: a strategy's own name may have underscores."""
+    flag, is_one, value = token.partition("=")
+    return f"{flag.replace('_', '-')}{is_one}{value}" if _OPTION.fullmatch(flag) else token

@@ -71,7 +71,7 @@ def _give_back_reference(rest: list[str], options: dict[str, str]) -> None:
         options[taken[0]] = "true"
 
 
-def option_parameters(cls: "type[Task]") -> list[inspect.Parameter]:
+def task_parameters(cls: "type[Task]") -> list[inspect.Parameter]:
     """Make one parameter of each option of a task, for its `--help`."""
     from dure.training.task.options import task_options
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dure.spec import RunSpec
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.options import StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +32,14 @@ class BatchDivision:
     """True if the batch is divided neither over ranks nor over devices."""
 
 
-def by_strategy(info: StrategyInfo, options: StrategyOptions, found: Findings) -> list[str]:
-    """Return those declarations of a strategy's row that apply to a model and to options."""
+def by_strategy(info: StrategyInfo, spec: RunSpec, found: Findings) -> list[str]:
+    """Return those declarations of a strategy's row that apply to a model and to settings."""
     return [
         text
         for text in info.does_not_preserve
-        if (not text.startswith("BatchNorm") or (found.has_batchnorm and not options.sync_batchnorm))
+        if (not text.startswith("BatchNorm") or (found.has_batchnorm and not spec.sync_batchnorm))
         and (not text.startswith("random numbers") or found.draws)
-        and (not text.startswith("--compression") or options.compression is not None)
+        and (not text.startswith(f"--{info.flag}.compression") or spec.options.get("compression") is not None)
         and (not text.startswith("step hooks") or found.has_step_hooks)
     ]
 

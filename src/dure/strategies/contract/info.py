@@ -1,7 +1,11 @@
 """Row of the table of strategies. Importing it does not import torch."""
 
+import importlib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dure.spec.options import StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,6 +15,9 @@ class StrategyInfo:
     name: str
     implementation: str
     """`module:Class`, imported when the strategy is used."""
+    options: str = ""
+    """`module:Class` of the model of its own options, imported when they are asked for; the module does not import
+    torch. Empty if it has none."""
     summary: str
     divides: str
     synchronises: str
@@ -31,19 +38,33 @@ class StrategyInfo:
     mesh_axes: tuple[str, ...] = ("data",)
     """Axes that `--mesh` may name, outermost first; without `--mesh`, the last one has all ranks."""
     extra_processes: str = ""
-    """Name of the setting that counts processes in addition to the `nproc` devices (parameter servers), as many as
+    """Name of the option that counts processes in addition to the `nproc` devices (parameter servers), as many as
     devices by default."""
     exchanges_on_host: bool = False
     """True if ranks with accelerators exchange tensors in host memory, which NCCL does not move."""
     outlives_ranks_without: str = ""
-    """Name of the setting without which a run goes on when a rank with a device is killed."""
+    """Name of the option without which a run goes on when a rank with a device is killed."""
     checks_model: bool = False
     """True if it cannot take every model, so that it is asked before any process starts."""
     many_devices: bool = True
     default_for: str = ""
     """`one` or `many` devices for which it is chosen when the user names no strategy; empty for neither."""
     settings: tuple[str, ...] = ()
-    """Settings that this strategy honours, but not every one does."""
+    """General settings that this strategy honours, but not every one does."""
+
+    @property
+    def flag(self) -> str:
+        """Name as the strategy's flags have it: `ring-ddp`."""
+        return self.name.replace("_", "-")
+
+    def option_class(self) -> "type[StrategyOptions]":
+        """Import the model of this strategy's own options."""
+        if not self.options:
+            from dure.spec.options import StrategyOptions
+
+            return StrategyOptions
+        module, _, name = self.options.partition(":")
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""

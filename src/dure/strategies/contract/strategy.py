@@ -18,6 +18,7 @@ from dure.data.partition import shares
 from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.declarations import (
     BatchDivision,
@@ -30,7 +31,6 @@ from dure.strategies.contract.declarations import (
 )
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.own_collectives import watched_collectives
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
 from dure.strategies.contract.precision import Precision
@@ -80,14 +80,17 @@ class Strategy(ABC):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
         self.info = info
         self.group = group
         self.devices = tuple(devices)
         self.device = self.devices[0]
         self.precision = precision
-        self.options = options
+        self.spec = spec
+        """Settings of the run."""
+        self.options = info.option_class().of(spec)
+        """Options of this strategy. A subclass declares their class."""
         self.data_rank = group.rank
         """Index of this rank's share of every batch, from 0. Ranks of one share work on the same samples."""
         self.data_world_size = group.world_size
@@ -124,7 +127,7 @@ class Strategy(ABC):
         """Place the model, build the optimiser over it and make both ready, in the one visible order."""
         self.loss = loss
         self.model = self.place(model)
-        if self.options.compile:
+        if self.spec.compile:
             self.model.compile()
         hooks = gradient_hooks(self.model)
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
@@ -168,7 +171,7 @@ class Strategy(ABC):
                 )
 
     @classmethod
-    def role_for(cls, group: Group, options: StrategyOptions) -> "type[Strategy]":
+    def role_for(cls, group: Group, spec: RunSpec) -> "type[Strategy]":
         """Return the class of this rank's part in the strategy, where ranks have different ones."""
         return cls
 
@@ -201,8 +204,8 @@ class Strategy(ABC):
         """Correct the count, clip by the true global gradient's norm, and step."""
         self._correct_count()
         self.unscale_gradients()
-        if self.options.clip_norm is not None:
-            self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+        if self.spec.clip_norm is not None:
+            self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
         self._num_steps += 1
         is_watched = self._num_steps <= _WATCHED_STEPS and self.group.world_size > 1
         before = GeneratorStates.now(*self.devices) if is_watched else None
@@ -285,15 +288,14 @@ class Strategy(ABC):
         """Import what every rank would import later; called once, in the process that forks them."""
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Return why this strategy cannot take a model, a sentence each: the module's name and what to use instead.
 
         Asked before any process starts, of strategies whose row says `checks_model`.
 
         Args:
             model: As the task builds it, on the meta device where that works: shapes are there, values are not.
-            num_devices: To be spread over.
-            options: The settings.
+            spec: The run, which says over how many devices the model is to be spread.
         """
         return []
 
@@ -366,7 +368,7 @@ class Strategy(ABC):
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the declarations of this strategy's row that apply to the run."""
         is_many = self.group.world_size * len(self.devices) > 1
-        return by_strategy(self.info, self.options, found) if is_many else []
+        return by_strategy(self.info, self.spec, found) if is_many else []
 
     def not_preserved(self) -> list[str]:
         """Return what this run, with its model and options, does not preserve of the one-device run."""
@@ -375,7 +377,7 @@ class Strategy(ABC):
         found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         declared = self.declared_by_row(found)
         division = BatchDivision(
-            num_parts=len(self.parts_of(self.options.global_batch_size)),
+            num_parts=len(self.parts_of(self.spec.global_batch_size)),
             calls_per_step=self.calls_per_step(),
             is_one_share=self.data_world_size == 1,
             is_one_device=self.data_world_size * len(self.devices) == 1,
@@ -400,14 +402,14 @@ class Strategy(ABC):
     def parts_of(self, num_samples: int) -> list[int]:
         """Return the samples of each part in which model and loss see a step's batch; a stand-in has one."""
         counts = shares(num_samples, self.data_world_size)
-        size = self.options.microbatch_size
+        size = self.spec.microbatch_size
         most = self.process_microbatch_size(size) if size else self.default_microbatch_size() or counts[0]
         num_microbatches = -(-counts[0] // most)
         return [max(1, part) for count in counts for part in shares(count, num_microbatches)]
 
     def calls_per_step(self) -> int:
         """Return how often this process calls the loss in one step, at most."""
-        return -(-len(self.parts_of(self.options.global_batch_size)) // self.data_world_size)
+        return -(-len(self.parts_of(self.spec.global_batch_size)) // self.data_world_size)
 
     @functools.cached_property
     def _is_divided(self) -> bool:

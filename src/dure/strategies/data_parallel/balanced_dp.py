@@ -23,6 +23,7 @@ from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.step_facts import LossTerm, Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
 from dure.strategies.data_parallel.loss_replicas import Loss, LossReplicas, same_everywhere
+from dure.strategies.data_parallel.options import BalancedOptions
 from dure.strategies.division.divided_calls import check_parameters
 from dure.strategies.state.forward_state import ForwardAttributes
 from dure.strategies.state.module_replicas import Replica, replicate
@@ -31,6 +32,8 @@ from dure.torchcompat import gradient_hooks_of
 
 class BalancedDataParallel(DeviceReplicas):
     """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
+
+    options: BalancedOptions
 
     def distribute(self) -> None:
         """Start the threads, and find the shares."""
@@ -159,7 +162,7 @@ def device0_share_by_memory(strategy: BalancedDataParallel) -> float:
     devices = strategy.devices
     if len(devices) == 1:
         return 1.0
-    is_all_counted = strategy.options.deterministic
+    is_all_counted = strategy.spec.deterministic
     if strategy.device.type == "cuda":
         free = [float(torch.accelerator.get_memory_info(device)[is_all_counted]) for device in devices]
     else:

@@ -258,7 +258,7 @@ def check_compression(name: str | None, model: nn.Module, scales_loss: bool) -> 
         raise SpecInvalid(
             [
                 f"compression is {name} and precision fp16: the error that is carried to the next step would be of "
-                "another loss scale; use --precision bf16, or --compression fp16"
+                "another loss scale; use --precision bf16, or the compression fp16"
             ]
         )
     scalars = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 0]
@@ -266,6 +266,6 @@ def check_compression(name: str | None, model: nn.Module, scales_loss: bool) -> 
         raise SpecInvalid(
             [
                 f"compression is powersgd but {scalars[0]} is a parameter of one number, which is no matrix: give it a "
-                "dimension, or use --compression topk"
+                "dimension, or use the compression topk"
             ]
         )

@@ -22,10 +22,9 @@ from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.data_parallel.options import DDPOptions
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks, wrap_ddp
-
-_UNUSED_CURE = "pass --find-unused-parameters, use their output in the loss, or freeze them (requires_grad=False)"
 
 
 def _summed(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -70,6 +69,8 @@ class ObjectiveModule(nn.Module):
 class DDP(Strategy):
     """torch's DistributedDataParallel over the objective."""
 
+    options: DDPOptions
+
     changes_in_step_only = True
 
     def check_traits(self, model: nn.Module) -> list[str]:
@@ -88,7 +89,7 @@ class DDP(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
 
     def distribute(self) -> None:
         """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
@@ -137,7 +138,7 @@ class DDP(Strategy):
             options.compression,
             fraction=options.compression_fraction,
             rank=options.compression_rank,
-            can_undo=options.on_nonfinite == "skip",
+            can_undo=self.spec.on_nonfinite == "skip",
         )
 
     def _rehearse(self) -> None:
@@ -174,7 +175,7 @@ class DDP(Strategy):
         if not has_finished_reduction(self.engine):
             raise UnusedParameters(
                 "a parameter got no gradient from a rank's last microbatch, and ddp waits for all of them: "
-                f"{_UNUSED_CURE}"
+                f"{self._unused_cure()}"
             )
 
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
@@ -202,6 +203,12 @@ class DDP(Strategy):
         base, unit = self._fixed_facts[count, requests]
         return torch.addcmul(base, unit, loss)
 
+    def _unused_cure(self) -> str:
+        return (
+            f"pass --{self.info.flag}.find-unused-parameters=true, use their output in the loss, or freeze them "
+            "(requires_grad=False)"
+        )
+
     def _after_first_backward(self) -> None:
         self._is_first_step = False
         if not self.options.find_unused_parameters:
@@ -210,7 +217,7 @@ class DDP(Strategy):
                 shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
                 raise UnusedParameters(
                     f"{len(unused)} parameter(s) got no gradient in the first step, and ddp waits for all of them: "
-                    f"{shown}; {_UNUSED_CURE}"
+                    f"{shown}; {self._unused_cure()}"
                 )
         for hook in self._arrival_hooks:
             hook.remove()
@@ -254,7 +261,8 @@ class DDP(Strategy):
         if freezing.frozen and not self.options.find_unused_parameters:
             raise TaskInvalid(
                 f"the task's loss froze {', '.join(freezing.frozen[:4])} during the run, and {self.info.name} waits "
-                "for all gradients that it began with: pass --find-unused-parameters, or use naive_ddp"
+                f"for all gradients that it began with: pass --{self.info.flag}.find-unused-parameters=true, or use "
+                "naive_ddp"
             )
         self.train_all()
         self._late = [p for p in self.trainable if id(p) not in self._in_buckets]

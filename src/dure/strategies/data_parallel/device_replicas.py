@@ -35,7 +35,7 @@ class DeviceReplicas(LocalSums):
     def distribute(self) -> None:
         """Start the threads."""
         super().distribute()
-        in_order = self.options.deterministic and self.device.type == "cpu"
+        in_order = self.spec.deterministic and self.device.type == "cpu"
         self._threads = DeviceThreads(self.devices, in_order=in_order)
 
     def bytes_between_devices(self) -> int:

@@ -46,7 +46,7 @@ class DataParallel(DeviceReplicas):
 
     def calls_per_step(self) -> int:
         """Return the microbatches: the loss itself is computed on device 0 alone."""
-        return len(super().parts_of(self.options.global_batch_size))
+        return len(super().parts_of(self.spec.global_batch_size))
 
     def process_microbatch_size(self, microbatch_size: int) -> int:
         """Every device gets its part of what the process gets."""

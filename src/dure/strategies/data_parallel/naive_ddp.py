@@ -23,17 +23,17 @@ class NaiveDDP(ReducedFacts):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere."""
         super().distribute()
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
-        self._all_reduce = open_chosen(self.options.comm, self.device.type, self.group)
+        self._all_reduce = open_chosen(self.spec.comm, self.device.type, self.group)
 
     def describe(self) -> list[str]:
         """Say which algorithm adds the gradients up."""
-        return [f"gradients one by one through {self._all_reduce.name} (--comm {self.options.comm})"]
+        return [f"gradients one by one through {self._all_reduce.name} (--comm {self.spec.comm})"]
 
     def sync_gradients(self) -> StepFacts:
         """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""

@@ -10,7 +10,6 @@ options have their own names here: `message_size`, `delay_allreduce`, `allreduce
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +18,16 @@ from dure.comm.algorithms.base import AllReduce, ReduceOp
 from dure.comm.buckets import Bucket, FlatGradients
 from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.local_sums import LocalSums
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
+from dure.strategies.data_parallel.options import RingDDPOptions
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.torchcompat import run_backward
 
@@ -37,12 +37,15 @@ NUM_FACTS = 4
 class RingDDP(LocalSums):
     """A process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
 
+    options: RingDDPOptions
+
     changes_in_step_only = True
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse sparse gradients, which cannot be views into a flat buffer, and options that exclude each other."""
         faults = []
+        options = RingDDPOptions.of(spec)
         if options.compression == "powersgd":
             faults.append("compression powersgd is a hook of torch's DDP: use --strategy ddp, or topk or int8 here")
         if options.compression and (not options.gradient_average or options.gradient_predivide_factor != 1.0):
@@ -55,7 +58,7 @@ class RingDDP(LocalSums):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.options.sync_batchnorm else model)
+        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, and lay out the buffer."""
@@ -63,14 +66,14 @@ class RingDDP(LocalSums):
         options, world_size = self.options, self.group.world_size
         if self.traits.nonlinear_gradients and options.compression is None:
             # to multiply the losses is not the same then
-            options = replace(options, gradient_average=False, gradient_predivide_factor=1.0)
+            options = options.model_copy(update={"gradient_average": False, "gradient_predivide_factor": 1.0})
         self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
         # a gradient is a weighted sum over ranks: what the options divide by, the losses are multiplied by
         self.gradient_divisor = world_size if options.gradient_average else options.gradient_predivide_factor
         # a group of its own: synchronised BatchNorm speaks in the default one while buckets are under way
         self._process_group = self.group.subgroup() if world_size > 1 else None
         check_compression(options.compression, self.model, self.precision.scaler is not None)
-        algorithm = open_chosen(options.comm, self.device.type, self.group, self._process_group)
+        algorithm = open_chosen(self.spec.comm, self.device.type, self.group, self._process_group)
         self.gradients = FlatGradients(
             self.trainable,
             bucket_elements=options.message_size,
@@ -105,7 +108,7 @@ class RingDDP(LocalSums):
             options.compression,
             self._process_group,
             fraction=options.compression_fraction,
-            can_undo=options.on_nonfinite == "skip",
+            can_undo=self.spec.on_nonfinite == "skip",
         )
 
     def describe(self) -> list[str]:
@@ -114,7 +117,7 @@ class RingDDP(LocalSums):
         when = "while backward runs" if self._is_overlapped else "after backward"
         return [
             f"gradients in {num_buckets} bucket{'s' if num_buckets > 1 else ''} through {self.reducer.algorithm.name} "
-            f"(--comm {self.options.comm}), {when}"
+            f"(--comm {self.spec.comm}), {when}"
         ]
 
     # backward
@@ -149,7 +152,7 @@ class RingDDP(LocalSums):
             if bucket < self._launched:
                 raise TaskInvalid(
                     "a parameter got a second gradient after its bucket had been sent (a part of the model runs its "
-                    "backward twice, as reentrant activation checkpointing does): pass --delay-allreduce"
+                    "backward twice, as reentrant activation checkpointing does): pass --ring-ddp.delay-allreduce"
                 )
             self._waiting[bucket].discard(position)
             # every rank must reduce in one order, so a full bucket waits for those before it
@@ -270,7 +273,7 @@ class BucketReducer:
     def __init__(
         self,
         algorithm: AllReduce,
-        options: StrategyOptions,
+        options: RingDDPOptions,
         world_size: int,
         compression: Compression | None,
         *,

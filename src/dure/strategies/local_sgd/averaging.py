@@ -16,10 +16,9 @@ from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.strategies.data_parallel.naive_ddp import NaiveDDP
 from dure.strategies.local_sgd.averaged_state import average_optimizer_state
+from dure.strategies.local_sgd.options import AveragingOptions
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import BatchNorm, copy_all, run_backward
-
-DEFAULT_AVERAGE_EVERY = 16
 
 
 class Averaging(NaiveDDP):
@@ -33,12 +32,14 @@ class Averaging(NaiveDDP):
     state of the optimiser stay each rank's own; a checkpoint averages that too.
     """
 
+    options: AveragingOptions
+
     is_in_step = False
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, at the first step of the run."""
         super().distribute()
-        self.average_every = self.options.average_every or DEFAULT_AVERAGE_EVERY
+        self.average_every = self.options.average_every
         self._step = 0
         self._num_apart = 0
         """Steps since the ranks' parameters were last the same: the same number on every rank."""
@@ -60,7 +61,7 @@ class Averaging(NaiveDDP):
         """Say when ranks talk, and through what."""
         before = f"after {self.options.warmup_steps} synchronous steps, " if self.options.warmup_steps else ""
         every = f"every {self.average_every} steps" if self.average_every > 1 else "every step"
-        return [f"{before}parameters averaged {every} through {self._all_reduce.name} (--comm {self.options.comm})"]
+        return [f"{before}parameters averaged {every} through {self._all_reduce.name} (--comm {self.spec.comm})"]
 
     @property
     def is_synchronous(self) -> bool:

@@ -13,11 +13,8 @@ from torch.optim import SGD
 
 from dure.errors import CheckpointMismatch
 from dure.strategies.local_sgd.averaging import Averaging
+from dure.strategies.local_sgd.options import DiLoCoOptions
 from dure.strategies.state.saved_state import StateSource, StrategyState
-
-DEFAULT_OUTER_LR = 0.7
-DEFAULT_OUTER_MOMENTUM = 0.9
-"""The paper's choice of both, for an inner AdamW."""
 
 
 class DiLoCo(Averaging):
@@ -26,6 +23,8 @@ class DiLoCo(Averaging):
     An evaluation or a checkpoint between two outer steps averages the ranks and is no outer step: the next one still
     begins at the anchor, and comes when it would have come.
     """
+
+    options: DiLoCoOptions
 
     def distribute(self) -> None:
         """Begin without an anchor: the first local step sets it."""
@@ -44,10 +43,9 @@ class DiLoCo(Averaging):
     def _anchored(self) -> SGD:
         """Make the outer optimiser, over copies of the parameters as they are now."""
         lr, momentum = self.options.outer_lr, self.options.outer_momentum
-        momentum = DEFAULT_OUTER_MOMENTUM if momentum is None else momentum
         return SGD(
             [parameter.detach().clone() for parameter in self.trainable],
-            lr=DEFAULT_OUTER_LR if lr is None else lr,
+            lr=lr,
             momentum=momentum,
             nesterov=momentum > 0,
         )

@@ -14,9 +14,9 @@ from torch import Tensor
 from dure.comm.groups import Group
 from dure.errors import PeerLost
 from dure.failures.report import is_peer_lost
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.parameter_server.async_worker import InPace, PullNumbers, PushNumbers
@@ -61,9 +61,9 @@ class AsyncServer(InPace, Server):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self._leads = self.number == 0
         self._living = list(self.worker_ranks)
         self._gone_from = [math.inf] * self.num_workers
@@ -130,11 +130,11 @@ class AsyncServer(InPace, Server):
 
     def _next_arrival(self) -> Arrival:
         try:
-            return self._inbox.get(timeout=self.options.timeout_seconds)
+            return self._inbox.get(timeout=self.spec.timeout_seconds)
         except queue.Empty:
             late = [str(worker) for worker in self._living if self._clocks[worker] < self.step]
             raise PeerLost(
-                f"rank {', '.join(late)} did not push step {self.step} within {self.options.timeout_seconds:g} s"
+                f"rank {', '.join(late)} did not push step {self.step} within {self.spec.timeout_seconds:g} s"
             ) from None
 
     def _handle(self, arrival: Arrival) -> None:
@@ -270,7 +270,7 @@ class AsyncServer(InPace, Server):
         if not self._listeners:
             self._listen()
         for worker in self._living:
-            self._listeners[worker].join(timeout=self.options.timeout_seconds)
+            self._listeners[worker].join(timeout=self.spec.timeout_seconds)
         super().close()
 
 

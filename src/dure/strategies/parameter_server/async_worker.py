@@ -1,4 +1,4 @@
-"""Parameter servers at every worker's own pace (`--no-sync`): a push is applied as it comes. Not exact.
+"""Parameter servers at every worker's own pace (without `sync`): a push is applied as it comes. Not exact.
 
 Downpour SGD (Dean et al. 2012, section 4.1) with bounded staleness (Ho et al. 2013, section 3): a worker whose push of
 step `c` has been applied may begin step `c + 1` only while the slowest has pushed step `c - k`; until then its answer
@@ -23,9 +23,9 @@ from dure import torchcompat
 from dure.comm.groups import Group
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import LostShare, Requests, StepFacts
 from dure.strategies.parameter_server.base import ServedRank, Worker
@@ -82,9 +82,9 @@ class InPace(ServedRank):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self.survivors = SurvivorsGroup(group, leader=self.server_ranks[0], expendable=self.worker_ranks)
         self.group = self.survivors
         self.num_pull_numbers = len(PullNumbers._fields) + self.num_workers
@@ -117,9 +117,9 @@ class AsyncWorker(InPace, Worker):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self._own = group.rank
         self._gone_from = [math.inf] * self.num_workers
         self._planned_step = 0
@@ -170,8 +170,8 @@ class AsyncWorker(InPace, Worker):
                 torchcompat.multiply_(gradients, factor)
             if self.has_overflowed():
                 fraction = 0.0
-            elif self.options.clip_norm is not None:
-                self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+            elif self.spec.clip_norm is not None:
+                self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
             self.write_gradients()
         else:
             fraction = 0.0

@@ -3,8 +3,8 @@
 Li et al. 2014 (section 3) divide the parameters over servers by range; Dean et al. 2012 (section 4) let every worker
 push and pull at its own pace; Ho et al. 2013 bound how far the fastest may be ahead. Here ranks 0 to N-1 are workers
 with a device each, and the ranks after them servers without one. `sync` takes every step together and is exact;
-`async_worker` and `async_server` (`--no-sync`) are not. This file is what both have in common: who keeps which rows, an
-optimiser over rows, and how a checkpoint comes together.
+`async_worker` and `async_server` (without `sync`) are not. This file is what both have in common: who keeps which rows,
+an optimiser over rows, and how a checkpoint comes together.
 """
 
 from collections import defaultdict
@@ -18,14 +18,15 @@ from torch.optim import Optimizer
 
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.local_sums import LocalSums
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut
 from dure.strategies.division.step_hooks import refuse_later_hooks
+from dure.strategies.parameter_server.options import ParameterServerOptions
 from dure.strategies.parameter_server.shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport, Transport
 from dure.strategies.state.common_buffers import common_buffers
@@ -39,13 +40,15 @@ from dure.units import format_bytes
 class ServedRank(LocalSums):
     """Base of the roles that a rank can have: worker or server, with every step together or at its own pace."""
 
+    options: ParameterServerOptions
+
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self.everyone = group
-        self.num_workers = num_workers_of(group.world_size, options)
+        self.num_workers = num_workers_of(group.world_size, self.options)
         self.worker_ranks = range(self.num_workers)
         self.server_ranks = range(self.num_workers, group.world_size)
         self.data_world_size = self.num_workers
@@ -53,7 +56,7 @@ class ServedRank(LocalSums):
         self.requests = Requests()
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse sparse gradients."""
         return [
             f"{name} gives sparse gradients (sparse=True), and servers keep dense rows: use ddp or naive_ddp"
@@ -86,7 +89,7 @@ class ServedRank(LocalSums):
 
         is_worker = self.everyone.rank in self.worker_ranks
         peers = self.server_ranks if is_worker else self.worker_ranks
-        return RpcTransport(self.everyone, peers, timeout_seconds=self.options.timeout_seconds)
+        return RpcTransport(self.everyone, peers, timeout_seconds=self.spec.timeout_seconds)
 
     def _broadcast(self, tensors: Iterable[Tensor], group: Group) -> None:
         """Take rank 0's values, through host memory: servers have no device."""
@@ -120,7 +123,7 @@ class ServedRank(LocalSums):
     def not_preserved(self) -> list[str]:
         """Leave out what concerns several workers where there is one, and the pace where steps are taken together."""
         texts = super().not_preserved() if self.num_workers > 1 else []
-        return [text for text in texts if not (self.options.sync and text.startswith("--no-sync"))]
+        return [text for text in texts if not (self.options.sync and text.startswith("without sync"))]
 
     def close(self) -> None:
         """Let go of the transport."""
@@ -138,7 +141,7 @@ class ServedRank(LocalSums):
         return [{**group, **values} for group, values in zip(groups, theirs, strict=True)]
 
 
-def num_workers_of(world_size: int, options: StrategyOptions) -> int:
+def num_workers_of(world_size: int, options: ParameterServerOptions) -> int:
     """Return how many of the ranks are workers: all that are no servers, half of them unless said otherwise.
 
     Raises:
@@ -147,7 +150,10 @@ def num_workers_of(world_size: int, options: StrategyOptions) -> int:
     num_servers = options.servers or world_size // 2
     if not 0 < num_servers < world_size:
         raise SpecInvalid(
-            [f"{world_size} process(es), {num_servers} of them servers, leave no worker: set --servers lower"]
+            [
+                f"{world_size} process(es), {num_servers} of them servers, leave no worker: set "
+                "--parameter-server.servers lower"
+            ]
         )
     return world_size - num_servers
 
@@ -274,9 +280,9 @@ class Server(ServedRank):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self.takes_samples = self.leads_share = False
         self.data_rank = 0
         self.number = group.rank - self.num_workers

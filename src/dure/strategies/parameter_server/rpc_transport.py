@@ -1,4 +1,4 @@
-"""Messages between workers and servers over torch RPC (`--transport rpc`): the same protocol, a slower carrier.
+"""Messages between workers and servers over torch RPC (`transport` rpc): the same protocol, a slower carrier.
 
 A message is one remote call that puts a tensor into the receiver's mailbox. RPC does not tell who waits that the sender
 is dead, so in addition one message per pair is awaited through c10d that is only sent at the farewell: it fails at once

@@ -124,8 +124,8 @@ class SyncServer(Server):
         """
         self._add_up()
         self._correct_count()
-        if self.options.clip_norm is not None:
-            self.clip_gradients(self.pieces, self.options.clip_norm)
+        if self.spec.clip_norm is not None:
+            self.clip_gradients(self.pieces, self.spec.clip_norm)
         if not self._has_overflowed:
             try:
                 self.optimizer.step()
@@ -164,7 +164,7 @@ class SyncServer(Server):
         pulls = self.pull_message.num_bytes * self.num_workers
         facts = self._facts.nbytes * len(self._heard_by())
         num_servers = len(self.server_ranks)
-        norm = 0 if self.options.clip_norm is None else 2 * (num_servers - 1) * 8 // num_servers
+        norm = 0 if self.spec.clip_norm is None else 2 * (num_servers - 1) * 8 // num_servers
         return pulls + facts + norm
 
 

@@ -11,22 +11,23 @@ from dure.strategies.sections.plan import SectionPlan, look_at, plan_sections
 from dure.strategies.sections.verify import rehearse
 
 
-def decide(strategy: Strategy, model: nn.Module, num_stages: int) -> dict[str, Any]:
+def decide(strategy: Strategy, model: nn.Module, num_stages: int, cuts: str | None) -> dict[str, Any]:
     """Return the plan and what is wrong with it, as JSON values.
 
     Cuts that are not given are found by counted operations, forward and backward: the same in every run of a task.
 
     Args:
-        strategy: With the task's loss, its data, and its options.
+        strategy: With the task's loss and its data.
         model: Whole, on the CPU, where it is again afterwards.
         num_stages: How many stages.
+        cuts: Modules that begin a stage, or None to find them.
     """
     if num_stages == 1:
         return {"faults": [], "plan": asdict(SectionPlan(calls=[], begins=[0], homes={}))}
     host = _host(strategy.device, model)
     model.to(host)
     seen = look_at(strategy, model)
-    plan, faults = plan_sections(model, seen, num_stages, strategy.options.cuts, costs=lambda seen: seen.operations)
+    plan, faults = plan_sections(model, seen, num_stages, cuts, costs=lambda seen: seen.operations)
     if plan is not None and seen is not None and host.type == strategy.device.type:  # elsewhere it would take too long
         fault = rehearse(strategy, model, plan, seen, loss_section=num_stages - 1)
         faults = [fault] if fault is not None else []

@@ -21,11 +21,11 @@ from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.reduced_facts import ReducedFacts
@@ -35,6 +35,7 @@ from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.pipeline.cut import decide
+from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
 from dure.strategies.pipeline.sequential import Sweeps
 from dure.strategies.sections.absent_tensors import guarded
@@ -51,7 +52,6 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
 
-DEFAULT_SCHEDULE = "1f1b"
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
 """Microbatches for each stage if the user sets no size. GPipe found the bubble to be negligible with this many (section
@@ -78,6 +78,8 @@ class _Call:
 class Pipeline(ReducedFacts):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
+    options: PipelineOptions
+
     undoes_writes = True
     follows_groups = False
 
@@ -85,16 +87,16 @@ class Pipeline(ReducedFacts):
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
-        axes = parse_mesh(options.mesh, info.mesh_axes, group.world_size)
+        super().__init__(info, group, devices, precision, spec)
+        axes = parse_mesh(spec.mesh, info.mesh_axes, group.world_size)
         if fault := fault_of_backend(self.device.type, dist.get_backend(), axes["pipeline"]):
             raise SpecInvalid([f"strategy is {info.name}: {fault}"])
         self.mesh = Mesh(axes, group, self.device)
         self.stage_ranks = self.mesh.group("pipeline")
         self.replicas = self.mesh.group("data")
-        self.num_stages = _num_stages(self.mesh.size("pipeline"), options)
+        self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)
         self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
@@ -105,12 +107,15 @@ class Pipeline(ReducedFacts):
         self.evaluates_together = True
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse a model with fewer blocks than stages, with ties across the cuts, or without a place to cut."""
         faults = []
+        options = PipelineOptions.of(spec)
         if options.stages_per_rank is not None and options.schedule != "interleaved":
-            faults.append("stages_per_rank is for --schedule interleaved: other schedules have one stage on each rank")
-        num_ranks = parse_mesh(options.mesh, ("data", "pipeline"), num_devices)["pipeline"]
+            faults.append(
+                "stages_per_rank is for the schedule interleaved: other schedules have one stage on each rank"
+            )
+        num_ranks = parse_mesh(spec.mesh, ("data", "pipeline"), spec.num_devices)["pipeline"]
         num_stages = _num_stages(num_ranks, options)
         return faults + faults_of(registered_chain(model), num_stages, cut_names(options.cuts), CURE)
 
@@ -139,7 +144,7 @@ class Pipeline(ReducedFacts):
         Communication: one gathered JSON message, the plan.
         """
         is_teller = self.group.rank == 0
-        told = decide(self, model, self.num_stages) if is_teller else None
+        told = decide(self, model, self.num_stages, self.options.cuts) if is_teller else None
         told = self.group.all_gather_json(told)[0]
         if told["faults"]:
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
@@ -172,11 +177,11 @@ class Pipeline(ReducedFacts):
 
     def microbatch_samples(self) -> int:
         """Return how many samples a microbatch has at most."""
-        return self.options.microbatch_size or self.default_microbatch_size()
+        return self.spec.microbatch_size or self.default_microbatch_size()
 
     def default_microbatch_size(self) -> int:
         """Return the size with which there are four microbatches for every stage."""
-        share = -(-self.options.global_batch_size // self.data_world_size)
+        share = -(-self.spec.global_batch_size // self.data_world_size)
         return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self.num_stages)))
 
     def calls_per_step(self) -> int:
@@ -236,7 +241,7 @@ class Pipeline(ReducedFacts):
     def _schedule_name(self) -> str:
         if self.num_stages == 1:
             return "gpipe"
-        return self.options.schedule or DEFAULT_SCHEDULE
+        return self.options.schedule
 
     def _noted(self, microbatch: Microbatch) -> _Call | None:
         """Ask the task how it calls the model; None for a microbatch without samples, which is not computed."""
@@ -456,7 +461,7 @@ def fault_of_backend(device_type: str, backend: str, num_ranks: int) -> str | No
     )
 
 
-def _num_stages(num_ranks: int, options: StrategyOptions) -> int:
+def _num_stages(num_ranks: int, options: PipelineOptions) -> int:
     if num_ranks == 1 or options.schedule != "interleaved":
         return num_ranks
     return num_ranks * (options.stages_per_rank or _STAGES_PER_RANK)

@@ -119,7 +119,7 @@ def tied(model: nn.Module, blocks: dict[str, nn.Module], calls: Sequence[str]) -
 
 
 def cut_names(cuts: str | None) -> list[str] | None:
-    """Split the words of `--cuts`: the names of the modules that begin a new section."""
+    """Split the words of the option `cuts`: the names of the modules that begin a new section."""
     return None if cuts is None else [word.strip() for word in cuts.split(",") if word.strip()]
 
 
@@ -159,7 +159,7 @@ def _faults_of_cuts(chain: Chain, num_sections: int, cuts: Sequence[str], cure: 
     if len(cuts) != num_sections - 1:
         faults.append(
             f"cuts names {len(cuts)} module(s) ({', '.join(cuts)}), which makes {len(cuts) + 1} sections, but "
-            f"{num_sections} are wanted: name {num_sections - 1}, or leave out --cuts"
+            f"{num_sections} are wanted: name {num_sections - 1}, or leave out cuts"
         )
     positions = [chain.position(name) for name in cuts]
     for name, position in zip(cuts, positions, strict=True):

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from dure import torchcompat
 from dure.errors import SpecInvalid
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.local_sums import LocalSums
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
+from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.sections.trace import Survey, tensors_of
 from dure.torchcompat import run_backward
@@ -30,15 +31,17 @@ from dure.units import format_bytes
 class ModelParallel(LocalSums):
     """One process, many devices, each with some consecutive blocks of the model."""
 
+    options: SectionOptions
+
     changes_in_step_only = True
 
     plan: SectionPlan
     """Plan of the sections, which have the numbers of their devices."""
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse a model with fewer blocks than devices, with ties across the cuts, or without a place to cut."""
-        return faults_of(registered_chain(model), num_devices, cut_names(options.cuts), CURE)
+        return faults_of(registered_chain(model), spec.num_devices, cut_names(SectionOptions.of(spec).cuts), CURE)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Decide where to cut, and put every section on its device."""
@@ -67,7 +70,7 @@ class ModelParallel(LocalSums):
         return plan
 
     def _held_bytes(self, model: nn.Module, seen: Survey) -> list[float]:
-        of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
+        of_a_microbatch = self.spec.microbatch_size or self.spec.global_batch_size
         blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
         return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 

@@ -54,7 +54,7 @@ class SectionPlan:
         return {name: sections[id(tensor)] for name, tensor in named}
 
     def first_blocks(self) -> str:
-        """Return the blocks with which the sections after the first begin, as `--cuts` takes them."""
+        """Return the blocks with which the sections after the first begin, as the option `cuts` takes them."""
         return ",".join(self.calls[begin] for begin in self.begins[1:])
 
     def bounds(self, section: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def plan_sections(
         model: All of it.
         seen: Survey of a forward pass; without one the blocks are taken as they are registered, and cost their bytes.
         num_sections: How many sections.
-        cuts: The words of `--cuts`, or None to find the most even ones.
+        cuts: The words of the option `cuts`, or None to find the most even ones.
         costs: Gives the cost of every call.
         keeps_batch_apart: Whether the batch stays on the first section's device, so that the model's own code cannot
             use it together with what a later section computes.

@@ -22,9 +22,9 @@ from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.reduced_facts import ReducedFacts
@@ -35,6 +35,7 @@ from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
+from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.own_part import OwnPart
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
@@ -56,14 +57,16 @@ _UNUSED = (
 class RpcModel(ReducedFacts):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
 
+    options: SectionOptions
+
     undoes_writes = True
     follows_groups = False
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        options: StrategyOptions,
+        spec: RunSpec,
     ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, options)
+        super().__init__(info, group, devices, precision, spec)
         self.data_rank, self.data_world_size = 0, 1
         self.drives = self.takes_samples = self.leads_share = group.rank == 0
         self.waits_for_facts = True
@@ -80,9 +83,9 @@ class RpcModel(ReducedFacts):
         torchcompat.import_distributed_optim()
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse a model with fewer blocks than ranks, with ties across the cuts, or without a place to cut."""
-        return faults_of(registered_chain(model), num_devices, cut_names(options.cuts), CURE)
+        return faults_of(registered_chain(model), spec.num_devices, cut_names(SectionOptions.of(spec).cuts), CURE)
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
@@ -121,7 +124,7 @@ class RpcModel(ReducedFacts):
         seen = look_at(self, model)
 
         def costs(seen: Survey) -> list[float]:
-            of_a_microbatch = self.options.microbatch_size or self.options.global_batch_size
+            of_a_microbatch = self.spec.microbatch_size or self.spec.global_batch_size
             blocks, ratio = dict(model.named_modules()), of_a_microbatch / SURVEYED_SAMPLES
             return held_bytes(blocks, seen.chain.calls, seen.saved_bytes, ratio)
 
@@ -152,7 +155,7 @@ class RpcModel(ReducedFacts):
         self._context_id = 0
         torchcompat.import_distributed_optim()
         _here[:] = [self]
-        open_agent(self.group, timeout_seconds=self.options.timeout_seconds)
+        open_agent(self.group, timeout_seconds=self.spec.timeout_seconds)
         if self.drives:
             self._remote_optimizer: Any = torchcompat.optimizer_of_references(_take_optimizer, self._references())
 
@@ -316,8 +319,8 @@ class RpcModel(ReducedFacts):
             parameter.grad = self._gradients.get(id(parameter))
         self._correct_count()
         self.unscale_gradients()
-        if self.options.clip_norm is not None:
-            self.clip_gradients(self.stepped_parameters(), self.options.clip_norm)
+        if self.spec.clip_norm is not None:
+            self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
         self.group.barrier()  # every rank has its gradients, and its learning rates, as they are to be
         if self.drives:
             self._remote_optimizer.step(self._context_id)

@@ -67,20 +67,21 @@ def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Surv
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return (
             f"{where} cannot be computed ({said}): each section has its own weights, and the loss has the model's "
-            f"output alone, without derivatives through it; cut elsewhere with --cuts, or use {CURE}"
+            f"output alone, without derivatives through it; cut elsewhere with the option cuts, or use {CURE}"
         )
     for name, _ in model.named_parameters():
         if not _are_close(whole.gradients.get(name), parts.gradients.get(name)):
             return (
                 f"{where} gives another gradient of {name} than the whole model: the loss uses it itself, or something "
                 "goes from section to section by another way than what blocks return (torch.utils.checkpoint with "
-                f"use_reentrant=True around a block, or a value that a block keeps); cut elsewhere with --cuts, or use "
-                f"{CURE}"
+                f"use_reentrant=True around a block, or a value that a block keeps); cut elsewhere with the option "
+                f"cuts, or use {CURE}"
             )
     if not _are_close(torch.tensor(whole.loss), torch.tensor(parts.loss)):
         return (
             f"{where} gives a loss of {parts.loss:.6g} where the whole model gives {whole.loss:.6g}: the loss uses "
-            f"weights of another section, or values that a block keeps; cut elsewhere with --cuts, or use {CURE}"
+            f"weights of another section, or values that a block keeps; cut elsewhere with the option cuts, "
+            f"or use {CURE}"
         )
     return None
 

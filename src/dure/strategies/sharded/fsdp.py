@@ -3,7 +3,7 @@
 ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3) by torch's `fully_shard` (Zhao et al. 2023, section 3; its second
 version, whose parameters are DTensors). Before a unit of the model computes, its parameters are gathered from all
 ranks, and freed after it; backward gathers them again, and leaves each rank its shard of the summed gradient. With
-`--reshard-after-forward false` they stay from forward to backward, so that backward sends gradients only, as in stage
+`--no-fsdp.reshard-after-forward` they stay from forward to backward, so that backward sends gradients only, as in stage
 2. With `--mesh replica=R,shard=S` R groups of S ranks each hold the whole, and shards are added up between the groups.
 """
 
@@ -22,16 +22,17 @@ from dure import torchcompat
 from dure.comm.mesh import Mesh
 from dure.errors import TaskInvalid
 from dure.host.devices import resolve_device
+from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.module_patterns import shortened
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
+from dure.strategies.sharded.options import FSDPOptions
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
@@ -65,14 +66,17 @@ class ObjectiveModule(nn.Module):
 class FSDP(ShardedStrategy):
     """`fully_shard` over repeated blocks and over the model."""
 
+    options: FSDPOptions
+
     undoes_writes = True
 
     changes_in_step_only = True
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse what cannot be sharded, and settings that find nothing to work on."""
-        faults = [] if options.fsdp_units is None else list(unit_faults(model, options.fsdp_units))
+        options = FSDPOptions.of(spec)
+        faults = [] if options.units is None else list(unit_faults(model, options.units))
         faults += [
             f"{name} gives sparse gradients (sparse=True), which have no shards: set sparse=False, or use ddp"
             for name, module in model.named_modules()
@@ -83,15 +87,15 @@ class FSDP(ShardedStrategy):
             for name, parameter in model.named_parameters()
             if not parameter.numel()
         ]
-        units = [] if faults else find_units(model, options.fsdp_units)
+        units = [] if faults else find_units(model, options.units)
         for name, module in [*((unit.name, unit.module) for unit in units), ("", model)]:
             faults += _dtype_faults(name, module, {unit.module for unit in units})
         if options.activation_checkpointing and not faults and all(unit.has_batchnorm for unit in units):
             faults.append(
                 "activation_checkpointing finds no unit to compute twice (one with BatchNorm would count its batch "
-                "twice): name some with --fsdp-units, or leave it out"
+                "twice): name some with --fsdp.units, or leave it out"
             )
-        if options.cpu_offload and (kind := resolve_device(options.device)) == "cpu":
+        if options.cpu_offload and (kind := resolve_device(spec.device)) == "cpu":
             faults.append(
                 f"cpu_offload moves shards from the device to host memory, and the device is {kind}: leave it out"
             )
@@ -99,13 +103,13 @@ class FSDP(ShardedStrategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Shard the model, from the units up; parameters of one number stay whole, having no dimension to divide."""
-        if self.options.sync_batchnorm:
+        if self.spec.sync_batchnorm:
             model = convert_sync_batchnorm(model, self.device)
-        axes = parse_mesh(self.options.mesh, self.info.mesh_axes, self.group.world_size)
+        axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
         self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("shard")
         self.evaluates_together = True
-        self.units = find_units(model, self.options.fsdp_units)
+        self.units = find_units(model, self.options.units)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
             scalar.data = scalar.data.to(self.device)
@@ -136,7 +140,7 @@ class FSDP(ShardedStrategy):
             module.register_forward_hook(lambda module, inputs, outputs: map_tensors(outputs, _without_base))
         self._fully_shard(
             module,
-            reshard_after_forward=not is_root and self.options.reshard_after_forward is not False,
+            reshard_after_forward=not is_root and self.options.reshard_after_forward,
             # halves are gathered as such, and the shards stay as they are. Left to autocast alone, each unit would keep
             # the halves it made of its parameters until backward, and nothing would be freed after forward. The
             # model's own inputs are left alone: only autocast knows which of them may be rounded.
@@ -277,7 +281,7 @@ class FSDP(ShardedStrategy):
             return
         root: Any = self.objective
         root.set_requires_gradient_sync(not is_accumulating)
-        if self.options.reshard_after_forward is False:
+        if not self.options.reshard_after_forward:
             root.set_reshard_after_backward(not is_accumulating)  # what is to be kept is kept for the whole step
         self._is_accumulating = is_accumulating
 
@@ -345,7 +349,7 @@ class FSDP(ShardedStrategy):
         """Say what is gathered together, and what a rank keeps."""
         sizes = [gathered.num_bytes for gathered in self.gathered]
         num_shards = self.mesh.size("shard")
-        when = "from forward to backward" if self.options.reshard_after_forward is False else "only while it computes"
+        when = "from forward to backward" if not self.options.reshard_after_forward else "only while it computes"
         lines = [
             f"{format_bytes(self._parameter_bytes)} of parameters in {num_shards} shard(s)"
             + (f" and {self.mesh.size('replica')} replicas" if self.mesh.size("replica") > 1 else "")
@@ -365,7 +369,7 @@ class FSDP(ShardedStrategy):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what gathering, scattering and adding up send, and the facts."""
-        keeps = self.options.reshard_after_forward is False
+        keeps = not self.options.reshard_after_forward
         per_unit = 1 if keeps else 2 * num_microsteps
         per_root = 1 if keeps else num_microsteps
         *units, root = self.gathered
@@ -435,7 +439,7 @@ def _explained() -> Iterator[None]:
             raise
         raise TaskInvalid(
             "a parameter of a unit was used outside that unit's forward, where this rank has a shard of it only "
-            f"({str(error).splitlines()[0]:.200}): name other units with --fsdp-units, or use ddp"
+            f"({str(error).splitlines()[0]:.200}): name other units with --fsdp.units, or use ddp"
         ) from error
 
 

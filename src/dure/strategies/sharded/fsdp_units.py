@@ -87,12 +87,12 @@ def unit_faults(model: nn.Module, patterns: str) -> Iterator[str]:
         found = list(matching(model, pattern))
         if not found:
             known = ", ".join(name for name, _ in model.named_children())
-            yield f"fsdp_units names {pattern.strip()}, which fits no module of the model: its own are {known}"
+            yield f"units names {pattern.strip()}, which fits no module of the model: its own are {known}"
         for name, module in found:
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
-                yield f"fsdp_units names {name}, a {type(module).__name__}, which is never called: name {name}.*"
+                yield f"units names {name}, a {type(module).__name__}, which is never called: name {name}.*"
             elif shared := shared_parameters(model, module):
                 yield (
-                    f"fsdp_units names {name}, whose {shared[0]} is shared with a module outside it and would be freed "
+                    f"units names {name}, whose {shared[0]} is shared with a module outside it and would be freed "
                     "while that needs it: leave it out, then it is gathered with the whole model"
                 )

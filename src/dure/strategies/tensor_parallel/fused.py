@@ -44,7 +44,7 @@ def check_is_unchanged(value: Any) -> None:
     if any(version_of(part) != version for part, version in value.handed_out):
         raise TaskInvalid(
             "the model uses queries, keys and values of one layer again after it changed one of them in place: change "
-            "a copy of it, or make the layer gathered with --tp-plan"
+            "a copy of it, or make the layer gathered with --tensor-parallel.plan"
         )
 
 

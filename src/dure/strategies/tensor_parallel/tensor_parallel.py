@@ -28,11 +28,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from dure.comm.buckets import as_gradient_of
 from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
+from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.module_patterns import shortened
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.state.common_buffers import broadcast_buffers
@@ -48,6 +48,7 @@ from dure.strategies.tensor_parallel.layers import (
     row_forward,
     vocab_forward,
 )
+from dure.strategies.tensor_parallel.options import TensorParallelOptions
 from dure.strategies.tensor_parallel.plan import STYLES, TensorPlan, find_plan, read_plan, shard_dim, whole_layers
 from dure.strategies.tensor_parallel.rules import has_no_rule
 from dure.strategies.tensor_parallel.values import DividedValues, undivided
@@ -63,15 +64,17 @@ _DRAW_BITS = 20
 class TensorParallel(ShardedStrategy):
     """Layers divided over the tensor axis, batches over the data axis."""
 
+    options: TensorParallelOptions
+
     changes_in_step_only = True
     holds_memory = True
 
     @classmethod
-    def check_model(cls, model: nn.Module, num_devices: int, options: StrategyOptions) -> list[str]:
+    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
         """Refuse a model with nothing to divide, and a plan that does not fit it."""
-        axes = parse_mesh(options.mesh, AXES, num_devices)
+        axes = parse_mesh(spec.mesh, AXES, spec.num_devices)
         num_ranks = axes["tensor"]
-        plan = _plan(model, num_ranks, options)
+        plan = _plan(model, num_ranks, TensorParallelOptions.of(spec))
         plan.faults += [
             f"{name} gives sparse gradients (sparse=True), which are not added up over the data axis: set sparse=False"
             for name, module in model.named_modules()
@@ -98,7 +101,7 @@ class TensorParallel(ShardedStrategy):
 
         Communication: a broadcast of each parameter and buffer over all ranks; one is whole on the device at a time.
         """
-        axes = parse_mesh(self.options.mesh, AXES, self.group.world_size)
+        axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
         self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("tensor")
         self.data_rank = self.random_stream = self.mesh.coordinate("data")
@@ -185,8 +188,8 @@ class TensorParallel(ShardedStrategy):
                 raise
             raise TaskInvalid(
                 "the model does something with divided values that DTensor has no rule for "
-                f"({str(error).splitlines()[0]:.200}): say with --tp-plan what to divide, leaving out, or making "
-                "gathered, the column layers before that"
+                f"({str(error).splitlines()[0]:.200}): say with --tensor-parallel.plan what to divide, leaving out, "
+                "or making gathered, the column layers before that"
             ) from error
         finally:
             self._is_dividing = False
@@ -281,7 +284,7 @@ class TensorParallel(ShardedStrategy):
             raise RanksDisagree(
                 "ranks of a tensor group did not draw the same random numbers: something in the model draws for "
                 "divided values other than by functional.dropout, or on some ranks alone; draw on all ranks alike, or "
-                "leave the layers before it whole with --tp-plan"
+                "leave the layers before it whole with --tensor-parallel.plan"
             )
 
     # what else differs
@@ -326,10 +329,10 @@ class TensorParallel(ShardedStrategy):
         self._resources.close()
 
 
-def _plan(model: nn.Module, num_ranks: int, options: StrategyOptions) -> TensorPlan:
-    if options.tp_plan is None:
+def _plan(model: nn.Module, num_ranks: int, options: TensorParallelOptions) -> TensorPlan:
+    if options.plan is None:
         return find_plan(model, num_ranks)
-    return read_plan(options.tp_plan, model, num_ranks)
+    return read_plan(options.plan, model, num_ranks)
 
 
 def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -364,7 +367,7 @@ def _check_holders(held: "dict[str, weakref.ref[nn.Parameter]]", own: set[int]) 
         raise TaskInvalid(
             f"{shortened(names)} is kept by something besides the model's layers (the task, or a function that was "
             "made with it), and would stay whole and untrained there: ask the model for it when it is needed, or leave "
-            "the layer whole with --tp-plan"
+            "the layer whole with --tensor-parallel.plan"
         )
 
 

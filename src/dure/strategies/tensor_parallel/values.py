@@ -55,7 +55,8 @@ def _check_is_own(value: Any, name: str) -> None:
     if is_copy(value):
         raise TaskInvalid(
             f"the model changes part of a value that is divided over the ranks in place ({name}), of which they have "
-            "copies: change the whole value or make a new one, or make the layers before it gathered with --tp-plan"
+            "copies: change the whole value or make a new one, or make the layers before it gathered with "
+            "--tensor-parallel.plan"
         )
 
 
@@ -83,12 +84,13 @@ class DividedValues(TorchFunctionMode):
             if is_change:
                 raise TaskInvalid(
                     f"the model changes queries, keys and values of one layer in place ({name}), which is not done to "
-                    "their parts: change a copy of them, or make the layer gathered with --tp-plan"
+                    "their parts: change a copy of them, or make the layer gathered with --tensor-parallel.plan"
                 )
             if func in OF_GRADIENT:
                 raise TaskInvalid(
                     f"the model asks for the gradient of queries, keys and values of one layer together ({name}), "
-                    "whose parts are in another order: ask for that of each, or make the layer gathered with --tp-plan"
+                    "whose parts are in another order: ask for that of each, or make the layer gathered with "
+                    "--tensor-parallel.plan"
                 )
             return on_fused(func, *args, **kwargs)
         if name in UNTOUCHED:

@@ -96,7 +96,7 @@ class Target:
         if free < self.needed_bytes:
             raise DiskFull(
                 f"a checkpoint needs {format_bytes(self.needed_bytes)} but {format_bytes(free)} is free in {self.root}:"
-                " free some, keep fewer with --keep-checkpoints, or put the run elsewhere with --runs-dir;"
+                " free some, keep fewer with --checkpoint.keep, or put the run elsewhere with --runs-dir;"
                 f" {_words_of_others(self.root)}"
             )
         return f"{WRITING}{base_name(self.position)}-{secrets.token_hex(8)}"

@@ -50,13 +50,13 @@ class Saver:
         self.progression = progression
         self.event = event
         fence = partial(refuse_if_over, run.path, session.place.epoch)
-        self.store = CheckpointStore(run.checkpoints, session.spec.keep_checkpoints, self.warn, fence)
-        minutes = session.spec.checkpoint_every_minutes
+        self.store = CheckpointStore(run.checkpoints, session.spec.checkpoint.keep, self.warn, fence)
+        minutes = session.spec.checkpoint.every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60
         self.last_time = time.monotonic()
         self.last_step = -1
         self.last_samples = -1
-        self.copies = HostCopies(session.place.threads) if session.spec.checkpoint_async else None
+        self.copies = HostCopies(session.place.threads) if session.spec.checkpoint.background else None
         self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
@@ -139,8 +139,8 @@ class Saver:
             return
         share = share_of(self._captured(), session.group.rank)
         epoch_samples = session.order.epoch_samples
-        until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint_every_samples or epoch_samples)
-        is_soon = spec.checkpoint_every_minutes is not None or until_next < session.total_samples - seen
+        until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint.every_samples or epoch_samples)
+        is_soon = spec.checkpoint.every_minutes is not None or until_next < session.total_samples - seen
         if self.copies is None or not is_soon:
             return
         on_this_host = self.copies.missing_bytes(share) * session.place.rank.local_world_size

@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from dure.process.context import Place
 from dure.spec import RunSpec
 from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.loss_traits import LossTraits
-from dure.strategies.contract.options import StrategyOptions
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
@@ -175,7 +174,7 @@ def open_session(
             model = _built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
-    if faults := strategy.check_model(model, spec.num_devices, strategy.options):
+    if faults := strategy.check_model(model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
@@ -295,13 +294,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
     name = spec.strategy
     precision = Precision(spec.precision, devices[0].type)
-    options = strategy_options(spec)
-    return load_strategy(name).role_for(group, options)(STRATEGIES[name], group, devices, precision, options)
-
-
-def strategy_options(spec: RunSpec) -> StrategyOptions:
-    """Return what strategies read of a spec."""
-    return StrategyOptions(**{field.name: getattr(spec, field.name) for field in fields(StrategyOptions)})
+    return load_strategy(name).role_for(group, spec)(STRATEGIES[name], group, devices, precision, spec)
 
 
 def _built_model(task: Task) -> nn.Module:

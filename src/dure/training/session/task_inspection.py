@@ -172,7 +172,7 @@ def inspection_of(
         order: Of the training data.
     """
     copied = {_COPIED: loader.data} if loader.has_workers else {}
-    even = -(-strategy.options.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
+    even = -(-strategy.spec.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
     return LossInspection(
         task.loss,
         model,
@@ -180,9 +180,9 @@ def inspection_of(
         {**copied, **strategy.objects},
         strategy.precision.autocast,
         is_exact=strategy.precision.name == "fp32",
-        is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.options.microbatch_size),
+        is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.spec.microbatch_size),
         is_alone=strategy.group.world_size > 1,
-        most_at_once=strategy.options.microbatch_size or strategy.default_microbatch_size() or even,
+        most_at_once=strategy.spec.microbatch_size or strategy.default_microbatch_size() or even,
     )
 
 

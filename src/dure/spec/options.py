@@ -1,0 +1,33 @@
+"""Options of a strategy: a small model in the strategy's own folder, and nowhere else."""
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+from dure.spec.fields import RunSpec
+
+
+class StrategyOptions(BaseModel):
+    """Options that one strategy has. A field's description is its help text; its name stands behind the strategy's.
+
+    `units` of fsdp is the flag `--fsdp.units`, the key `units` in a file's table `[fsdp]`, the variable
+    `DURE_FSDP__UNITS`, and `fsdp={"units": ...}` in Python. Its module must not import torch: `--help` reads it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Self:
+        """Return the options that a run's spec has."""
+        return cls.model_validate(spec.options)
+
+    def faults(self, spec: RunSpec) -> list[tuple[str, str]]:
+        """Return what these options, each sound by itself, and the run's settings cannot be together.
+
+        Args:
+            spec: The run, of which all settings are sound by themselves.
+
+        Returns:
+            The setting or option to blame, and a sentence about it that begins with a name.
+        """
+        return []

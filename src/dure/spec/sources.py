@@ -1,0 +1,135 @@
+"""Sources of settings: the call's flags, the environment, a TOML file, and a task's defaults."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dure import documents
+from dure.documents import DocumentInvalid, parse_json
+from dure.errors import SpecInvalid
+from dure.spec import old_names
+from dure.spec.fields import OTHER_NAMES, PLACE_FIELDS, SETTINGS, flag_name
+from dure.spec.names import unknown_setting
+from dure.spec.old_names import STRATEGIES_WITH
+from dure.spec.strategy_traits import StrategyTraits, option_names
+
+ENVIRONMENT_PREFIX = "DURE_"
+
+INTERNAL_PREFIX = "DURE_INTERNAL_"
+"""Variables that dure's own processes hand to each other; never settings, so never reported as unknown ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One place that settings come from."""
+
+    values: Mapping[str, Any]
+    say: Callable[[str], str]
+    """Function that names the source of one setting, for people."""
+    spell: Callable[[str], str] = str
+    """Function that writes a setting's name as this source has it."""
+    more: tuple[str, ...] = ()
+    """Names other than settings that its faults may point to."""
+    is_for_one_strategy: bool = False
+    """True if what it says of another strategy than the chosen one is a fault; the others may have settings of several
+    strategies."""
+    is_chosen: bool = True
+    """False for defaults and the resumed run: what was not chosen now gives way instead of being a fault."""
+
+
+def flag_source(settings: Mapping[str, Any]) -> Source:
+    """Return what the call gives: flags, or arguments in Python."""
+    return Source(values=settings, say=_say_flag, spell=flag_name, more=("resume",), is_for_one_strategy=True)
+
+
+def _say_flag(name: str) -> str:
+    if name == "task":
+        return "argument task"
+    option = name.removeprefix("task_options.")
+    return f"flag {flag_name(name)}" if option == name else f"flag --task.{option}"
+
+
+def task_source(defaults: Mapping[str, Any], higher: list[Mapping[str, Any]]) -> Source:
+    """Return the defaults of a task.
+
+    Args:
+        defaults: `Task.defaults`.
+        higher: Values of the other sources, one of which names the task.
+    """
+    task = next((str(values["task"]) for values in higher if "task" in values), "task")
+    label = f"{task.rpartition(':')[2]}.defaults"
+    return Source(values=defaults, say=lambda name: label, is_chosen=False)
+
+
+def without_place(source: Source) -> Source:
+    """Leave out where runs go: DURE_RUNS_DIR of a shell is about new runs, a resumed one stays where it is."""
+    values = {name: value for name, value in source.values.items() if name not in PLACE_FIELDS}
+    return replace(source, values=values)
+
+
+def environment_source(
+    environ: Mapping[str, str], strategies: Mapping[str, StrategyTraits], faults: list[str]
+) -> Source:
+    """Read `DURE_<FIELD>` and `DURE_<STRATEGY>__<OPTION>`; an empty variable counts as not set, as in the shell."""
+    known = {_variable(name): name for name in (*SETTINGS, *OTHER_NAMES, *STRATEGIES_WITH, *old_names.SETTINGS)}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(INTERNAL_PREFIX) or not text.strip():
+            continue
+        table, is_option, option = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+        if variable not in known and is_option and table in strategies:
+            values.setdefault(table, {})[option] = text
+        elif variable not in known:
+            names = [*SETTINGS, *option_names(strategies)]
+            faults.append(unknown_setting("environment variable", variable, names, _variable))
+        elif known[variable] == "task_options":
+            values["task_options"] = _options_from_json(variable, text, faults)
+        else:
+            values[known[variable]] = text
+    return Source(values=values, say=_say_variable, spell=_variable)
+
+
+def _say_variable(name: str) -> str:
+    return f"environment {_variable('task_options' if name.startswith('task_options.') else name)}"
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.replace(".", "__").upper()
+
+
+def _options_from_json(variable: str, text: str, faults: list[str]) -> dict[str, Any]:
+    try:
+        options = parse_json(text)
+    except ValueError:
+        options = None
+    if isinstance(options, dict):
+        return options
+    faults.append(f'environment {variable} is {text!r} but must be a JSON object such as {{"hidden": 64}}')
+    return {}
+
+
+def config_source(config: Path | None, faults: list[str]) -> Source:
+    """Return the settings of a TOML file."""
+    if config is None:
+        return Source(values={}, say=str)
+    values: dict[str, Any] = {}
+    try:
+        values = read_toml(config)
+    except SpecInvalid as error:
+        faults += error.faults
+    return Source(values=values, say=lambda name: str(config))
+
+
+def read_toml(config: Path) -> dict[str, Any]:
+    """Read a file of settings as it stands.
+
+    Raises:
+        SpecInvalid: It cannot be read, or is no TOML.
+    """
+    try:
+        return documents.read_toml(Path(config))
+    except DocumentInvalid as error:
+        raise SpecInvalid([f"{config} {error}"]) from None
+    except OSError as error:
+        raise SpecInvalid([f"--config {config} cannot be read: {error.strerror}"]) from None

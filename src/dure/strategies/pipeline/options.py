@@ -1,0 +1,19 @@
+"""Options of pipeline."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dure.strategies.data_parallel.options import Buckets
+from dure.strategies.sections.options import SectionOptions
+
+
+class PipelineOptions(Buckets, SectionOptions):
+    """Begins of stages, and the order of their work."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        "1f1b", description="order of forward and backward over the microbatches"
+    )
+    stages_per_rank: int | None = Field(
+        None, gt=0, description="sections of each rank with the schedule interleaved (default 2)"
+    )

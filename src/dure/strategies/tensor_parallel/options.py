@@ -1,0 +1,13 @@
+"""Options of tensor_parallel."""
+
+from pydantic import Field
+
+from dure.strategies.data_parallel.options import Buckets
+
+
+class TensorParallelOptions(Buckets):
+    """Plan of what is divided."""
+
+    plan: str | None = Field(
+        None, description="what to divide, as blocks.*.up=column,blocks.*.down=row (default: found)"
+    )

@@ -193,7 +193,9 @@ def test_stop_when_it_comes_between_two_rounds_then_the_last_step_is_saved(hosts
     words = (*TRAIN, "--nproc", 1, "--snapshot-every", 1, "--max-restarts", 1, "--faults", faults)
     commands = [hosts.start(node, tmp_path, *words, script=script if node == asked else None) for node in range(2)]
     assert ended(commands) == [143, 143], [command.err for command in commands]
-    assert run.checkpoints() == ["samples-000000000040"]
+    last = run.records(0)[-1]
+    assert last["step"] in (4, 5)  # the snapshot of the last step may not be whole yet
+    assert run.checkpoints() == [f"samples-{last['samples_seen']:012d}"]
 
 
 def test_rank_when_it_is_held_on_one_host_then_a_second_look_confirms_it_and_all_start_again(hosts, tmp_path):

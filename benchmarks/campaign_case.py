@@ -131,7 +131,7 @@ class Case:
         return 1 if STRATEGIES[self.strategy].one_process else self.nproc + self.num_servers
 
     @property
-    def is_in_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """True if ranks take every step together, so that snapshots in memory are taken."""
         return STRATEGIES[self.strategy].is_exact and "--no-parameter-server.sync" not in self.options
 

@@ -196,7 +196,7 @@ def of_samples(case: Case, seen: Seen) -> Iterator[str]:
 
 def of_repeated_steps(case: Case, seen: Seen) -> Iterator[str]:
     """Check that a restart repeats one step at most, where a snapshot follows each."""
-    if case.snapshot_every != 1 or not case.is_in_step or seen.resumed is not None or case.nnodes == "1:2":
+    if case.snapshot_every != 1 or not case.is_synchronous or seen.resumed is not None or case.nnodes == "1:2":
         return
     repeated = len({record["step"] for record in seen.run.undone()})
     restarts = len(seen.run.events("restart")) + len(seen.run.events("microbatch_halved"))
@@ -210,7 +210,7 @@ def of_weights(case: Case, seen: Seen, control: Weights, weights: Weights) -> It
         yield "weights are not finite"
     if not math.isfinite(seen.run.summary()["final_loss"] or math.nan):
         yield f"the final loss is {seen.run.summary()['final_loss']}"
-    if not case.is_in_step or seen.run.events("rank_lost"):
+    if not case.is_synchronous or seen.run.events("rank_lost"):
         return
     is_same = not case.is_on_hosts and case.resumed_as is None and case.strategy not in ADD_IN_ANY_ORDER
     is_same = is_same and not seen.run.events("microbatch_halved")

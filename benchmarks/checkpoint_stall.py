@@ -33,7 +33,7 @@ from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_facts import NO_REQUESTS
 from dure.training.run_state.capture import Progression
-from dure.training.run_state.checkpoint_policy import Saver
+from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.session.session import open_rank_group, open_session
 
 BOUND = 0.15
@@ -71,7 +71,7 @@ def stall(folder: Path, megabytes: int, num_rounds: int) -> dict[str, Any]:
     session = open_session(spec, place, *open_rank_group(spec, place))
     strategy = session.strategy
     run = RunDir.create(folder, f"stall{megabytes}")
-    saver = Saver(session, run, Progression(), run.append_event)
+    saver = Checkpointer(session, run, Progression(), run.append_event)
     file = folder / "state.pt"
     batch = session.task.train_data().__getitems__(range(BATCH))
 

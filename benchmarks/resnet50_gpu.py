@@ -30,7 +30,7 @@ from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.training.session.session import open_rank_group, open_session
 from dure.training.session.stop_request import StopSignals
-from dure.training.trainer import Conductor
+from dure.training.trainer import Trainer
 
 HAND, AGAIN, ARTICLE = "hand-tuned", "hand-tuned, again (A/A)", "the article's program"
 LEAST_RATIO = 0.98
@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
     turns.on_own_turn = _use_tuned_convolutions
     run = RunDir.create(folder, "resnet50")
     (run.path / "spec.json").write_text("{}")
-    Conductor(session, run, StopSignals(is_supervised=False), turns).train()
+    Trainer(session, run, StopSignals(is_supervised=False), turns).train()
     return {name: [options.batch / seconds for seconds in values[1:]] for name, values in turns.seconds.items()}
 
 

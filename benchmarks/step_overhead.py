@@ -1,6 +1,6 @@
 """Microseconds per step of dure, of the loop by hand and of its peers, alternately in the same processes.
 
-dure runs as it does in `dure train`: the whole Conductor with strategy, loop, records and progress. It leads: after a
+dure runs as it does in `dure train`: the whole Trainer with strategy, loop, records and progress. It leads: after a
 block of steps its callback runs the blocks of the others that are due, so that blocks of all candidates come in a
 random order.
 """
@@ -31,7 +31,7 @@ from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.training.session.session import open_rank_group, open_session
 from dure.training.session.stop_request import StopSignals
-from dure.training.trainer import Conductor
+from dure.training.trainer import Trainer
 
 BASELINE = "by hand"
 WARM_UP_ROUNDS = 2
@@ -286,7 +286,7 @@ def work(job: Mapping[str, Any], place: Place) -> None:
 
         profile = cProfile.Profile()
     with profile:
-        Conductor(session, RunDir.open(Path(job["run"])), StopSignals(is_supervised=False), turns).train()
+        Trainer(session, RunDir.open(Path(job["run"])), StopSignals(is_supervised=False), turns).train()
     if job["profile"]:
         profile.dump_stats(f"{job['profile']}.{place.rank.rank}")
     Path(job["run"], f"seconds{place.rank.rank}.json").write_text(json.dumps(turns.seconds))

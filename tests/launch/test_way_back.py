@@ -13,7 +13,7 @@ import pytest
 
 from dure.launch.nodes import failover as way_back
 from dure.launch.nodes import leader_lease as lease_module
-from dure.launch.nodes.failover import WayBack, WayFound
+from dure.launch.nodes.failover import FailoverResult, LeaderFailover
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.messages import Join
 from dure.launch.nodes.peers import Member, Nodes
@@ -51,10 +51,10 @@ class CutOff:
         self.nodes.lease = Lease(self.run)
         self.nodes.lease.look()
 
-    def go(self, seconds: float = 5.0, until: Callable[[], object] = lambda: False) -> WayFound | None:
+    def go(self, seconds: float = 5.0, until: Callable[[], object] = lambda: False) -> FailoverResult | None:
         with self.deaf:
             try:
-                return WayBack(
+                return LeaderFailover(
                     said=Join(num_nodes="1:2", node_rank=1, host="host1", num_ranks=1, facts={}),
                     folder=str(self.run),
                     secret_file=self.run / "secret",

@@ -114,7 +114,7 @@ def step(strategy: Any, rows: Tensor, requests: Requests = NO_REQUESTS) -> StepF
     counts = shares(len(rows), group.world_size)
     mine = rows[sum(counts[: group.rank]) :][: counts[group.rank]]
     is_empty = not len(mine)
-    batch = Microbatch(batch=rows[:1] if is_empty else mine, num_samples=len(mine) or 1, is_stand_in=is_empty)
+    batch = Microbatch(batch=rows[:1] if is_empty else mine, num_samples=len(mine) or 1, is_padding=is_empty)
     strategy.forward_backward([batch], global_samples=len(rows), requests=requests)
     facts = strategy.sync_gradients()
     strategy.optimizer_step()

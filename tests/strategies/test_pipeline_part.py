@@ -6,7 +6,7 @@ from torch import nn
 
 from dure.errors import TaskInvalid
 from dure.strategies.sections.absent_tensors import guarded
-from dure.strategies.sections.own_part import OwnPart, keep_only
+from dure.strategies.sections.own_part import LocalStages, keep_only
 from dure.strategies.sections.plan import SectionPlan
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def storage_bytes(tensors):
 @pytest.mark.parametrize(("section", "in_blocks"), [(0, 4 * 20), (1, 4 * 16 + 8 + 4 * 10)])
 def test_a_part_holds_the_bytes_of_its_blocks_and_what_is_in_none(section, in_blocks):
     model = Model()
-    part = OwnPart(model, PLAN, [section], CPU)
+    part = LocalStages(model, PLAN, [section], CPU)
     outside = 4 * 3 + 4 * 5
     assert storage_bytes(part.tensors()) == in_blocks + outside
     # one number stands for each parameter that others keep; their buffers (BatchNorm's) are copied into
@@ -50,12 +50,12 @@ def test_a_part_holds_the_bytes_of_its_blocks_and_what_is_in_none(section, in_bl
     ],
 )
 def test_a_checkpoint_sees_each_tensor_on_one_rank(section, names):
-    assert OwnPart(Model(), PLAN, [section], CPU).state_dict().keys() == names
+    assert LocalStages(Model(), PLAN, [section], CPU).state_dict().keys() == names
 
 
 def test_what_others_keep_keeps_its_shape_and_cannot_be_used_unnoticed():
     model = Model()
-    OwnPart(model, PLAN, [1], CPU)
+    LocalStages(model, PLAN, [1], CPU)
     weight = model.blocks[0].weight
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.device) == ((4, 4), CPU)
@@ -73,7 +73,7 @@ def test_what_others_keep_keeps_its_shape_and_cannot_be_used_unnoticed():
 
 def test_gradient_of_what_another_rank_trains_is_refused():
     model = Model()
-    part = OwnPart(model, PLAN, [0], CPU)
+    part = LocalStages(model, PLAN, [0], CPU)
     part.refuse_lost_gradients()
     model.gain.grad = torch.ones(3)
     with pytest.raises(TaskInvalid, match="gain has a gradient on a rank that does not train it"):
@@ -84,14 +84,14 @@ def test_gradient_of_what_another_rank_trains_is_refused():
 
 def test_buffers_of_others_can_be_copied_into():
     model = Model()
-    OwnPart(model, PLAN, [0], CPU)
+    LocalStages(model, PLAN, [0], CPU)
     for buffer in model.buffers():
         buffer.copy_(buffer.clone())
 
 
 def test_a_part_takes_over_its_own_tensors_only():
     source, model = Model(), Model()
-    part = OwnPart(model, PLAN, [0], CPU)
+    part = LocalStages(model, PLAN, [0], CPU)
     part.load_state_dict({name: value for name, value in source.state_dict().items() if part.is_own(name)})
     assert torch.equal(model.blocks[0].weight, source.blocks[0].weight)
     assert model.blocks[2].weight.isnan().all()
@@ -99,9 +99,9 @@ def test_a_part_takes_over_its_own_tensors_only():
 
 def test_parameters_to_train_are_this_ranks():
     model = Model()
-    assert OwnPart(model, PLAN, [0], CPU).trainable() == [model.blocks[0].weight, model.blocks[0].bias]
+    assert LocalStages(model, PLAN, [0], CPU).trainable() == [model.blocks[0].weight, model.blocks[0].bias]
     model = Model()
-    assert OwnPart(model, PLAN, [1], CPU).trainable() == [model.gain, *model.blocks[1].parameters()]
+    assert LocalStages(model, PLAN, [1], CPU).trainable() == [model.gain, *model.blocks[1].parameters()]
 
 
 def groups(model):

@@ -14,9 +14,9 @@ from dure.comm.groups import Solo
 from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
 from dure.training.checkpoints import staging as host_copies
 from dure.training.checkpoints.async_save import AsyncSave
-from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.reader import Checkpoint, verify
-from dure.training.checkpoints.staging import HostCopies
+from dure.training.checkpoints.staging import StagingBuffer
 from dure.training.checkpoints.store import CheckpointStore
 from tests.commands import wait_until
 from tests.training.checkpoint_cases import ThreadGroup, ThreadRank, at, new_store, save, snapshot_of, train, trained
@@ -31,30 +31,30 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold back every file until the event is set."""
-    may_write, write = threading.Event(), Share.write
+    may_write, write = threading.Event(), RankShard.write
 
-    def waiting(self: Share, directory: Path, between: Callable[[], None]) -> Any:
+    def waiting(self: RankShard, directory: Path, between: Callable[[], None]) -> Any:
         assert may_write.wait(20)
         return write(self, directory, between)
 
-    monkeypatch.setattr(Share, "write", waiting)
+    monkeypatch.setattr(RankShard, "write", waiting)
     return may_write
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    write = Share.write
+    write = RankShard.write
 
-    def fails(self: Share, directory: Path, between: Callable[[], None]) -> Any:
+    def fails(self: RankShard, directory: Path, between: Callable[[], None]) -> Any:
         if self.rank == 1:
             raise error
         return write(self, directory, between)
 
-    monkeypatch.setattr(Share, "write", fails)
+    monkeypatch.setattr(RankShard, "write", fails)
 
 
 def begin(store: CheckpointStore, group: Any, samples: int = 8, **settings: Any) -> AsyncSave:
     pending = AsyncSave(store, at(samples), group, **settings)
-    pending.begin(snapshot_of(*trained(), group.rank), group, HostCopies(2))
+    pending.begin(snapshot_of(*trained(), group.rank), group, StagingBuffer(2))
     pending.start()
     return pending
 
@@ -68,7 +68,7 @@ def test_checkpoint_when_training_goes_on_beside_it_holds_the_state_it_began_wit
     model, optimizer = trained()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = {name: value.clone() for name, value in optimizer.state[model.norm.weight].items()}
-    pending = AsyncSave(store, at(8), Solo()).begin(snapshot_of(model, optimizer), Solo(), HostCopies(2))
+    pending = AsyncSave(store, at(8), Solo()).begin(snapshot_of(model, optimizer), Solo(), StagingBuffer(2))
     pending.start()
     train(model, optimizer, 5, seed=1)
     slow_disk.set()
@@ -101,7 +101,7 @@ def test_checkpoint_when_all_threads_are_done_is_there_before_the_ranks_meet_aga
 
 
 def begin_beside(root: Path, group: Any, model: Any, optimizer: Any) -> AsyncSave:
-    copies = HostCopies(2)
+    copies = StagingBuffer(2)
     copies.is_beside = True
     steady = frozenset(name for name, _ in model.named_parameters())
     snapshot = replace(snapshot_of(model, optimizer, group.rank), steady=steady)
@@ -182,7 +182,7 @@ def test_rank_when_lost_with_its_part_leaves_no_checkpoint_and_nobody_waits_for_
 
     def start(group: ThreadRank) -> None:
         pendings[group.rank] = AsyncSave(new_store(tmp_path)[0], at(8), group).begin(
-            snapshot_of(*trained(), group.rank), group, HostCopies(2)
+            snapshot_of(*trained(), group.rank), group, StagingBuffer(2)
         )
         if group.rank < 2:
             pendings[group.rank].start()
@@ -214,7 +214,7 @@ def test_rank_when_in_a_hurry_leaves_nothing_behind(tmp_path, slow_disk):
 def test_copy_when_memory_is_short_is_not_made(tmp_path, monkeypatch):
     free = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    pending = AsyncSave(new_store(tmp_path)[0], at(8), Solo()).begin(snapshot_of(*trained()), Solo(), HostCopies(2))
+    pending = AsyncSave(new_store(tmp_path)[0], at(8), Solo()).begin(snapshot_of(*trained()), Solo(), StagingBuffer(2))
     assert not pending.is_copied
     assert pending.memory_words.endswith("KiB of the 1000 B")
     pending.write()

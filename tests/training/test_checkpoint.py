@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, TaskInvalid
 from dure.strategies.state.optimizer import optimizer_to_names
-from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
+from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.training.checkpoints.reader import Checkpoint, export_weights, verify
 from dure.training.checkpoints.state import Snapshot
 from tests.training.checkpoint_cases import (

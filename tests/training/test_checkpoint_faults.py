@@ -18,7 +18,7 @@ from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten, DiskFull, DureError, PeerLost
 from dure.training.checkpoints import writer as checkpoint_writer
 from dure.training.checkpoints.manifest import seal, unseal
-from dure.training.checkpoints.rank_shard import Share
+from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.reader import Checkpoint, verify
 from dure.training.checkpoints.state import Snapshot
 from tests.training import malice
@@ -291,14 +291,14 @@ def test_error_on_one_rank_when_it_writes_is_its_own_there_and_named_on_the_othe
 
 
 def _save_with_failing_rank(root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[DureError]:
-    write = Share.write
+    write = RankShard.write
 
-    def failing(self: Share, directory: Path, between: Callable[[], None]) -> object:
+    def failing(self: RankShard, directory: Path, between: Callable[[], None]) -> object:
         if self.rank == 1:
             raise error
         return write(self, directory, between)
 
-    monkeypatch.setattr(Share, "write", failing)
+    monkeypatch.setattr(RankShard, "write", failing)
     store, _ = new_store(root)
     model, optimizer = trained()
     return ThreadGroup(3).run(lambda group: save(store, snapshot_of(model, optimizer, group.rank), at(8), group))

@@ -20,7 +20,7 @@ from dure.training.snapshots import writer as snapshot_writer
 from dure.training.snapshots.device_copies import DeviceCopies
 from dure.training.snapshots.memory import ShareLayout, positions, read_share
 from dure.training.snapshots.writer import SnapshotWriter
-from tests.training.test_snapshot_memory import at, share_of
+from tests.training.test_snapshot_memory import at, shard_of
 from tests.training.test_snapshot_state import Net, momentum, session_of
 
 
@@ -113,7 +113,7 @@ def away(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> list[tuple[str, i
 
 def test_snapshot_when_copied_beside_training_is_whole_only_when_completed(descriptor, away):
     weights = torch.ones(4)
-    share = share_of(weights)
+    share = shard_of(weights)
     writer, layout = SnapshotWriter(descriptor), ShareLayout(share)
     steady = [tensor is weights for tensor in share.tensors()]
     for step in (1, 2):
@@ -132,7 +132,7 @@ def test_snapshot_when_copied_beside_training_is_whole_only_when_completed(descr
 
 def test_snapshot_when_its_tensors_change_while_they_are_copied_is_none(descriptor, away):
     weights = torch.ones(4)
-    share = share_of(weights)
+    share = shard_of(weights)
     writer, layout = SnapshotWriter(descriptor), ShareLayout(share)
     writer.write(layout, share.tensors(), share.state, at(1))
     writer.write(layout, share.tensors(), share.state, at(2), steady=[True] * 2 + [False])

@@ -69,10 +69,10 @@ def test_checkpoint_when_a_parameter_is_not_finite_any_more_is_left_out_and_thos
 
 def test_ranks_when_the_weights_of_one_are_not_finite_fail_alike(tmp_path):
     def save_on(group: Any) -> Any:
-        from dure.strategies.state.pieces import Piece
+        from dure.strategies.state.tensor_shard import TensorShard
 
         rows = torch.full((1, 2), math.inf if group.rank == 1 else 1.0)
-        model = {"w": Piece(tensor=rows, offsets=(group.rank, 0), shape=(3, 2))}
+        model = {"w": TensorShard(tensor=rows, offsets=(group.rank, 0), shape=(3, 2))}
         return save(new_store(tmp_path)[0], Snapshot(model=model, finite=frozenset({"w"})), at(8), group)
 
     answers = ThreadGroup(3).run(save_on)

@@ -7,28 +7,30 @@ from typing import Any
 import pytest
 import torch
 
-from dure.strategies.state.pieces import Piece
+from dure.strategies.state.tensor_shard import TensorShard
 from dure.training.checkpoints import staging as host_copies
-from dure.training.checkpoints.rank_shard import Share
-from dure.training.checkpoints.staging import HostCopies
+from dure.training.checkpoints.rank_shard import RankShard
+from dure.training.checkpoints.staging import StagingBuffer
 
 
-def share_of(**tensors: Any) -> Share:
-    return Share(rank=0, parts={"model": tensors, "optimizer": {}}, per_rank={"random": torch.arange(5)}, state=b"{}")
+def shard_of(**tensors: Any) -> RankShard:
+    return RankShard(
+        rank=0, parts={"model": tensors, "optimizer": {}}, per_rank={"random": torch.arange(5)}, state=b"{}"
+    )
 
 
-def steady(**tensors: Any) -> Share:
-    share = share_of(**tensors)
-    return Share(rank=0, parts=share.parts, per_rank=share.per_rank, state=b"{}", steady=frozenset({"w"}))
+def steady(**tensors: Any) -> RankShard:
+    share = shard_of(**tensors)
+    return RankShard(rank=0, parts=share.parts, per_rank=share.per_rank, state=b"{}", steady=frozenset({"w"}))
 
 
 @pytest.fixture
-def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostCopies]:
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingBuffer]:
     """Copies beside training whose thread comes too late for everything."""
     copy, main = host_copies._copy_from, threading.current_thread()
     monkeypatch.setattr(host_copies, "_copy_from", lambda w: copy(w) if threading.current_thread() is main else None)
     monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
-    copies = HostCopies(1)
+    copies = StagingBuffer(1)
     copies.is_beside = True
     yield copies
     copies.close()
@@ -57,14 +59,14 @@ def test_copy_when_its_source_changes_before_it_is_complete_says_so_once(held_co
 
 
 def test_copy_when_taken_again_lies_in_the_same_memory():
-    copies, source = HostCopies(2), torch.arange(1000.0)
-    first = copies.of(share_of(w=source))
-    assert copies.missing_bytes(share_of(w=source)) == 0
+    copies, source = StagingBuffer(2), torch.arange(1000.0)
+    first = copies.of(shard_of(w=source))
+    assert copies.missing_bytes(shard_of(w=source)) == 0
     source += 1
-    again = copies.of(share_of(w=source))
+    again = copies.of(shard_of(w=source))
     assert again.parts["model"]["w"].data_ptr() == first.parts["model"]["w"].data_ptr()
     assert torch.equal(again.parts["model"]["w"], source)
-    assert copies.missing_bytes(share_of(w=torch.zeros(2000))) >= 3968
+    assert copies.missing_bytes(shard_of(w=torch.zeros(2000))) >= 3968
 
 
 def test_copy_when_of_any_kind_of_tensor_has_its_bits():
@@ -79,14 +81,14 @@ def test_copy_when_of_any_kind_of_tensor_has_its_bits():
         "half": torch.rand(5).to(torch.bfloat16),
         "nan": torch.tensor([float("nan"), -0.0]),
     }
-    copied = HostCopies(2).of(share_of(**tensors)).parts["model"]
+    copied = StagingBuffer(2).of(shard_of(**tensors)).parts["model"]
     for name, tensor in tensors.items():
         assert (copied[name].dtype, copied[name].shape) == (tensor.dtype, tensor.shape)
         torch.testing.assert_close(copied[name], tensor.resolve_conj(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_copy_when_of_a_piece_is_one_at_the_same_place():
-    piece = Piece(tensor=torch.ones(2, 3), offsets=(4, 0), shape=(8, 3))
-    copied = HostCopies(2).of(share_of(w=piece)).parts["model"]["w"]
+    piece = TensorShard(tensor=torch.ones(2, 3), offsets=(4, 0), shape=(8, 3))
+    copied = StagingBuffer(2).of(shard_of(w=piece)).parts["model"]["w"]
     assert (copied.offsets, copied.shape, copied.tensor.tolist()) == ((4, 0), (8, 3), [[1.0] * 3] * 2)
     assert copied.tensor.data_ptr() != piece.tensor.data_ptr()

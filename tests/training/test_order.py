@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.errors import SpecInvalid
-from dure.training.loop import RankShare
+from dure.training.loop import RankBatch
 from dure.training.session.sample_order import GlobalBatch, SampleOrder
 
 sizes = st.integers(1, 200)
@@ -64,7 +64,7 @@ def test_dropping_the_last_batch_leaves_whole_ones(n, batch_size):
 def test_ranks_share_a_batch_contiguously_and_meet_in_every_microstep(n, world_size, microbatch_size):
     indices = np.random.default_rng(n).permutation(1000)[:n]
     batch = GlobalBatch(0, indices, n, n)
-    shares = [RankShare.of(batch, rank, world_size, microbatch_size) for rank in range(world_size)]
+    shares = [RankBatch.of(batch, rank, world_size, microbatch_size) for rank in range(world_size)]
     assert np.array_equal(np.concatenate([share.indices for share in shares]), indices)
     assert len({len(share.microbatches) for share in shares}) == 1
     for share in shares:

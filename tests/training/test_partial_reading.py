@@ -17,7 +17,7 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.optimizer import optimizer_to_names
-from dure.strategies.state.pieces import Needs, Piece, Rectangle
+from dure.strategies.state.tensor_shard import Needs, Rectangle, TensorShard
 from dure.training.checkpoints import tensor_stream
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.state import Snapshot
@@ -38,8 +38,8 @@ def in_rows(root: Path, world_size: int, whole: Tensor = WHOLE) -> Path:
         rows = whole.tensor_split(world_size)
         begin = sum(len(part) for part in rows[: group.rank])
 
-        def piece(factor: float) -> Piece:
-            return Piece(
+        def piece(factor: float) -> TensorShard:
+            return TensorShard(
                 tensor=rows[group.rank] * factor, offsets=(begin, *(0,) * (whole.dim() - 1)), shape=tuple(whole.shape)
             )
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from dure.comm.groups import ProcessGroup, Solo
 from dure.errors import CheckpointDamaged
 from dure.strategies.state.optimizer import optimizer_to_names
-from dure.strategies.state.pieces import Piece
+from dure.strategies.state.tensor_shard import TensorShard
 from dure.training.checkpoints.manifest import seal
 from dure.training.checkpoints.reader import Checkpoint, verify
 from dure.training.checkpoints.state import Snapshot
@@ -27,13 +27,13 @@ def _save_in_rows(root: Path, world_size: int) -> Path:
     def work(group) -> object:
         rows = torch.tensor_split(WHOLE, world_size)
         offset = sum(len(part) for part in rows[: group.rank])
-        replicated = Piece(tensor=torch.ones(2), offsets=(0,), shape=(2,))
+        replicated = TensorShard(tensor=torch.ones(2), offsets=(0,), shape=(2,))
         model = {
-            "w": Piece(tensor=rows[group.rank], offsets=(offset, 0), shape=(5, 7)),
+            "w": TensorShard(tensor=rows[group.rank], offsets=(offset, 0), shape=(5, 7)),
             "replicated": replicated,
             "plain": torch.tensor(3),
         }
-        state = {"state": {"w": {"sum": Piece(tensor=rows[group.rank] * 2, offsets=(offset, 0), shape=(5, 7))}}}
+        state = {"state": {"w": {"sum": TensorShard(tensor=rows[group.rank] * 2, offsets=(offset, 0), shape=(5, 7))}}}
         return save(new_store(root)[0], Snapshot(model=model, optimizer=state), at(8), group)
 
     answers = ThreadGroup(world_size).run(work)

@@ -8,8 +8,8 @@ import torch
 from dure.cluster.rank import RankInfo
 from dure.comm.groups import Group, Solo
 from dure.process.context import Place
-from dure.strategies.state.pieces import Needs, Piece, Rectangle
-from dure.training.checkpoints.rank_shard import Share
+from dure.strategies.state.tensor_shard import Needs, Rectangle, TensorShard
+from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.exchange import Found, Survey, collect
 from dure.training.snapshots.memory import (
@@ -117,7 +117,7 @@ def memories():
         os.close(descriptor)
 
 
-def write(descriptor: int, share: Share, origin: Origin, *, is_spread: bool = False) -> None:
+def write(descriptor: int, share: RankShard, origin: Origin, *, is_spread: bool = False) -> None:
     layout = ShareLayout(share, is_spread=is_spread)
     SnapshotWriter(descriptor, origin=origin).write(layout, share.tensors(), share.state, at(4))
 
@@ -127,7 +127,7 @@ PLACE = Place(rank=RankInfo(world_size=2), threads=1, is_supervised=True)
 
 def test_newcomer_when_it_holds_nothing_then_it_gets_the_state_of_another_host(memories):
     mine, theirs, _ = memories
-    share = Share(rank=1, parts={"model": {"w": torch.arange(3.0)}, "optimizer": {}}, per_rank={}, state=STATE)
+    share = RankShard(rank=1, parts={"model": {"w": torch.arange(3.0)}, "optimizer": {}}, per_rank={}, state=STATE)
     write(theirs, share, Origin(round=2, world_size=3, rank=1))
     said = [(0, []), (1, [entry(4, 1, round_number=2, world_size=3)])]
     group: Group = Sends(said, {1: packed_share(theirs, at(4), 2)})
@@ -141,15 +141,15 @@ def test_newcomer_when_it_holds_nothing_then_it_gets_the_state_of_another_host(m
     assert checkpoint.per_rank(2) is None
 
 
-def rows(rank: int) -> Share:
+def rows(rank: int) -> RankShard:
     """Return one of three rows of a weight, and of the optimiser's state of it."""
     row = torch.full((1, 5), float(rank))
     parts = {
-        part: {name: Piece(tensor=row + add, offsets=(rank, 0), shape=(3, 5))}
+        part: {name: TensorShard(tensor=row + add, offsets=(rank, 0), shape=(3, 5))}
         for part, name, add in (("model", "w", 0), ("optimizer", "optimizer.state.w.m", 10))
     }
     state = b'{"optimizer": {"state": {"w": {"m": {"$tensor": "optimizer.state.w.m"}}}}, "model_extra": {}, "extra": 7}'
-    return Share(rank=rank, parts=parts, per_rank={}, state=state if rank == 0 else b"")
+    return RankShard(rank=rank, parts=parts, per_rank={}, state=state if rank == 0 else b"")
 
 
 def test_rank_when_shares_of_pieces_are_sent_keeps_what_it_needs_alone(memories):

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from dure.strategies.state.pieces import Piece
-from dure.training.checkpoints.rank_shard import Share
+from dure.strategies.state.tensor_shard import TensorShard
+from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.memory import (
     MOST_PLACES,
@@ -36,8 +36,8 @@ def write(writer, share, step, trusted_samples=None):
     writer.write(ShareLayout(share), share.tensors(), share.state, at(step), trusted_samples)
 
 
-def share_of(weights, rank=0, **more):
-    return Share(
+def shard_of(weights, rank=0, **more):
+    return RankShard(
         rank=rank,
         parts={"model": {"w": weights, "empty": torch.empty(0, 3)}, "optimizer": {}},
         per_rank={"torch": torch.arange(5, dtype=torch.uint8), **more},
@@ -48,8 +48,8 @@ def share_of(weights, rank=0, **more):
 
 def test_snapshot_when_read_then_it_is_what_was_written(memory):
     weights = torch.randn(3, 4, dtype=torch.float64).t()
-    half = Piece(tensor=torch.randn(2, 2).bfloat16(), offsets=(2, 0), shape=(4, 2))
-    share = share_of(weights)
+    half = TensorShard(tensor=torch.randn(2, 2).bfloat16(), offsets=(2, 0), shape=(4, 2))
+    share = shard_of(weights)
     share.parts["optimizer"]["momentum"] = half
     write(SnapshotWriter(memory), share, 3)
     assert positions(memory) == [at(3)]
@@ -58,7 +58,7 @@ def test_snapshot_when_read_then_it_is_what_was_written(memory):
     assert torch.equal(read.share.parts["model"]["w"], weights)
     assert read.share.parts["model"]["empty"].shape == (0, 3)
     piece = read.share.parts["optimizer"]["momentum"]
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, TensorShard)
     assert torch.equal(piece.tensor, half.tensor)
     assert (piece.offsets, piece.shape) == ((2, 0), (4, 2))
     assert read.share.per_rank["torch"].tolist() == [0, 1, 2, 3, 4]
@@ -66,7 +66,7 @@ def test_snapshot_when_read_then_it_is_what_was_written(memory):
 
 def test_snapshots_when_written_again_and_again_then_the_last_two_are_there_with_their_values(memory):
     weights = torch.zeros(7)
-    share = share_of(weights)
+    share = shard_of(weights)
     writer, layout = SnapshotWriter(memory), ShareLayout(share)
     for step in range(1, 6):
         weights.fill_(step)
@@ -80,10 +80,10 @@ def test_snapshots_when_written_again_and_again_then_the_last_two_are_there_with
 
 def test_snapshot_when_it_grows_then_the_one_before_stays(memory):
     writer = SnapshotWriter(memory)
-    write(writer, share_of(torch.ones(3)), 1)
-    write(writer, share_of(torch.full((50_000,), 2.0)), 2)
+    write(writer, shard_of(torch.ones(3)), 1)
+    write(writer, shard_of(torch.full((50_000,), 2.0)), 2)
     assert torch.equal(read_share(memory, at(1)).share.parts["model"]["w"], torch.ones(3))
-    write(writer, share_of(torch.full((90_000,), 3.0)), 3)
+    write(writer, shard_of(torch.full((90_000,), 3.0)), 3)
     assert torch.equal(read_share(memory, at(2)).share.parts["model"]["w"], torch.full((50_000,), 2.0))
     assert torch.equal(read_share(memory, at(3)).share.parts["model"]["w"], torch.full((90_000,), 3.0))
 
@@ -93,10 +93,10 @@ def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(m
     for descriptor, steps in ((memory, (1, 2, 3)), (other, (1, 2))):
         writer = SnapshotWriter(descriptor)
         for step in steps:
-            write(writer, share_of(torch.ones(2)), step)
+            write(writer, shard_of(torch.ones(2)), step)
     assert newest_common([memory, other]) == at(2)
     # the round that goes on from it writes over everything else first, and forgets it at once
-    write(SnapshotWriter(memory, at(2)), share_of(torch.ones(2)), 3)
+    write(SnapshotWriter(memory, at(2)), shard_of(torch.ones(2)), 3)
     assert newest_common([memory, other]) == at(2)
     SnapshotWriter(memory, None)
     assert newest_common([memory, other]) is None
@@ -106,7 +106,7 @@ def test_ranks_when_one_is_a_step_ahead_then_the_newest_that_all_have_is_found(m
 
 def test_snapshot_when_it_is_the_newest_that_is_trusted_then_it_stays_beside_the_newest(memory):
     writer = SnapshotWriter(memory, num_places=MOST_PLACES)
-    share = share_of(torch.ones(2))
+    share = shard_of(torch.ones(2))
     there = []
     for step, trusted in ((1, 0), (2, 0), (3, 2), (4, 2), (5, 2), (6, 5), (7, 5), (8, 7)):
         write(writer, share, step, 8 * trusted)
@@ -117,7 +117,7 @@ def test_snapshot_when_it_is_the_newest_that_is_trusted_then_it_stays_beside_the
 def test_snapshots_when_they_are_of_later_than_what_is_trusted_then_they_are_forgotten(memory):
     writer = SnapshotWriter(memory, num_places=MOST_PLACES)
     for step in (1, 2, 3):
-        write(writer, share_of(torch.ones(2)), step, 8)
+        write(writer, shard_of(torch.ones(2)), step, 8)
     forget_after(memory, 16)
     assert newest_common([memory]) == at(2)
     forget_after(memory, 15)
@@ -132,7 +132,7 @@ def test_writer_when_killed_at_any_moment_then_a_whole_snapshot_is_left(seed, me
     pid = os.fork()
     if pid == 0:
         weights = torch.zeros(200_000)
-        share = share_of(weights)
+        share = shard_of(weights)
         writer, layout = SnapshotWriter(memory), ShareLayout(share)
         for step in range(1, 10**9):
             weights.fill_(step)

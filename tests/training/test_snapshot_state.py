@@ -16,7 +16,7 @@ from dure.comm.groups import Solo
 from dure.process.context import Place
 from dure.strategies.contract.precision import Precision
 from dure.strategies.table import STRATEGIES, load_strategy
-from dure.training.checkpoints.rank_shard import share_of
+from dure.training.checkpoints.rank_shard import shard_of
 from dure.training.checkpoints.reader import checkpoint_of
 from dure.training.checkpoints.state import Position
 from dure.training.run_state.capture import Progression, captured
@@ -350,7 +350,7 @@ def test_snapshot_when_the_state_changes_in_any_way_holds_what_a_checkpoint_woul
         assert saver.is_due()
         saver.take(lambda: None)
         position = Position(samples_seen=8 * step, step=step, epoch=step)
-        expected = checkpoint_of([share_of(captured(session, progression), 0)], position, 0)
+        expected = checkpoint_of([shard_of(captured(session, progression), 0)], position, 0)
         assert_same(contents(saver._read(position)), contents(expected))
 
 

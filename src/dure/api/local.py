@@ -11,7 +11,7 @@ from dure.errors import DureError, EnvironmentLacks, Interrupted, Misuse
 from dure.failures.verdict import WorkerEnd, left_early
 from dure.launch.hangs.watchdog import HangPolicy
 from dure.launch.logs.rank_logs import Relay, Voice
-from dure.launch.nodes.failover import WayBack
+from dure.launch.nodes.failover import LeaderFailover
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
@@ -50,7 +50,7 @@ def count_processes(spec: RunSpec) -> int:
 
 
 def start_workers(
-    notes: Notes, spec: RunSpec, job: TrainJob | EvaluateJob, *, way_back: WayBack | None = None
+    notes: Notes, spec: RunSpec, job: TrainJob | EvaluateJob, *, way_back: LeaderFailover | None = None
 ) -> Outcome:
     """Start the run's ranks of this host, and return when those of all hosts have ended.
 

@@ -20,7 +20,7 @@ from dure.cluster.rank import Launched
 from dure.errors import RunInvalid, SpecInvalid
 from dure.host.devices import resolve_device
 from dure.launch.nodes.addresses import split_address
-from dure.launch.nodes.failover import WayBack
+from dure.launch.nodes.failover import LeaderFailover
 from dure.launch.nodes.leader_lease import Lease, live_leader
 from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.rendezvous import NodeSettings, about, join
@@ -185,7 +185,7 @@ def _folder(nodes: Nodes, resolved: ResolvedSpec, resume: "Path | str | None", h
     return met.run
 
 
-def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> WayBack:
+def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> LeaderFailover:
     """Let all know who leads, by the run's folder, and prepare for not reaching the leader."""
     run, nodes = notes.run, notes.nodes
     port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())
@@ -201,7 +201,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
         with suppress(RunInvalid):  # the old leader may hold it as long as it is frozen; it writes nothing any more
             held.enter_context(run.lock())
 
-    return WayBack(
+    return LeaderFailover(
         said=about(several, nodes.me, facts),
         folder=folder,
         secret_file=several.secret_file,

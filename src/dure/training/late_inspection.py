@@ -77,7 +77,7 @@ class LateInspection:
         traits = strategy.traits
         has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
         is_divided = len(strategy.parts_of(spec.global_batch_size)) > 1
-        return is_divided and strategy.is_in_step and not (traits.not_additive or has_traces or spec.compile)
+        return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces or spec.compile)
 
     def _difference(self) -> str | None:
         """Return figures of a loss whose parts do not add up, or None."""

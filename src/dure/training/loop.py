@@ -36,7 +36,7 @@ _END = object()
 """Marker after the last batch."""
 
 
-class RankShare(NamedTuple):
+class RankBatch(NamedTuple):
     """Samples of one step that one rank computes."""
 
     indices: np.ndarray
@@ -47,7 +47,7 @@ class RankShare(NamedTuple):
     """The data index `(1,)` that a microbatch of size 0 is computed from, with weight zero."""
 
     @classmethod
-    def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankShare":
+    def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankBatch":
         """Cut a rank's share out of a global batch, and the share into microbatches.
 
         All ranks get the same number of microbatches, that of the largest share, so that collectives inside the model
@@ -72,7 +72,7 @@ class LaunchedStep:
 
     number: int
     batch: GlobalBatch
-    share: RankShare
+    share: RankBatch
     facts: StepFacts
     marks: list[Any]
     """Ends of: the step before, the wait for data, forward and backward, synchronisation, the optimiser's step."""
@@ -158,7 +158,7 @@ class TrainingLoop:
         self.before_change = before_change
         """Callback when gradients are there and weights still as they were; returns the seconds that it took."""
         self._pending: deque[LaunchedStep] = deque()
-        self._planned: deque[tuple[GlobalBatch, RankShare]] = deque()
+        self._planned: deque[tuple[GlobalBatch, RankBatch]] = deque()
         """Steps whose samples are asked for, the one under way in front."""
         self._is_under_way = False
         self._last_end = self.clock.mark()
@@ -201,7 +201,7 @@ class TrainingLoop:
 
     def _requests(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
         for number, batch in enumerate(self.order.batches(samples_seen, total_samples), step + 1):
-            share = RankShare.of(batch, *self.strategy.share_at(number), self.microbatch_size)
+            share = RankBatch.of(batch, *self.strategy.share_at(number), self.microbatch_size)
             self._planned.append((batch, share))
             start = 0
             for size in share.microbatches:
@@ -220,7 +220,7 @@ class TrainingLoop:
         return batch
 
     def _launch(
-        self, number: int, batch: GlobalBatch, share: RankShare, first: Any, fetched: Iterator[Any]
+        self, number: int, batch: GlobalBatch, share: RankBatch, first: Any, fetched: Iterator[Any]
     ) -> LaunchedStep:
         strategy, mark = self.strategy, self.clock.mark
         marks: list[Any] = [self._last_end, mark()]
@@ -259,10 +259,10 @@ class TrainingLoop:
         buffers = [buffer for model in self.strategy.evaluation_models() for buffer in model.buffers()]
         return buffers, [buffer.clone() for buffer in buffers]
 
-    def _microbatches(self, share: RankShare, first: Any, fetched: Iterator[Any]) -> Iterator[Microbatch]:
+    def _microbatches(self, share: RankBatch, first: Any, fetched: Iterator[Any]) -> Iterator[Microbatch]:
         for position, size in enumerate(share.microbatches):
             batch = first if position == 0 else self._next_batch(fetched)
-            yield Microbatch(batch=batch, num_samples=size or 1, is_stand_in=size == 0)
+            yield Microbatch(batch=batch, num_samples=size or 1, is_padding=size == 0)
 
     def _set_learning_rates(self, samples_seen: int) -> None:
         if self.schedule is not None:

@@ -17,11 +17,11 @@ from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import step_hooks
 from dure.training.best_metric import Best
 from dure.training.late_inspection import LateInspection
-from dure.training.loop import Boundary, RankShare, StepOutcome, TrainingLoop
+from dure.training.loop import Boundary, RankBatch, StepOutcome, TrainingLoop
 from dure.training.progress import Progress
 from dure.training.rehearsal import asked_schedule, rehearse_evaluation
 from dure.training.run_state.capture import Progression
-from dure.training.run_state.checkpoint_policy import Saver
+from dure.training.run_state.checkpoint_policy import Checkpointer
 from dure.training.run_state.replica_check import ReplicaCheck
 from dure.training.run_state.snapshot_policy import MemorySaver
 from dure.training.seeds import chosen_by_timing
@@ -33,7 +33,7 @@ from dure.training.tensorboard import Scalars
 Answer = TypeVar("Answer")
 
 
-class Conductor:
+class Trainer:
     """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Conductor:
         self.begin_step = begin_step
         self.is_restart = session.place.round > 0
         self.position = Progression()
-        self.saver = Saver(session, run, self.position, self._event)
+        self.saver = Checkpointer(session, run, self.position, self._event)
         self.replicas = ReplicaCheck(session, self.position, self._event, self.saver.newest_name)
         trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
@@ -334,7 +334,7 @@ class Conductor:
                     step=number,
                     epoch=batch.epoch,
                     samples_seen=batch.samples_seen,
-                    samples=tuple(RankShare.of(batch, share.data_rank, share.data_world_size, None).indices.tolist()),
+                    samples=tuple(RankBatch.of(batch, share.data_rank, share.data_world_size, None).indices.tolist()),
                     is_partly_used=share.is_partly_used,
                 )
                 for share in lost

@@ -27,7 +27,7 @@ from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.state.pieces import Needs, rectangles
+from dure.strategies.state.tensor_shard import Needs, rectangles
 from dure.strategies.table import load_strategy
 from dure.terminal import print_traceback, tell
 from dure.torchcompat import SequenceNumber, import_late_parts
@@ -45,7 +45,7 @@ from dure.training.session.session import (
 from dure.training.session.stop_request import StoppedAtOnce, StopSignals
 from dure.training.task.digests import class_digest
 from dure.training.task.given_task import task_class
-from dure.training.trainer import Conductor
+from dure.training.trainer import Trainer
 
 LOSS_TRAITS = "loss_traits.json"
 """Record of what an inspection of the loss found, in the run folder."""
@@ -151,18 +151,18 @@ class Worker:
     def _train(self, session: Session, stop: StopSignals) -> bool:
         """Train; return whether a signal stopped it before the end."""
         begin_step = None if self.faults is None else self.faults.begin_step
-        conductor = Conductor(session, self.run, stop, self._note_step, self._note_phase, begin_step)
+        trainer = Trainer(session, self.run, stop, self._note_step, self._note_phase, begin_step)
         stop.defer()
         try:
-            status = conductor.train()
+            status = trainer.train()
         except BaseException:
-            self.microbatch_size = conductor.microbatch_under_way()
+            self.microbatch_size = trainer.microbatch_under_way()
             raise
         if session.group.rank == 0 and status == "completed":
-            missed = None if self.faults is None else self.faults.never_came(conductor.position.step)
+            missed = None if self.faults is None else self.faults.never_came(trainer.position.step)
             if missed is not None:
-                conductor.saver.warn(missed)
-            self.run.append_event(events.Completed(samples_seen=conductor.position.samples_seen))
+                trainer.saver.warn(missed)
+            self.run.append_event(events.Completed(samples_seen=trainer.position.samples_seen))
         return status == "interrupted"
 
     def _cut(self, seconds: float) -> None:

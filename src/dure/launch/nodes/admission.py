@@ -52,7 +52,7 @@ class Peers(Protocol):
         ...
 
 
-class Reception:
+class JoinListener:
     """The door of a run, and those who came through it and have not said who they are."""
 
     def __init__(self, door: Door, mine: Join) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dure.launch.nodes.admission import Reception
+from dure.launch.nodes.admission import JoinListener
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
 from dure.launch.nodes.leader_lease import STALE_SECONDS, Leader, Lease
 from dure.launch.nodes.messages import Join, Message, Welcome, decode, encode
@@ -33,7 +33,7 @@ _GONE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayFound:
+class FailoverResult:
     """Result of a failover."""
 
     keeps_memory: bool
@@ -45,7 +45,7 @@ class WayFound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayBack:
+class LeaderFailover:
     """Way of a node back into its run."""
 
     said: Join
@@ -63,7 +63,7 @@ class WayBack:
     on_lead: Callable[[], None]
     """Callback for when this node takes the lead."""
 
-    def go(self, nodes: Nodes, is_stopped: Callable[[], bool]) -> WayFound | None:
+    def go(self, nodes: Nodes, is_stopped: Callable[[], bool]) -> FailoverResult | None:
         """Come back to the run or lead it; the ranks here have ended. None when it does not go on here.
 
         Args:
@@ -123,7 +123,7 @@ class WayBack:
         )
         return None
 
-    def _come(self, nodes: Nodes, lease: Lease, leader: Leader) -> WayFound | None:
+    def _come(self, nodes: Nodes, lease: Lease, leader: Leader) -> FailoverResult | None:
         """Knock where the leader is; None when it does not open now."""
         try:
             family, address = _address(leader.address, leader.port)
@@ -142,9 +142,9 @@ class WayBack:
             return None
         lease.epoch, lease.is_deposed = welcome.epoch, False
         nodes.follow(channel, welcome.leader)
-        return WayFound(keeps_memory=welcome.keeps_memory, expected=set())
+        return FailoverResult(keeps_memory=welcome.keeps_memory, expected=set())
 
-    def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> WayFound | None:
+    def _lead(self, nodes: Nodes, lease: Lease, old: set[int], ended: int | None) -> FailoverResult | None:
         """Take over, if no other was sooner and this node can listen."""
         own = nodes.own_address
         if not lease.claim(nodes.me.node_rank, own, self.port, after=ended):
@@ -153,7 +153,7 @@ class WayBack:
         try:
             family, address = _address(own, self.port)
             secret = read_secret(self.secret_file, host=own, may_make=False)
-            reception = Reception(Door(family, address, secret), self.said)
+            reception = JoinListener(Door(family, address, secret), self.said)
         except OSError as error:
             nodes.lost = f"this node cannot listen at {own}:{self.port} to lead the run ({error.strerror})"
             return None
@@ -162,7 +162,7 @@ class WayBack:
         nodes.lead(reception)
         lease.renew(nodes.round)
         self.on_lead()
-        return WayFound(keeps_memory=True, expected=old, patience_seconds=_OTHERS_SECONDS)
+        return FailoverResult(keeps_memory=True, expected=old, patience_seconds=_OTHERS_SECONDS)
 
 
 def _address(host: str, port: int) -> tuple[int, Address]:

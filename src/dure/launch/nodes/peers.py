@@ -15,13 +15,13 @@ from dure.documents import DocumentInvalid
 from dure.errors import DureError, WorkerFailed
 from dure.failures.verdict import WorkerEnd
 from dure.launch.nodes import messages
-from dure.launch.nodes.admission import Reception
+from dure.launch.nodes.admission import JoinListener
 from dure.launch.nodes.channel import Channel, ChannelClosed
 from dure.launch.nodes.connections import Links
 from dure.launch.nodes.leader_lease import Lease
 from dure.launch.nodes.member import Member, StoppedByPeer
+from dure.launch.nodes.membership import Membership
 from dure.launch.nodes.messages import Message, decode, end_from_json, end_to_json, refusal_of, refused_error
-from dure.launch.nodes.roster import Roster
 from dure.launch.nodes.round_state import RoundNews
 from dure.process.round_orders import RoundPlan
 
@@ -42,7 +42,7 @@ _PREPARATION_SECONDS = 600.0
 """Limit before the ranks run: a launcher that imports sends nothing for a while."""
 
 
-class Nodes(Roster, Links):
+class Nodes(Membership, Links):
     """All nodes of a run, as one of them sees them."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Nodes(Roster, Links):
         *,
         fewest: int | None = None,
         most: int | None = None,
-        reception: Reception | None = None,
+        reception: JoinListener | None = None,
         leader: int = 0,
     ) -> None:
         """Take over the connections of nodes that have met.
@@ -69,7 +69,7 @@ class Nodes(Roster, Links):
             reception: Where nodes come in while the run goes on, on the leader.
             leader: Its node rank.
         """
-        Roster.__init__(self, me, members, own_address=own_address, fewest=fewest, most=most, leader=leader)
+        Membership.__init__(self, me, members, own_address=own_address, fewest=fewest, most=most, leader=leader)
         Links.__init__(self, channels)
         self.reception = reception
         self.lease: Lease | None = None
@@ -357,7 +357,7 @@ class Nodes(Roster, Links):
         self._pumped_at = 0.0  # while it looked for the leader, this host did not stand still
         self.news = RoundNews()
 
-    def lead(self, reception: Reception) -> None:
+    def lead(self, reception: JoinListener) -> None:
         """Go on as the leader, alone until others come in."""
         self.drop_all()
         self.leader, self.reception, self.has_lost_leader, self.next_round = self.me.node_rank, reception, False, None

@@ -16,7 +16,7 @@ from typing import Any
 from dure.documents import DocumentInvalid
 from dure.errors import EnvironmentLacks, Misuse, SpecInvalid
 from dure.launch.nodes.addresses import DEFAULT_PORT, cannot_listen, resolved, split_address
-from dure.launch.nodes.admission import Reception, checked, introduced
+from dure.launch.nodes.admission import JoinListener, checked, introduced
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
 from dure.launch.nodes.messages import (
     Join,
@@ -195,7 +195,7 @@ def _receive(settings: NodeSettings, family: int, address: Address, secret: byte
     Where the run needs all, the door is closed when all are in, so that no other host can connect during the run.
     """
     try:
-        reception = Reception(Door(family, address, secret), mine)
+        reception = JoinListener(Door(family, address, secret), mine)
     except OSError as error:
         raise cannot_listen(settings.rendezvous, error) from None
     if ipaddress.ip_address(str(address[0])).is_loopback:
@@ -231,7 +231,7 @@ def _receive(settings: NodeSettings, family: int, address: Address, secret: byte
     )
 
 
-def _wait_for_all(settings: NodeSettings, reception: Reception, joined: dict[int, tuple[Member, Channel]]) -> None:
+def _wait_for_all(settings: NodeSettings, reception: JoinListener, joined: dict[int, tuple[Member, Channel]]) -> None:
     deadline = time.monotonic() + settings.timeout_seconds
     last_came = time.monotonic()
     while len(joined) < settings.num_nodes - 1:

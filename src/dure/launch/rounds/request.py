@@ -8,7 +8,7 @@ from typing import Protocol
 from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.hangs.watchdog import HangPolicy
 from dure.launch.logs.rank_logs import RankLogs
-from dure.launch.nodes.failover import WayBack
+from dure.launch.nodes.failover import LeaderFailover
 from dure.launch.nodes.peers import Nodes
 from dure.launch.rounds.restart_policy import RestartPolicy
 from dure.launch.worker.child import Output
@@ -74,7 +74,7 @@ class Launch:
     """Listener to what happens to the ranks; None where that is of no interest."""
     orders: RoundOrders = field(default_factory=RoundOrders)
     """Orders to the ranks that follow from how those of the rounds before ended."""
-    way_back: WayBack | None = None
+    way_back: LeaderFailover | None = None
     """Failover for when the leader cannot be reached; None to end the run."""
     logs: RankLogs | None = None
     """Pipes and log pump of the ranks, serviced by the supervisor while they run."""

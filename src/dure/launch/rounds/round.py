@@ -14,12 +14,12 @@ from dure.launch.hangs.diagnosis import HangVerdict, explain
 from dure.launch.hangs.probe import examine
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.hangs.watchdog import LEAST_SECONDS, UNKNOWN_SECONDS, HangPolicy, Watchdog
-from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.node_hang_survey import JointLook
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.signal_forwarding import pass_on_signal
 from dure.launch.rounds.start_rank import start_worker
 from dure.launch.rounds.stop_limit import StopLimit
+from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.fork_safety import reason_fork_would_fail, reason_not_to_fork
 from dure.launch.worker.leftovers import end_leftovers
 from dure.launch.worker.store_server import StoreServer
@@ -43,7 +43,7 @@ _STOP_LOOK_SECONDS = 0.1
 def run_round(
     launch: Launch,
     workers: list[Worker],
-    memory: KeptMemory,
+    memory: SurvivingMemory,
     round_number: int,
     received: list[int],
     store: StoreSocket,
@@ -99,7 +99,7 @@ def report_hang(launch: Launch, workers: list[Worker], verdict: HangVerdict) -> 
         launch.listener.hang(verdict)
 
 
-def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: list[int]) -> HangVerdict | None:
+def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, received: list[int]) -> HangVerdict | None:
     """Wait until all have ended; after the first end only as long as its grace lasts, and never beyond their time.
 
     Returns:
@@ -145,7 +145,7 @@ def _wait(launch: Launch, workers: list[Worker], memory: KeptMemory, received: l
 
 
 def _time_to_stop(
-    launch: Launch, stop: StopLimit, workers: list[Worker], memory: KeptMemory, look: JointLook | None
+    launch: Launch, stop: StopLimit, workers: list[Worker], memory: SurvivingMemory, look: JointLook | None
 ) -> float:
     """Return the seconds that ranks have left after a stop signal, and say what they are waited for, and where."""
     alive = [worker.rank for worker in workers if worker.end is None]
@@ -188,7 +188,7 @@ def call_counts(launch: Launch, watchdog: Watchdog | None) -> CallCounts | None:
 def joint_look(
     launch: Launch,
     workers: list[Worker],
-    memory: KeptMemory,
+    memory: SurvivingMemory,
     watchdog: Watchdog | None = None,
     received: Sequence[int] = (),
 ) -> JointLook | None:
@@ -221,7 +221,7 @@ def _decided(hangs: HangPolicy, watchdog: Watchdog, verdict: HangVerdict, second
 
 
 def _hang(
-    launch: Launch, workers: list[Worker], memory: KeptMemory, watchdog: Watchdog, look: JointLook | None
+    launch: Launch, workers: list[Worker], memory: SurvivingMemory, watchdog: Watchdog, look: JointLook | None
 ) -> HangVerdict | None:
     """Tell of ranks that are not getting on; return why, if they are to be ended."""
     seconds = watchdog.silent_seconds([worker.rank for worker in workers if worker.end is None])

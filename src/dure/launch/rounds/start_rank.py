@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 
 from dure.cluster.rank import RankInfo
 from dure.errors import EnvironmentLacks
-from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.request import Launch, StoreSocket
+from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.child import Output, run_in_child
 from dure.launch.worker.questions import Questions
 from dure.launch.worker.worker_process import Worker, unnamed_file
@@ -25,7 +25,7 @@ def start_worker(
     rank: int,
     output: Output,
     store: StoreSocket,
-    memory: KeptMemory,
+    memory: SurvivingMemory,
     *,
     round_number: int,
     by_fork: bool,

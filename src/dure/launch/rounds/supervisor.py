@@ -14,7 +14,6 @@ from dure.launch.hangs.diagnosis import HangVerdict
 from dure.launch.nodes.failover import NOBODY
 from dure.launch.nodes.messages import Ready
 from dure.launch.nodes.peers import Member
-from dure.launch.rounds.kept_memory import KeptMemory
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch, StoreSocket
 from dure.launch.rounds.restart_policy import Restarts
@@ -30,6 +29,7 @@ from dure.launch.rounds.round import (
 )
 from dure.launch.rounds.signal_forwarding import StoppedBeforeStart, passing_signals_on
 from dure.launch.rounds.stop_limit import has_left_snapshots, save_seconds
+from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.worker_process import Worker
 from dure.process.round_orders import RoundPlan
 
@@ -51,7 +51,7 @@ def run_workers(launch: Launch) -> Outcome:
         EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
     """
     by_fork, nodes = decide_to_fork(launch), launch.nodes
-    memory, workers = KeptMemory(launch), list[Worker]()
+    memory, workers = SurvivingMemory(launch), list[Worker]()
     with closing(memory), passing_signals_on(workers) as received:
         rounds = _Rounds(launch, memory, workers, received, by_fork=by_fork)
         try:
@@ -79,7 +79,7 @@ class _Rounds:
     """The rounds of one host."""
 
     def __init__(
-        self, launch: Launch, memory: KeptMemory, workers: list[Worker], received: list[int], *, by_fork: bool
+        self, launch: Launch, memory: SurvivingMemory, workers: list[Worker], received: list[int], *, by_fork: bool
     ) -> None:
         self.launch, self.nodes, self.memory = launch, launch.nodes, memory
         self.workers, self.received, self.by_fork = workers, received, by_fork

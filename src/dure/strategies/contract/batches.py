@@ -19,7 +19,7 @@ class Microbatch(NamedTuple):
     batch: Any
     """Batch as the task's `loss` takes it, on this rank's (first) device."""
     num_samples: int
-    is_stand_in: bool = False
+    is_padding: bool = False
     """True on a rank whose share is empty. The batch is then computed with weight zero, so that every rank takes part
     in the collectives."""
 

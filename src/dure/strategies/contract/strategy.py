@@ -38,8 +38,8 @@ from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
-from dure.strategies.state.pieces import Needs, rectangles, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -60,7 +60,7 @@ class Strategy(ABC):
     so that it never changes a bit of the result.
     """
 
-    is_in_step = True
+    is_synchronous = True
     """True if ranks are never more than a step apart, and the run can go on from the state of a rank at any step.
     Otherwise it goes on from its last checkpoint after a failure."""
     changes_in_step_only = False
@@ -474,7 +474,7 @@ class Strategy(ABC):
             num_samples = microbatch.num_samples
             weight = num_samples * self.gradient_divisor / global_samples
             term = LossTerm(result if weight == 1 else result * weight, result, num_samples, num_samples)
-        if microbatch.is_stand_in:
+        if microbatch.is_padding:
             return LossTerm(term.root * 0.0, torch.zeros_like(term.loss), 1.0, 0)
         return term
 

@@ -21,8 +21,8 @@ from dure.strategies.data_parallel.ddp import DDP
 from dure.strategies.division.optimizer_trial import reason_not_to_divide
 from dure.strategies.division.step_hooks import fault_of_replaced_step, run_around_all
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
-from dure.strategies.state.pieces import Needs, rectangles
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs, rectangles
 
 
 class ZeRO1(DDP):

@@ -34,7 +34,7 @@ class Averaging(NaiveDDP):
 
     options: AveragingOptions
 
-    is_in_step = False
+    is_synchronous = False
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, at the first step of the run."""
@@ -64,28 +64,28 @@ class Averaging(NaiveDDP):
         return [f"{before}parameters averaged {every} through {self._all_reduce.name} (--comm {self.spec.comm})"]
 
     @property
-    def is_synchronous(self) -> bool:
+    def is_warming_up(self) -> bool:
         """Return whether this step is one of the warm-up."""
         return self._step <= self.options.warmup_steps
 
     @property
     def is_averaging(self) -> bool:
         """Return whether this step ends with an averaging."""
-        return not self.is_synchronous and (self._step - self.options.warmup_steps) % self.average_every == 0
+        return not self.is_warming_up and (self._step - self.options.warmup_steps) % self.average_every == 0
 
     # a step
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Compute the gradient of the mean loss over this rank's own share."""
         self._step += 1
-        if self.is_synchronous:
+        if self.is_warming_up:
             super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
             return
         # a request that no other rank would receive must not be acted upon alone: it is asked again in every step
         self.begin_step(requests if self.is_averaging else NO_REQUESTS)
         own_samples = shares(global_samples, self.data_world_size)[self.data_rank]
         for microbatch in microbatches:
-            if not microbatch.is_stand_in:
+            if not microbatch.is_padding:
                 term = self.loss_term(self.model, microbatch, own_samples)
                 run_backward(self.precision.scale(term.root))
                 self.add_term(term)
@@ -95,7 +95,7 @@ class Averaging(NaiveDDP):
 
         Communication: in a step that averages one blocking all_reduce of 5 float64 (float32 on MPS), otherwise none.
         """
-        if self.is_synchronous:
+        if self.is_warming_up:
             return super().sync_gradients()
         own = self.local_facts() if self._terms else (0.0, 0, *self._requests)
         count = own[1]
@@ -123,7 +123,7 @@ class Averaging(NaiveDDP):
 
     def optimizer_step(self) -> None:
         """Step by this rank's own gradient, if it had samples, and average where it is time."""
-        if self.is_synchronous:
+        if self.is_warming_up:
             super().optimizer_step()
             return
         if self._terms:
@@ -166,7 +166,7 @@ class Averaging(NaiveDDP):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the warm-up's gradients take, or the averaging; between averagings nothing."""
-        if self.is_synchronous:
+        if self.is_warming_up:
             return super().sent_bytes(num_microsteps)
         if not self.is_averaging:
             return 0

@@ -34,7 +34,7 @@ class DiLoCo(Averaging):
 
     def optimizer_step(self) -> None:
         """Step by this rank's own gradient, and where it is time average and take the outer step."""
-        if self._outer is None and not self.is_synchronous:
+        if self._outer is None and not self.is_warming_up:
             self._outer = self._anchored()
         super().optimizer_step()
         if self.is_averaging:

@@ -19,7 +19,7 @@ from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.parameter_server.async_worker import InPace, PullNumbers, PushNumbers
+from dure.strategies.parameter_server.async_worker import AsyncRole, PullNumbers, PushNumbers
 from dure.strategies.parameter_server.base import Server
 
 _MARGIN_STEPS = 3
@@ -56,7 +56,7 @@ class Served:
     queue_depth: list[float] = field(default_factory=list)
 
 
-class AsyncServer(InPace, Server):
+class AsyncServer(AsyncRole, Server):
     """Applies pushes in the order in which they come."""
 
     def __init__(

@@ -75,10 +75,10 @@ class PullNumbers(NamedTuple):
     """Agreed steps after which all stop, or save; infinite if there is none."""
 
 
-class InPace(ServedRank):
+class AsyncRole(ServedRank):
     """Base of workers and servers that keep their own pace."""
 
-    is_in_step = False
+    is_synchronous = False
 
     def __init__(
         self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
@@ -112,7 +112,7 @@ class InPace(ServedRank):
         self._broadcast(common_buffers(self.model, self.group), self.group)
 
 
-class AsyncWorker(InPace, Worker):
+class AsyncWorker(AsyncRole, Worker):
     """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
 
     def __init__(
@@ -146,7 +146,7 @@ class AsyncWorker(InPace, Worker):
 
         def counted() -> Iterator[Microbatch]:
             for microbatch in microbatches:
-                self._num_samples += 0 if microbatch.is_stand_in else microbatch.num_samples
+                self._num_samples += 0 if microbatch.is_padding else microbatch.num_samples
                 yield microbatch
 
         super().forward_backward(counted(), global_samples=global_samples, requests=requests)

@@ -31,8 +31,8 @@ from dure.strategies.parameter_server.shards import Message, Shard, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport, Transport
 from dure.strategies.state.common_buffers import common_buffers
 from dure.strategies.state.optimizer import group_names, optimizer_to_names
-from dure.strategies.state.pieces import Needs, Piece, Rectangle, whole_buffers
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs, Rectangle, TensorShard, whole_buffers
 from dure.torchcompat import own_attributes
 from dure.units import format_bytes
 
@@ -327,7 +327,7 @@ class Server(ServedRank):
     def load_state_dict(self, source: StateSource) -> None:
         """Take over this server's rows of the optimiser's state; rank 0 sends those of the weights."""
         cuts = {
-            shard.name: Piece(tensor=piece, offsets=shard.offsets, shape=shard.shape)
+            shard.name: TensorShard(tensor=piece, offsets=shard.offsets, shape=shard.shape)
             for shard, piece in zip(self.own_shards, self.pieces, strict=True)
         }
         source.load_optimizer(self.model, self.optimizer, whole=self._group_names, cuts=cuts)
@@ -383,9 +383,9 @@ def _rows_of(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
 def _as_pieces(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
     """Name a shard's state as what it is of the whole parameter's."""
 
-    def as_piece(tensor: Tensor) -> Any:
+    def as_shard(tensor: Tensor) -> Any:
         is_of_elements = shard.shape and tuple(tensor.shape) == shard.sizes
-        return Piece(tensor=tensor, offsets=shard.offsets, shape=shard.shape) if is_of_elements else tensor
+        return TensorShard(tensor=tensor, offsets=shard.offsets, shape=shard.shape) if is_of_elements else tensor
 
-    pieces: dict[str, Any] = map_tensors(dict(state), as_piece)
+    pieces: dict[str, Any] = map_tensors(dict(state), as_shard)
     return pieces

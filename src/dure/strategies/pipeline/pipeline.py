@@ -41,7 +41,7 @@ from dure.strategies.pipeline.sequential import Sweeps
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
-from dure.strategies.sections.own_part import OwnPart
+from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
 from dure.strategies.sections.sectioned_model import SectionedModel
@@ -49,8 +49,8 @@ from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs
 
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
@@ -157,7 +157,7 @@ class Pipeline(ReducedFacts):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         refuse_later_hooks(self.optimizer)
         super().distribute()
-        self.part = OwnPart(self.model, self.plan, self.stages, self.device)
+        self.part = LocalStages(self.model, self.plan, self.stages, self.device)
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)
@@ -245,7 +245,7 @@ class Pipeline(ReducedFacts):
 
     def _noted(self, microbatch: Microbatch) -> _Call | None:
         """Ask the task how it calls the model; None for a microbatch without samples, which is not computed."""
-        if microbatch.is_stand_in:
+        if microbatch.is_padding:
             return None
         states = GeneratorStates.now(self.device) if self.leads_share else None
         args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)

@@ -11,7 +11,7 @@ from dure.comm.mesh import Mesh
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.strategies.contract.precision import Precision
-from dure.strategies.sections.own_part import OwnPart
+from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.trace import kept_buffers, tensors_of
 from dure.strategies.sections.values import Description, describe, lane_dtype, lanes_of, packed, unpacked
@@ -28,7 +28,7 @@ class Sweeps:
     """
 
     def __init__(
-        self, sections: SectionedModel, part: OwnPart, mesh: Mesh, device: torch.device, precision: Precision
+        self, sections: SectionedModel, part: LocalStages, mesh: Mesh, device: torch.device, precision: Precision
     ) -> None:
         self._sections = sections
         self._part = part

@@ -12,11 +12,11 @@ from dure.errors import TaskInvalid
 from dure.strategies.sections.absent_tensors import hollow, made_absent
 from dure.strategies.sections.plan import CURE, SectionPlan
 from dure.strategies.state.optimizer import STEP_KEY, group_names, optimizer_to_names
-from dure.strategies.state.pieces import Needs, rectangles
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs, rectangles
 
 
-class OwnPart(nn.Module):
+class LocalStages(nn.Module):
     """The tensors of some sections under the whole model's names.
 
     The model stays what it is, with all its modules and names. Parameters of blocks that other ranks keep are each one

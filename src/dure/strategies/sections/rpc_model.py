@@ -36,7 +36,7 @@ from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.options import SectionOptions
-from dure.strategies.sections.own_part import OwnPart
+from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
@@ -44,8 +44,8 @@ from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
-from dure.strategies.state.pieces import Needs
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs
 
 _UNUSED = (
     "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
@@ -144,7 +144,7 @@ class RpcModel(ReducedFacts):
         refuse_later_hooks(self.optimizer)
         super().distribute()
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
-        self.part = OwnPart(self.model, self.plan, [self.group.rank], self.device)
+        self.part = LocalStages(self.model, self.plan, [self.group.rank], self.device)
         self.trainable = self.part.trainable()
         self.part.divide(self.optimizer)
         self.sections = SectionedModel(self.model, self.plan)

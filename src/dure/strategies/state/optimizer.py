@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.state.pieces import Piece, SavedTensor, piece_of
+from dure.strategies.state.tensor_shard import SavedTensor, TensorShard, piece_of
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Keys of a group that decide how a step is computed, but not its result. They are taken from the optimiser at hand, so
@@ -74,7 +74,7 @@ def optimizer_from_names(
     data: Mapping[str, Any],
     *,
     whole: Sequence[Collection[str]] | None = None,
-    cuts: Mapping[str, Piece] | None = None,
+    cuts: Mapping[str, TensorShard] | None = None,
 ) -> None:
     """Give an optimiser the state that `optimizer_to_names` returned, bit for bit.
 
@@ -167,7 +167,7 @@ class _Copies:
         self._made: dict[int, tuple[Any, Tensor]] = {}
         """Copies by the ids of their sources, which are kept alive."""
 
-    def of_parameter(self, parameter: Tensor, place: Piece, value: Any, key: Any = None) -> Any:
+    def of_parameter(self, parameter: Tensor, place: TensorShard, value: Any, key: Any = None) -> Any:
         """Copy a parameter's state to its device, with its strides where the shape is the same.
 
         A fused step refuses state whose memory format (channels_last, say) is not the parameter's, and a file has
@@ -206,7 +206,7 @@ def _as_saved(value: Tensor) -> SavedTensor:
     return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), pieces=[piece_of(value)])
 
 
-def _placed_like(parameter: Tensor, place: Piece, saved: SavedTensor) -> Tensor:
+def _placed_like(parameter: Tensor, place: TensorShard, saved: SavedTensor) -> Tensor:
     like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
     saved.fill(piece_of(like).tensor, place.rectangle)
     return like

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from dure.strategies.state.pieces import Piece
+from dure.strategies.state.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StateSource(Protocol):
         optimizer: Optimizer,
         *,
         whole: Sequence[Collection[str]] | None = None,
-        cuts: Mapping[str, Piece] | None = None,
+        cuts: Mapping[str, TensorShard] | None = None,
         has_state: bool = True,
     ) -> None: ...
 

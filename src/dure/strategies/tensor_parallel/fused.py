@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import map_tensors
-from dure.strategies.state.pieces import version_of
+from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import from_local, gathered, mark_as_copy, released, to_local
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from dure import torchcompat
 from dure.comm.groups import Group
 from dure.strategies.state.module_replicas import Intercepted
-from dure.strategies.state.pieces import version_of
+from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.tensor_parallel.boundary import from_local, longest_part, redistributed, released, to_local
 from dure.strategies.tensor_parallel.fused import as_fused, whole_of_fused
 

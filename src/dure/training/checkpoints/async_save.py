@@ -17,8 +17,8 @@ import psutil
 
 from dure.comm.groups import Group
 from dure.errors import DiskFull, DureError, PeerLost, StateChanged, WeightsNotFinite
-from dure.training.checkpoints.rank_shard import PieceTable, Share, merged_state, share_of, without_copies
-from dure.training.checkpoints.staging import HostCopies
+from dure.training.checkpoints.rank_shard import PieceTable, RankShard, merged_state, shard_of, without_copies
+from dure.training.checkpoints.staging import StagingBuffer
 from dure.training.checkpoints.state import Position, Snapshot
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.checkpoints.writer import CheckpointWriter, Target
@@ -91,7 +91,7 @@ class AsyncSave:
         self._target = Target(root=store.root, position=position, fence=store.fence)
         self.writer: CheckpointWriter
         """Writer of this rank's files, from `begin` on."""
-        self._copies: HostCopies | None = None
+        self._copies: StagingBuffer | None = None
         """Staging buffer that makes the copy; None if there is none."""
         self._copied_bytes = self._free_bytes = 0
         """Bytes that the copies of all ranks would take beyond their present buffers, and bytes of free memory."""
@@ -117,7 +117,7 @@ class AsyncSave:
         """Seconds that training was held up, and since when it is now; one value, because two threads use it."""
         self._began_to_write = 0.0
 
-    def begin(self, snapshot: Snapshot, group: Group, copies: HostCopies | None = None) -> Self:
+    def begin(self, snapshot: Snapshot, group: Group, copies: StagingBuffer | None = None) -> Self:
         """Agree on who writes what, find room for it, and copy the tensors if asked to; writing is left to the caller.
 
         All ranks succeed or all raise, with nothing left behind.
@@ -135,10 +135,10 @@ class AsyncSave:
             TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
             PeerLost: Another rank could not do its part.
         """
-        shares: list[Share] = []
+        shares: list[RankShard] = []
 
         def describe() -> dict[str, Any]:
-            shares.append(share_of(snapshot, self._rank))
+            shares.append(shard_of(snapshot, self._rank))
             return _described(shares[0], copies, is_spread=snapshot.is_spread)
 
         described = self._agree(group, "prepare", describe)
@@ -182,7 +182,7 @@ class AsyncSave:
                     f" at {self.position.samples_seen} samples: {other['error']}"
                 )
 
-    def _adopt(self, share: Share, described: Sequence[Mapping[str, Any]], *, is_spread: bool) -> list[PieceTable]:
+    def _adopt(self, share: RankShard, described: Sequence[Mapping[str, Any]], *, is_spread: bool) -> list[PieceTable]:
         """Take over what the ranks agreed on into this rank's share, and return the pieces that each writes."""
         pieces = without_copies([each["pieces"] for each in described])
         share.keep_only(pieces[self._rank])
@@ -384,7 +384,7 @@ class AsyncSave:
         return seconds + (0.0 if since is None else time.perf_counter() - since)
 
 
-def _described(share: Share, copies: HostCopies | None, *, is_spread: bool) -> dict[str, Any]:
+def _described(share: RankShard, copies: StagingBuffer | None, *, is_spread: bool) -> dict[str, Any]:
     """Return what the other ranks need to know of a share. Plain JSON values."""
     tensors = sum(len(part) for part in share.parts.values())
     needed = share.most_bytes() + tensors * _MANIFEST_BYTES_PER_TENSOR

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dure.errors import WeightsNotFinite
-from dure.strategies.state.pieces import piece_of
+from dure.strategies.state.tensor_shard import piece_of
 from dure.training.checkpoints.durable_files import Buffer
 
 _INFINITY: dict[torch.dtype, np.unsignedinteger[Any]] = {

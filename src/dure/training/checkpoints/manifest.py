@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dure.errors import CheckpointDamaged, CheckpointMismatch
-from dure.strategies.state.pieces import Rectangle
+from dure.strategies.state.tensor_shard import Rectangle
 from dure.training.checkpoints.durable_files import open_regular
 from dure.training.checkpoints.safetensors_file import DTYPES
 

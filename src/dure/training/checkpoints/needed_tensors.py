@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dure.strategies.state.pieces import Needs, Piece, Rectangle
+from dure.strategies.state.tensor_shard import Needs, Rectangle, TensorShard
 from dure.training.checkpoints.manifest import Manifest, PieceEntry, TensorEntry
 from dure.training.checkpoints.safetensors_file import DTYPES
 from dure.training.checkpoints.state_tree import tensor_names
@@ -70,14 +70,14 @@ def _optimizer_parts(
 
 def read_part(
     path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry], wanted: Wanted
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorShard]]:
     """Read and check the files that hold wanted parts of tensors; each part comes as one piece.
 
     Raises:
         CheckpointDamaged: A file is missing, altered, or does not hold what the manifest says.
     """
     held = {
-        name: Piece(
+        name: TensorShard(
             tensor=torch.empty(part.sizes, dtype=DTYPES[entries[name].dtype]),
             offsets=part.offsets,
             shape=entries[name].shape,
@@ -97,7 +97,7 @@ def read_part(
     return {name: [piece] for name, piece in held.items()}
 
 
-def _target(saved: PieceEntry, held: Piece) -> Target | None:
+def _target(saved: PieceEntry, held: TensorShard) -> Target | None:
     """Return which part of a saved piece is needed, and where it belongs."""
     whole = Rectangle(saved.offsets, saved.sizes)
     common = whole.overlap(held.rectangle)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dure.documents import parse_json
 from dure.errors import TaskInvalid
-from dure.strategies.state.pieces import Piece, as_piece, memory_of, whole
+from dure.strategies.state.tensor_shard import TensorShard, as_shard, memory_of, whole
 from dure.training.checkpoints.durable_files import Buffer, write_new_file
 from dure.training.checkpoints.finite_check import FiniteCheck
 from dure.training.checkpoints.kept_tensors import check_apart, check_kind
@@ -41,11 +41,11 @@ def part_file_name(part: str, rank: int) -> str:
 
 
 @dataclass(kw_only=True)
-class Share:
+class RankShard:
     """Tensors and files that one rank writes."""
 
     rank: int
-    parts: dict[str, dict[str, Tensor | Piece]]
+    parts: dict[str, dict[str, Tensor | TensorShard]]
     """`model` and `optimizer`: the tensors of each that this rank has to write, by name."""
     per_rank: dict[str, Tensor]
     aliases: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Share:
                     "sizes": list(value.tensor.shape),
                 }
                 for name, value in tensors.items()
-                if isinstance(value, Piece)
+                if isinstance(value, TensorShard)
             }
             for part, tensors in self.parts.items()
         }
@@ -76,7 +76,7 @@ class Share:
     def keep_only(self, pieces: PieceTable) -> None:
         """Drop the pieces that are not in `pieces`, because a lower rank writes the same."""
         for part, tensors in self.parts.items():
-            for name in [name for name, value in tensors.items() if isinstance(value, Piece)]:
+            for name in [name for name, value in tensors.items() if isinstance(value, TensorShard)]:
                 if name not in pieces[part]:
                     del tensors[name]
 
@@ -89,7 +89,7 @@ class Share:
         ]
         return [*steady, *(False for _ in self.per_rank)]
 
-    def files(self) -> dict[str, dict[str, Tensor | Piece]]:
+    def files(self) -> dict[str, dict[str, Tensor | TensorShard]]:
         """Return the tensors of each safetensors file."""
         files = {part_file_name(part, self.rank): tensors for part, tensors in self.parts.items()}
         written = {name: tensors for name, tensors in files.items() if tensors or self.rank == 0}
@@ -98,7 +98,10 @@ class Share:
     def tensors(self) -> list[Tensor]:
         """Return all tensors, part by part, and those of this rank alone at the end."""
         values = [value for tensors in self.parts.values() for value in tensors.values()]
-        return [*(value.tensor if isinstance(value, Piece) else value for value in values), *self.per_rank.values()]
+        return [
+            *(value.tensor if isinstance(value, TensorShard) else value for value in values),
+            *self.per_rank.values(),
+        ]
 
     def most_bytes(self) -> int:
         """Return what this rank's files take at most; training waits, so they are not laid out for it."""
@@ -106,7 +109,7 @@ class Share:
         for tensors in self.files().values():
             total += _HEADER_BYTES
             for name, value in tensors.items():
-                tensor = value.tensor if isinstance(value, Piece) else value
+                tensor = value.tensor if isinstance(value, TensorShard) else value
                 total += tensor.nbytes + 2 * len(name.encode()) + _HEADER_BYTES + 16 * tensor.dim()
         return total
 
@@ -163,9 +166,9 @@ def _whole_entry(tensor: Tensor, file: str) -> TensorEntry:
     return TensorEntry(dtype=DTYPE_NAMES[tensor.dtype], shape=shape, pieces=(piece,))
 
 
-def _split(mixed: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    tensors = {name: value.tensor if isinstance(value, Piece) else value for name, value in mixed.items()}
-    return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, Piece)}
+def _split(mixed: Mapping[str, Tensor | TensorShard]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
+    tensors = {name: value.tensor if isinstance(value, TensorShard) else value for name, value in mixed.items()}
+    return tensors, {name: value.offsets for name, value in mixed.items() if isinstance(value, TensorShard)}
 
 
 def _in_turns(
@@ -197,7 +200,7 @@ def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
     return kept
 
 
-def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
+def shard_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> RankShard:
     """Decide what a rank writes of a snapshot.
 
     Tied tensors of the model are written once, and their further names kept as aliases.
@@ -215,7 +218,7 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
         is_writer = rank == 0 or is_whole or snapshot.is_spread
         optimizer = NamedTensors()
         state = {
-            "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, Piece)),
+            "optimizer": encode(dict(snapshot.optimizer), "optimizer", optimizer, (Tensor, TensorShard)),
             "model_extra": model_extra,
             "extra": encode(snapshot.extra, "extra"),
         }
@@ -226,7 +229,7 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
             }
         elif not is_writer:
             parts = {part: _only_pieces(tensors) for part, tensors in parts.items()}
-        share = Share(
+        share = RankShard(
             rank=rank,
             parts=parts,
             per_rank=dict(snapshot.per_rank),
@@ -246,15 +249,15 @@ def share_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> Share:
     return share
 
 
-def _as_its_own_piece(value: Tensor | Piece) -> Piece:
-    return value if isinstance(value, Piece) else whole(value)
+def _as_its_own_piece(value: Tensor | TensorShard) -> TensorShard:
+    return value if isinstance(value, TensorShard) else whole(value)
 
 
 def merged_state(states: Sequence[bytes]) -> bytes:
     """Bring together what several ranks have of the state that is no tensor; where several have the same, the first.
 
     Args:
-        states: The `Share.state` of every rank.
+        states: The `RankShard.state` of every rank.
     """
     merged, *others = [parse_json(state, may_repeat_keys=True, most_depth=None) for state in states]
     for other in others:
@@ -270,20 +273,20 @@ def merged_state(states: Sequence[bytes]) -> bytes:
     return json.dumps(merged, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _only_pieces(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
-    return {name: value for name, value in tensors.items() if isinstance(value, Piece)}
+def _only_pieces(tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
+    return {name: value for name, value in tensors.items() if isinstance(value, TensorShard)}
 
 
-def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | Piece], dict[str, str], dict[str, Any]]:
-    tensors: dict[str, Tensor | Piece] = {}
+def _model_parts(model: Mapping[str, Any]) -> tuple[dict[str, Tensor | TensorShard], dict[str, str], dict[str, Any]]:
+    tensors: dict[str, Tensor | TensorShard] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
     first_names: dict[Any, str] = {}
     for name, value in model.items():
-        if not isinstance(value, Tensor | Piece):
+        if not isinstance(value, Tensor | TensorShard):
             extra[name] = encode(value, f"the model's {name}")
             continue
-        piece = as_piece(value)
+        piece = as_shard(value)
         first = first_names.setdefault(memory_of(piece) or name, name)
         if first == name:
             tensors[name] = piece

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dure.documents import DocumentInvalid, parse_json
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.state.optimizer import optimizer_from_names
-from dure.strategies.state.pieces import Needs, Piece, SavedTensor, piece_of, whole_buffers
+from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, piece_of, whole_buffers
 from dure.torchcompat import bytes_of
 from dure.training.checkpoints.durable_files import (
     check_file,
@@ -26,7 +26,7 @@ from dure.training.checkpoints.needed_tensors import read_part, wanted_parts
 from dure.training.checkpoints.rank_shard import (
     PARTS,
     STATE_NAME,
-    Share,
+    RankShard,
     merged_state,
     part_file_name,
     rank_file_name,
@@ -73,7 +73,7 @@ class Checkpoint:
         name: str,
         manifest: Manifest,
         state: Mapping[str, Any],
-        held: Mapping[str, Mapping[str, list[Piece]]],
+        held: Mapping[str, Mapping[str, list[TensorShard]]],
         own: Mapping[str, Tensor],
         first: Mapping[str, Tensor],
     ) -> None:
@@ -120,7 +120,7 @@ class Checkpoint:
             raise _named(error, path.name) from error
         return cls(path.name, manifest, state, held, own, first)
 
-    def take_in(self, share: Share, needs: Needs) -> None:
+    def take_in(self, share: RankShard, needs: Needs) -> None:
         """Put what is needed of a share in the place of tensors without memory, as copies.
 
         Args:
@@ -278,7 +278,7 @@ class Checkpoint:
         optimizer: Optimizer,
         *,
         whole: Sequence[Collection[str]] | None = None,
-        cuts: Mapping[str, Piece] | None = None,
+        cuts: Mapping[str, TensorShard] | None = None,
         has_state: bool = True,
     ) -> None:
         """Give an optimiser over the model's parameters the saved state, bit for bit.
@@ -301,7 +301,7 @@ class Checkpoint:
             raise _named(error, self.name) from error
 
 
-def checkpoint_of(shares: Sequence[Share], position: Position, rank: int) -> Checkpoint:
+def checkpoint_of(shares: Sequence[RankShard], position: Position, rank: int) -> Checkpoint:
     """Return what ranks would have written as the checkpoint that it would be.
 
     Args:
@@ -336,7 +336,9 @@ def checkpoint_of(shares: Sequence[Share], position: Position, rank: int) -> Che
     )
 
 
-def _held_of(shares: Sequence[Share], part: str, entries: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
+def _held_of(
+    shares: Sequence[RankShard], part: str, entries: Mapping[str, TensorEntry]
+) -> dict[str, list[TensorShard]]:
     ranks = {part_file_name(part, share.rank): share for share in shares}
     return {
         name: [piece_of(ranks[piece.file].parts[part][name]) for piece in entry.pieces]

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dure.strategies.state.pieces import Piece
-from dure.training.checkpoints.rank_shard import Share
+from dure.strategies.state.tensor_shard import TensorShard
+from dure.training.checkpoints.rank_shard import RankShard
 
 _ALIGNMENT = 64
 _BLOCK_BYTES = 2 * 2**20
@@ -30,7 +30,7 @@ Block = tuple[int, int, int]
 """Addresses to and from, and bytes."""
 
 
-class HostCopies:
+class StagingBuffer:
     """Room for one copy of a rank's share, and the threads that fill it.
 
     Threads take blocks from one list until it is empty. One that is not given a core delays none; torch's own
@@ -63,12 +63,12 @@ class HostCopies:
         """The memory that is kept."""
         return self._room.numel()
 
-    def missing_bytes(self, share: Share) -> int:
+    def missing_bytes(self, share: RankShard) -> int:
         """Return the memory that a copy would take beyond what is kept."""
         sources = share.tensors()
         return 0 if self._fits(sources) else max(0, _needed_bytes(sources) - self.num_bytes)
 
-    def prepare(self, share: Share) -> None:
+    def prepare(self, share: RankShard) -> None:
         """Get the memory that a copy takes, and let a thread touch it."""
         sources = share.tensors()
         if self._fits(sources):
@@ -76,7 +76,7 @@ class HostCopies:
         self._lay_out(sources)
         self._touching = self._pool().submit(_touch, self._room.data_ptr(), self.num_bytes)
 
-    def of(self, share: Share) -> Share:
+    def of(self, share: RankShard) -> RankShard:
         """Return a share that is a copy once it is complete; valid until the next one is made."""
         self.complete()
         sources = share.tensors()
@@ -85,8 +85,8 @@ class HostCopies:
         self._copy(sources, {id(tensor) for tensor in steady_tensors(share)} if self.is_beside else set())
         targets = iter(self._targets)
 
-        def placed(value: Tensor | Piece) -> Tensor | Piece:
-            return replace(value, tensor=next(targets)) if isinstance(value, Piece) else next(targets)
+        def placed(value: Tensor | TensorShard) -> Tensor | TensorShard:
+            return replace(value, tensor=next(targets)) if isinstance(value, TensorShard) else next(targets)
 
         return replace(
             share,
@@ -217,7 +217,7 @@ def _new_room(num_bytes: int, *, is_pinned: bool) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def steady_tensors(share: Share) -> Iterator[Tensor]:
+def steady_tensors(share: RankShard) -> Iterator[Tensor]:
     """Yield the tensors on this host that only the optimiser's step changes."""
     for tensor, is_steady in zip(share.tensors(), share.steadiness(), strict=True):
         if is_steady and tensor.device.type == "cpu":

@@ -23,8 +23,8 @@ class Position:
 class Snapshot:
     """The state of a run at a position.
 
-    A plain tensor is whole and the same on every rank; rank 0 writes it. A `Piece`, or a `DTensor`, is written by the
-    rank that has it. Ranks other than 0 may leave out what is whole.
+    A plain tensor is whole and the same on every rank; rank 0 writes it. A `TensorShard`, or a `DTensor`, is written by
+    the rank that has it. Ranks other than 0 may leave out what is whole.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dure.strategies.state.pieces import Piece, as_piece, memory_of
+from dure.strategies.state.tensor_shard import TensorShard, as_shard, memory_of
 
 _AS_IT_IS = (type(None), bool, int, str)
 _NUMPY_FLOATS = ("float16", "float32", "float64")
@@ -26,7 +26,7 @@ _NUMPY = {
 _NUMPY_TYPES = {name: kind for kind, name in _NUMPY.items()}
 
 
-class NamedTensors(dict[str, Tensor | Piece]):
+class NamedTensors(dict[str, Tensor | TensorShard]):
     """Tensors, and pieces of tensors, by their names in a state."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class NamedTensors(dict[str, Tensor | Piece]):
 
     def name(self, tensor: Any, place: str) -> str:
         """Return the name of a tensor, which it has already if its memory was named before, and keep it."""
-        kept = as_piece(tensor)
+        kept = as_shard(tensor)
         memory = memory_of(kept)
         if memory in self._names:
             return self._names[memory]

@@ -35,7 +35,7 @@ from dure.training.checkpoints.manifest import (
     PositionEntry,
     seal,
 )
-from dure.training.checkpoints.rank_shard import PARTS, PieceTable, Share
+from dure.training.checkpoints.rank_shard import PARTS, PieceTable, RankShard
 from dure.training.checkpoints.state import Position
 from dure.training.checkpoints.state_tree import encode
 from dure.units import format_bytes
@@ -109,7 +109,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, target: Target, writing_name: str, share: Share, pieces: list[PieceTable], world_size: int
+        self, target: Target, writing_name: str, share: RankShard, pieces: list[PieceTable], world_size: int
     ) -> None:
         """Prepare; nothing is done yet.
 

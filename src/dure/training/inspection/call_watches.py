@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from dure.strategies.state.containers import tensors_in
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.pieces import memory_of, version_of
+from dure.strategies.state.tensor_shard import memory_of, version_of
 from dure.strategies.state.trial import is_equal
 from dure.torchcompat import is_transforming
 

@@ -19,9 +19,9 @@ from dure.strategies.state.checksum import checksum
 from dure.terminal import tell
 from dure.training.checkpoints.async_save import MOST_OF_MEMORY, AsyncSave, SavedCheckpoint
 from dure.training.checkpoints.finite_check import finite_parameters
-from dure.training.checkpoints.rank_shard import share_of
+from dure.training.checkpoints.rank_shard import shard_of
 from dure.training.checkpoints.reader import Checkpoint
-from dure.training.checkpoints.staging import HostCopies, steady_tensors
+from dure.training.checkpoints.staging import StagingBuffer, steady_tensors
 from dure.training.checkpoints.state import Position, Snapshot
 from dure.training.checkpoints.store import CheckpointStore
 from dure.training.run_state.capture import Progression, captured, restore
@@ -35,7 +35,7 @@ def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
     return {name: asdict(metric) for name, metric in metrics.items()} if metrics else None
 
 
-class Saver:
+class Checkpointer:
     """Saves and restores a session together with its progression.
 
     One checkpoint at a time is on its way to the disk while training goes on. The next one waits for it, so does the
@@ -56,7 +56,7 @@ class Saver:
         self.last_time = time.monotonic()
         self.last_step = -1
         self.last_samples = -1
-        self.copies = HostCopies(session.place.threads) if session.spec.checkpoint.background else None
+        self.copies = StagingBuffer(session.place.threads) if session.spec.checkpoint.background else None
         self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
         """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
@@ -135,9 +135,9 @@ class Saver:
             TaskInvalid: No checkpoint could hold the state: better now than at the end of the run.
         """
         session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
-        if not session.strategy.is_in_step:
+        if not session.strategy.is_synchronous:
             return
-        share = share_of(self._captured(), session.group.rank)
+        share = shard_of(self._captured(), session.group.rank)
         epoch_samples = session.order.epoch_samples
         until_next = min(epoch_samples - seen % epoch_samples, spec.checkpoint.every_samples or epoch_samples)
         is_soon = spec.checkpoint.every_minutes is not None or until_next < session.total_samples - seen

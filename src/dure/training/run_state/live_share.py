@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.documents import parse_json
-from dure.training.checkpoints.rank_shard import Share, share_of
+from dure.training.checkpoints.rank_shard import RankShard, shard_of
 from dure.training.checkpoints.state_tree import encode
 from dure.training.objects.state_watch import StateWatch
 from dure.training.run_state.capture import Progression, plain_state, rank_state, snapshot_of
@@ -42,7 +42,7 @@ class LiveShare:
     steady: list[bool]
     """True for each tensor that only the optimiser's step changes."""
     state: bytes
-    """`Share.state`: everything that is no tensor, as it is now."""
+    """`RankShard.state`: everything that is no tensor, as it is now."""
 
     def __init__(self, session: Session, progression: Progression, *, is_whole: bool) -> None:
         """Build the share for the first time.
@@ -50,7 +50,7 @@ class LiveShare:
         Args:
             session: Whose state it is.
             progression: How far the run is.
-            is_whole: As `share_of` takes it.
+            is_whole: As `shard_of` takes it.
         """
         self._session = session
         self._progression = progression
@@ -72,7 +72,7 @@ class LiveShare:
         session, strategy = self._session, self._session.strategy
         state = strategy.own_state()
         snapshot = snapshot_of(session, self._progression, state, own)
-        share = share_of(snapshot, session.group.rank, is_whole=self._is_whole)
+        share = shard_of(snapshot, session.group.rank, is_whole=self._is_whole)
         share.per_rank = {**own_buffers(session), **own}
         layout = ShareLayout(share, is_spread=snapshot.is_spread)
         self.layout = before if before is not None and layout.is_like(before) else layout
@@ -83,7 +83,7 @@ class LiveShare:
         self._watch = StateWatch(strategy.model, strategy.stepped, strategy.optimizer.param_groups)
         self._keep_constant(share)
 
-    def _keep_constant(self, share: Share) -> None:
+    def _keep_constant(self, share: RankShard) -> None:
         """Encode once what stays the same as long as the watch sees no change."""
         self._groups: list[tuple[str, _PlainText]] | None = None
         self._extra, self._far = _PlainText(), _PlainText()

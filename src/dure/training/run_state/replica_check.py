@@ -81,7 +81,7 @@ class ReplicaCheck:
         self.checkpoint = checkpoint
         self.heals = spec.on_divergence == "heal"
         self.pace = Pace(spec.check_replicas_every)
-        knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_in_step
+        knows_how = _SETTINGS[0] in strategy.info.settings and strategy.is_synchronous
         self.is_on = spec.check_replicas_every != 0 and session.group.world_size > 1 and knows_how
         self.agreed_samples = self.agreed_step = 0
         """Position in samples and in steps at which all ranks last agreed."""

@@ -79,7 +79,7 @@ class MemorySaver:
         one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
         self.every = every or self._least
         self._is_given = every is not None
-        self._descriptors = tuple(descriptors) if session.strategy.is_in_step else ()
+        self._descriptors = tuple(descriptors) if session.strategy.is_synchronous else ()
         self._place = session.place
         self._survey: Survey | None = None
         self.must_take = False

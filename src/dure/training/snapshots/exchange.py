@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dure.comm.groups import Group
 from dure.process.context import Place
-from dure.strategies.state.pieces import Needs, Piece
-from dure.training.checkpoints.rank_shard import PARTS, Share
+from dure.strategies.state.tensor_shard import Needs, TensorShard
+from dure.training.checkpoints.rank_shard import PARTS, RankShard
 from dure.training.checkpoints.reader import Checkpoint, checkpoint_of
 from dure.training.checkpoints.state import Position
 from dure.training.snapshots.memory import (
@@ -159,19 +159,23 @@ def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
             yield read_share(descriptor, found.position, found.round)
 
 
-def _shares(saved: dict[int, SavedShare], world_size: int) -> list[Share]:
+def _shares(saved: dict[int, SavedShare], world_size: int) -> list[RankShard]:
     """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is in no share."""
     if any(one.is_spread for one in saved.values()):
         return [saved[rank].share for rank in range(world_size)]
     whole = next(one.share for _, one in sorted(saved.items()) if one.share.state)
     shares = []
     for rank in range(world_size):
-        own = saved[rank].share if rank in saved else Share(rank=rank, parts={part: {} for part in PARTS}, per_rank={})
+        own = (
+            saved[rank].share
+            if rank in saved
+            else RankShard(rank=rank, parts={part: {} for part in PARTS}, per_rank={})
+        )
         source = whole if rank == 0 else own
-        parts: dict[str, dict[str, Tensor | Piece]] = {}
+        parts: dict[str, dict[str, Tensor | TensorShard]] = {}
         for part in PARTS:
             wholes = {name: v for name, v in source.parts[part].items() if isinstance(v, Tensor)} if rank == 0 else {}
-            parts[part] = {**wholes, **{name: v for name, v in own.parts[part].items() if isinstance(v, Piece)}}
+            parts[part] = {**wholes, **{name: v for name, v in own.parts[part].items() if isinstance(v, TensorShard)}}
         shares.append(replace(own, parts=parts, aliases=source.aliases, state=whole.state if rank == 0 else b""))
     return shares
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dure.documents import parse_json
-from dure.strategies.state.pieces import Piece
-from dure.training.checkpoints.rank_shard import PARTS, Share
+from dure.strategies.state.tensor_shard import TensorShard
+from dure.training.checkpoints.rank_shard import PARTS, RankShard
 from dure.training.checkpoints.safetensors_file import DTYPE_NAMES, DTYPES
 from dure.training.checkpoints.state import Position
 
@@ -89,14 +89,14 @@ rank alone. Bits of one number."""
 class ShareLayout:
     """Places of a share's tensors in a snapshot: usually the same from step to step."""
 
-    def __init__(self, share: Share, *, is_spread: bool = False) -> None:
+    def __init__(self, share: RankShard, *, is_spread: bool = False) -> None:
         """Lay out a share.
 
         Args:
             share: What is written.
             is_spread: Whether other ranks have what this one has not, apart from pieces.
         """
-        has_pieces = any(isinstance(value, Piece) for part in share.parts.values() for value in part.values())
+        has_pieces = any(isinstance(value, TensorShard) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread
         self.kind = PIECES * (has_pieces or is_spread) + WHOLE * is_whole
         self.begins: list[int] = []
@@ -116,17 +116,17 @@ class ShareLayout:
         """Return whether another one has the same names, kinds and places."""
         return self.text == other.text
 
-    def _place_all(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
+    def _place_all(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Any]:
         return {name: self._place(value) for name, value in tensors.items()}
 
-    def _place(self, value: Tensor | Piece) -> dict[str, Any]:
-        tensor = value.tensor if isinstance(value, Piece) else value
+    def _place(self, value: Tensor | TensorShard) -> dict[str, Any]:
+        tensor = value.tensor if isinstance(value, TensorShard) else value
         begin = aligned(self.num_bytes)
         self.begins.append(begin)
         self.kinds.append((tensor.dtype, tensor.shape))
         self.num_bytes = begin + tensor.numel() * tensor.element_size()
         placed: dict[str, Any] = {"dtype": DTYPE_NAMES[tensor.dtype], "sizes": list(tensor.shape), "begin": begin}
-        if isinstance(value, Piece):
+        if isinstance(value, TensorShard):
             placed |= {"offsets": list(value.offsets), "shape": list(value.shape)}
         return placed
 
@@ -135,7 +135,7 @@ class ShareLayout:
 class SavedShare:
     """A rank's share of a snapshot, read back."""
 
-    share: Share
+    share: RankShard
     """Share whose tensors are views of the memory, valid until the next snapshot."""
     is_spread: bool = False
 
@@ -219,7 +219,7 @@ def _parsed(memory: "mmap.mmap | bytes", entry: Entry, data: "mmap.mmap | bytear
         bytes(memory[entry.begin : entry.begin + entry.layout_bytes]), may_repeat_keys=True, most_depth=None
     )
 
-    def tensor_of(placed: dict[str, Any]) -> Tensor | Piece:
+    def tensor_of(placed: dict[str, Any]) -> Tensor | TensorShard:
         dtype, sizes = DTYPES[placed["dtype"]], placed["sizes"]
         if data is None:
             tensor = torch.empty(sizes, dtype=dtype, device="meta")
@@ -227,13 +227,13 @@ def _parsed(memory: "mmap.mmap | bytes", entry: Entry, data: "mmap.mmap | bytear
             tensor = view_of(data, entry.data_begin + placed["begin"], dtype, sizes)
         if "offsets" not in placed:
             return tensor
-        return Piece(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
+        return TensorShard(tensor=tensor, offsets=tuple(placed["offsets"]), shape=tuple(placed["shape"]))
 
     read = {
         part: {name: tensor_of(placed) for name, placed in tensors.items()} for part, tensors in layout["parts"].items()
     }
     per_rank = {name: tensor for name, tensor in read[_PER_RANK].items() if isinstance(tensor, Tensor)}
-    share = Share(
+    share = RankShard(
         rank=layout["rank"],
         parts={part: read[part] for part in PARTS},
         per_rank=per_rank,

@@ -123,7 +123,7 @@ class SnapshotWriter:
         Args:
             layout: Of the share; passing the same object again is what makes this fast.
             tensors: In the order of the layout; passing the same object again as well, if they are in the same memory.
-            state: `Share.state`: everything that is no tensor.
+            state: `RankShard.state`: everything that is no tensor.
             position: Where in the run this is.
             trusted_samples: The newest snapshot that is no further stays, if it and the newest both have a place.
             steady: Which of the tensors change only after `complete`, so that they are copied meanwhile if they are on

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dure.strategies.state.objects.state_places import Place, are_same_items, comparable
-from dure.strategies.state.pieces import version_of
+from dure.strategies.state.tensor_shard import version_of
 from dure.torchcompat import MODULE_CONTENTS, bytes_of
 
 MOST_ELEMENTS = 1 << 20

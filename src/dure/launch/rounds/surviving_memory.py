@@ -7,7 +7,7 @@ from dure.launch.worker.worker_process import unnamed_file
 from dure.process.heartbeat import Heartbeats
 
 
-class KeptMemory:
+class SurvivingMemory:
     """Memory of a run that outlives its ranks: the supervisor holds it, in no file system."""
 
     def __init__(self, launch: Launch) -> None:

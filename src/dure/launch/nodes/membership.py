@@ -6,7 +6,7 @@ from dure.host.devices import interface_of
 from dure.launch.nodes.member import Member
 
 
-class Roster:
+class Membership:
     """The nodes of a run that are there, as one of them knows them."""
 
     def __init__(

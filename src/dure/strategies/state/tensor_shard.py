@@ -50,7 +50,7 @@ def _ends(rectangle: Rectangle) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorShard:
     """This rank's rectangular piece of a tensor that is spread over ranks."""
 
     tensor: Tensor
@@ -64,18 +64,20 @@ class Piece:
         """The part of the whole tensor that this is."""
         return Rectangle(self.offsets, tuple(self.tensor.shape))
 
-    def cut(self, part: Rectangle) -> "Piece":
+    def cut(self, part: Rectangle) -> "TensorShard":
         """Return a copy of a part of the whole tensor that lies in this piece."""
-        return Piece(tensor=self.tensor[part.within(self.rectangle)].clone(), offsets=part.offsets, shape=self.shape)
+        return TensorShard(
+            tensor=self.tensor[part.within(self.rectangle)].clone(), offsets=part.offsets, shape=self.shape
+        )
 
 
-def as_piece(value: Any) -> "Tensor | Piece":
+def as_shard(value: Any) -> "Tensor | TensorShard":
     """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
 
     Raises:
         TypeError: The rank has several separate pieces of it.
     """
-    if isinstance(value, Piece):
+    if isinstance(value, TensorShard):
         return value
     if not hasattr(value, "__create_chunk_list__"):
         assert isinstance(value, Tensor)
@@ -83,12 +85,12 @@ def as_piece(value: Any) -> "Tensor | Piece":
     chunks = value.__create_chunk_list__()
     if len(chunks) != 1:
         raise TypeError(f"a tensor of which one rank has {len(chunks)} separate pieces")
-    return Piece(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
+    return TensorShard(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
 
 
-def memory_of(value: Tensor | Piece) -> tuple[Any, ...] | None:
+def memory_of(value: Tensor | TensorShard) -> tuple[Any, ...] | None:
     """Return where a tensor lies and how it is seen, the same for two that are one; None for one without memory."""
-    tensor = value.tensor if isinstance(value, Piece) else value
+    tensor = value.tensor if isinstance(value, TensorShard) else value
     if tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
         return None
     memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -100,15 +102,15 @@ def version_of(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def whole(tensor: Tensor) -> Piece:
+def whole(tensor: Tensor) -> TensorShard:
     """Return a tensor as its own only piece."""
-    return Piece(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
+    return TensorShard(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
 
 
-def piece_of(value: Any) -> Piece:
+def piece_of(value: Any) -> TensorShard:
     """Return the piece of a tensor that this rank has, be it all of it."""
-    piece = as_piece(value)
-    return piece if isinstance(piece, Piece) else whole(piece)
+    piece = as_shard(value)
+    return piece if isinstance(piece, TensorShard) else whole(piece)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ class SavedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[TensorShard]
     """Parts without overlap, on the CPU."""
 
     def whole(self) -> Tensor:

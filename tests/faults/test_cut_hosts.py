@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.records.leader_epoch import newest_epoch
+from dure.records.leader_term import newest_term
 from tests.commands import Command, RunFiles
 from tests.faults.test_elastic import is_each_sample_used, largest_difference, paused, train, wait_for_ranks
 from tests.two_hosts import HEAD, ROUNDING, SwitchedHosts, ended
@@ -90,7 +90,7 @@ def test_hosts_when_cables_are_cut_at_the_far_end_and_one_way_then_they_come_bac
     commands[1] = start(switched, tmp_path, 1)
     mend(0)
     cut((switched.cut, 2), away=(2,))
-    assert newest_epoch(run.path) == 1  # nobody else has led
+    assert newest_term(run.path) == 1  # nobody else has led
     check_undisturbed(switched, tmp_path, commands)
     assert commands[2].err.endswith("cut or too slow; meanwhile the run was completed\n")
 

@@ -7,7 +7,7 @@ import pytest
 from dure.errors import CheckpointNotWritten
 from dure.launch.nodes import leader_lease as lease_module
 from dure.launch.nodes.leader_lease import Lease, live_leader
-from dure.records.leader_epoch import newest_epoch, refuse_if_over
+from dure.records.leader_term import newest_term, refuse_if_over
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +27,13 @@ def leading(tmp_path) -> Lease:
 def test_lease_when_it_is_written_then_others_read_who_leads(leading, tmp_path):
     found = Lease(tmp_path).read()
     assert found is not None
-    assert (found.epoch, found.node_rank, found.address, found.port, found.round) == (1, 0, "10.0.0.1", 29400, 3)
+    assert (found.term, found.node_rank, found.address, found.port, found.round) == (1, 0, "10.0.0.1", 29400, 3)
 
 
-def test_epoch_when_two_claim_the_next_then_only_one_has_it(leading, tmp_path):
+def test_term_when_two_claim_the_next_then_only_one_has_it(leading, tmp_path):
     one, other = Lease(tmp_path), Lease(tmp_path)
     assert [one.claim(1, "a", 1, after=1), other.claim(2, "b", 1, after=1)] == [True, False]
-    assert newest_epoch(tmp_path) == 2
+    assert newest_term(tmp_path) == 2
 
 
 def test_leader_when_another_has_taken_over_then_it_notices_and_writes_no_more(leading, tmp_path):
@@ -64,10 +64,10 @@ def test_lease_when_it_is_torn_then_it_is_no_news(leading, tmp_path):
 def test_lease_when_the_run_is_over_then_nobody_leads(leading, tmp_path):
     leading.give_up()
     assert Lease(tmp_path).read() is None
-    assert newest_epoch(tmp_path) == 1
+    assert newest_term(tmp_path) == 1
 
 
-def test_writing_when_a_later_epoch_has_begun_then_it_is_refused(leading, tmp_path):
+def test_writing_when_a_later_term_has_begun_then_it_is_refused(leading, tmp_path):
     refuse_if_over(tmp_path, 1)
     refuse_if_over(tmp_path, None)
     Lease(tmp_path).claim(1, "a", 1)

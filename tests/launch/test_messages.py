@@ -26,7 +26,7 @@ STATE = RankState(
 )
 MESSAGES = [
     messages.Join(num_nodes="1:2", node_rank=1, host="host1", num_ranks=2, facts={"seed": 0, "name": None}, time=5.0),
-    messages.Welcome(leader=0, members=(NODE,), folder="/runs/run", epoch=3, keeps_memory=True),
+    messages.Welcome(leader=0, members=(NODE,), folder="/runs/run", term=3, keeps_memory=True),
     messages.Later(),
     messages.Refused(message="no", code=2),
     messages.Beat(),

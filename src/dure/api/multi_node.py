@@ -193,7 +193,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
     if nodes.is_leader:
         lease.claim(nodes.me.node_rank, nodes.me.address, port)
     if nodes.folder is None:
-        nodes.gather(None)  # the leader has begun its epoch
+        nodes.gather(None)  # the leader has begun its term
     lease.look()
     nodes.lease = lease
 

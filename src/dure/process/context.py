@@ -56,8 +56,8 @@ class Place:
     """True if its unfinished line is shown on a terminal and written over, although its stderr is a pipe."""
     is_on_several_hosts: bool = False
     """True if the run is on several hosts, or may be in another round."""
-    epoch: int | None = None
-    """Term of the leader of a run on several hosts: `dure.records.leader_epoch`; None if no other node can lead."""
+    term: int | None = None
+    """Term of the leader of a run on several hosts: `dure.records.leader_term`; None if no other node can lead."""
     snapshot_fds: tuple[int, ...] = ()
     """Descriptors of memory that outlives the ranks, one for each rank of this host: the next round finds what is
     written there."""

@@ -115,7 +115,7 @@ class JoinListener:
                     nodes.yield_to(join.round)
                 welcome = Welcome(
                     folder=self.folder,
-                    epoch=0 if nodes.lease is None else nodes.lease.epoch,
+                    term=0 if nodes.lease is None else nodes.lease.term,
                     leader=nodes.leader,
                     keeps_memory=join.round == nodes.round,
                     members=(*nodes.members, member),

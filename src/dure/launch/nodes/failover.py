@@ -84,10 +84,10 @@ class LeaderFailover:
         while time.monotonic() - began < self.timeout_seconds and not is_stopped():
             unchanged, found = lease.unchanged_seconds(), lease.read()
             if found is not None:
-                first = first or (found.epoch, found.counter)
-                is_alive = found.epoch > lease.epoch or (found.epoch, found.counter) != first
+                first = first or (found.term, found.counter)
+                is_alive = found.term > lease.term or (found.term, found.counter) != first
                 if is_alive and unchanged < STALE_SECONDS:
-                    if not was_leader and found.epoch == lease.epoch:
+                    if not was_leader and found.term == lease.term:
                         why = (
                             f"nothing is heard of {leader}, which still leads the run: the network between it and this "
                             "node is cut or too slow"
@@ -108,8 +108,8 @@ class LeaderFailover:
                 nodes.lost = f"{why}; meanwhile {ended or 'the run was ended before it had begun to train'}"
                 return None
             if is_free and found is not None:
-                # an epoch that was begun, and of which nothing came, is over as well
-                last = None if is_second else max(lease.epoch, found.epoch)
+                # a term that was begun, and of which nothing came, is over as well
+                last = None if is_second else max(lease.term, found.term)
                 if (way := self._lead(nodes, lease, set(old), last)) is not None or nodes.lost:
                     return way
                 is_second = True
@@ -140,7 +140,7 @@ class LeaderFailover:
         except ChannelClosed:
             channel.close()
             return None
-        lease.epoch, lease.is_deposed = welcome.epoch, False
+        lease.term, lease.is_deposed = welcome.term, False
         nodes.follow(channel, welcome.leader)
         return FailoverResult(keeps_memory=welcome.keeps_memory, expected=set())
 

@@ -2,7 +2,7 @@
 
 The leader writes a counter twice a second. Who cannot reach it looks whether the counter still moves, by its own clock:
 clocks of hosts are never compared. If it does, that node was cut off, and waits. If it does not, the node takes over by
-creating the file of the next epoch, which only one can. An old leader that comes back sees that file before it starts
+creating the file of the next term, which only one can. An old leader that comes back sees that file before it starts
 ranks or completes a checkpoint.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from dure.documents import read_json
 from dure.own_files import open_own
-from dure.records.leader_epoch import FOLDER, begin_epoch, newest_epoch
+from dure.records.leader_term import FOLDER, begin_term, newest_term
 
 _LEASE = "lease.json"
 _LEASE_BYTES = 1024
@@ -30,7 +30,7 @@ STALE_SECONDS = 2.0
 class Leader:
     """Leader's entry in the lease."""
 
-    epoch: int
+    term: int
     node_rank: int
     host: str
     address: str
@@ -45,7 +45,7 @@ class Lease:
     def __init__(self, run: Path) -> None:
         """Look at a run's folder; nothing is written yet."""
         self.folder = run / FOLDER
-        self.epoch = 0
+        self.term = 0
         """Term in which this node leads or follows."""
         self.is_deposed = False
         """True if this node led, and another does now."""
@@ -58,20 +58,20 @@ class Lease:
     # --- leading
 
     def claim(self, node_rank: int, address: str, port: int, *, after: int | None = None) -> bool:
-        """Become the leader of the next epoch; False when another was sooner.
+        """Become the leader of the next term; False when another was sooner.
 
         Args:
             node_rank: This node's.
             address: At which others reach it.
             port: At which it lets them in.
-            after: The epoch that ended; None: whatever is there, at the start of a run.
+            after: The term that ended; None: whatever is there, at the start of a run.
         """
-        epoch = (newest_epoch(self.folder.parent) if after is None else after) + 1
-        if not begin_epoch(self.folder.parent, epoch):
+        term = (newest_term(self.folder.parent) if after is None else after) + 1
+        if not begin_term(self.folder.parent, term):
             return False
-        self.epoch, self.is_deposed = epoch, False
+        self.term, self.is_deposed = term, False
         self._mine = {
-            "epoch": epoch, "node_rank": node_rank, "host": socket.gethostname(), "address": address, "port": port,
+            "epoch": term, "node_rank": node_rank, "host": socket.gethostname(), "address": address, "port": port,
         }  # fmt: skip
         self._next = 0.0
         return True
@@ -95,8 +95,8 @@ class Lease:
                 os.close(descriptor)
 
     def is_taken(self) -> bool:
-        """Return whether another node has begun a later epoch."""
-        return newest_epoch(self.folder.parent) > self.epoch
+        """Return whether another node has begun a later term."""
+        return newest_term(self.folder.parent) > self.term
 
     def give_up(self) -> None:
         """Lead no more: the run is over."""
@@ -111,14 +111,15 @@ class Lease:
         """Return who leads, or led last."""
         try:
             told = read_json(self.folder / _LEASE)
-            numbers = {name: int(told[name]) for name in ("epoch", "node_rank", "port", "counter", "round")}
-            return Leader(**numbers, host=str(told["host"]), address=str(told["address"]))
+            numbers = {name: int(told[name]) for name in ("node_rank", "port", "counter", "round")}
+            term = int(told["epoch"])
+            return Leader(term=term, **numbers, host=str(told["host"]), address=str(told["address"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def can_be_read(self) -> bool:
         """Return whether this node sees the folder in which leaders write."""
-        return newest_epoch(self.folder.parent) > 0
+        return newest_term(self.folder.parent) > 0
 
     def is_given_up(self) -> bool:
         """Return whether a leader has taken its lease away: not whether it cannot be read, which says nothing."""
@@ -133,15 +134,15 @@ class Lease:
     def unchanged_seconds(self) -> float:
         """Return how long this node has seen no news of the leader; to be asked again and again."""
         found, now = self.read(), time.monotonic()
-        if found is not None and (found.epoch, found.counter) != self._seen:
-            self._seen, self._seen_at = (found.epoch, found.counter), now
+        if found is not None and (found.term, found.counter) != self._seen:
+            self._seen, self._seen_at = (found.term, found.counter), now
         if not self._seen_at:
             self._seen_at = now
         return now - self._seen_at
 
     def look(self) -> None:
-        """Take the epoch that is now for this node's."""
-        self.epoch = max(self.epoch, newest_epoch(self.folder.parent))
+        """Take the term that is now for this node's."""
+        self.term = max(self.term, newest_term(self.folder.parent))
 
     def look_anew(self) -> None:
         """Begin to watch now."""
@@ -155,7 +156,7 @@ def live_leader(run: Path) -> Leader | None:
     deadline = time.monotonic() + STALE_SECONDS
     while before is not None and time.monotonic() < deadline:
         now = lease.read()
-        if now is not None and (now.epoch, now.counter) != (before.epoch, before.counter):
+        if now is not None and (now.term, now.counter) != (before.term, before.counter):
             return now
         time.sleep(0.05)
     return None

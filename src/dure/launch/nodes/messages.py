@@ -47,7 +47,7 @@ class Welcome:
     members: tuple[Member, ...]
     folder: Text | None = None
     """Folder of the run, if it is under way."""
-    epoch: Count = 0
+    term: Count = 0
     """Term of the leader."""
     keeps_memory: Flag = False
     """True if the snapshots in memory of that node are of the state that the run goes on from."""

@@ -100,7 +100,7 @@ def _place(launch: Launch, rank: int, store: StoreSocket, report_fd: int, round_
         ),
         interface=nodes.interface,
         is_on_several_hosts=not nodes.is_alone,
-        epoch=None if nodes.lease is None else nodes.lease.epoch,
+        term=None if nodes.lease is None else nodes.lease.term,
         threads=launch.threads,
         is_supervised=True,
         report_fd=report_fd,

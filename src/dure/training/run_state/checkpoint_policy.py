@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dure.errors import DiskFull, GroupShrank, StateChanged
 from dure.records import events
-from dure.records.leader_epoch import refuse_if_over
+from dure.records.leader_term import refuse_if_over
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric
 from dure.strategies.state.checksum import checksum
@@ -49,7 +49,7 @@ class Checkpointer:
         self.run = run
         self.progression = progression
         self.event = event
-        fence = partial(refuse_if_over, run.path, session.place.epoch)
+        fence = partial(refuse_if_over, run.path, session.place.term)
         self.store = CheckpointStore(run.checkpoints, session.spec.checkpoint.keep, self.warn, fence)
         minutes = session.spec.checkpoint.every_minutes
         self.interval_seconds = None if minutes is None else minutes * 60

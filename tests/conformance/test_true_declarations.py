@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 from torch.nn import functional
 
@@ -66,8 +67,19 @@ class FollowingTeacher(ZooTask):
         return functional.mse_loss(predicted, y) + functional.mse_loss(predicted, self.teacher(x))
 
 
-TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher)
+class OldNorms(ZooTask):
+    """Has layers whose weights each forward pass computes, and is evaluated."""
+
+    def build_model(self) -> nn.Module:
+        model = chain()
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.3)
+        nn.utils.weight_norm(model[2])
+        return model
+
+
+TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
+CASES.remove((OldNorms, "fsdp"))  # refused
 CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows weights of which a stage has a part
 
 

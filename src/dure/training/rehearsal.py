@@ -27,6 +27,7 @@ from dure.strategies.state.optimizer import settings_of
 from dure.strategies.state.trial import is_equal
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
+from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
 from dure.training.session.loader import Loader
@@ -196,7 +197,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
-    changed = list(before.changed())
+    changed = [path for path in before.changed() if path not in recomputed_weights(model)]
     seen = strategy.traits.writes_in_evaluation  # which a strategy may have undone here
     written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
     if settings_of(strategy.built_optimizer) != settings:

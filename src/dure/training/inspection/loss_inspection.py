@@ -151,6 +151,7 @@ class LossInspection:
             places = range(half), range(half, few)
             moved = [self._tried(each, as_in_training=True, perturbs=True) for each in places]
             state = {**moved[0].trial.state, **state[0]}, {**moved[1].trial.state, **state[1]}
+        derived = recomputed_weights(self._model)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
             reason_unknown=unknown if is_slow and self._is_divided else None,
@@ -168,8 +169,8 @@ class LossInspection:
                 if second is not first and not is_equal(value, second.trial.parameters.get(name, value.new_empty(0)))
             ),
             repeated_writes=tuple(self._repeated_writes(range(half))) if first.trial.parameters else (),
-            learned_state=tuple(path for path in state[0] if not _is_same_in(*state, path)),
-            counted_state=tuple(path for path in state[0] if _is_same_in(*state, path)),
+            learned_state=tuple(path for path in state[0] if path not in derived and not _is_same_in(*state, path)),
+            counted_state=tuple(path for path in state[0] if path not in derived and _is_same_in(*state, path)),
             forward_state=first.forward_state,
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
             hooked_by_loss=hooked,
@@ -507,6 +508,19 @@ class LossInspection:
             return {}  # training will meet it
         named = self._model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def recomputed_weights(model: nn.Module) -> set[str]:
+    """Return the paths of weights that each forward pass computes of others (torch.nn.utils: norms, pruning)."""
+    found = set()
+    for path, module in model.named_modules():
+        where = f"model.{path}." if path else "model."
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        for name in own:
+            base, _, ending = name.rpartition("_")
+            if ending in ("orig", "g") and base and base not in own:
+                found.add(f"{where}{base}")
+    return found
 
 
 def _beginning(tensor: Tensor) -> tuple[Any, ...] | None:

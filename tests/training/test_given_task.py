@@ -317,6 +317,26 @@ def test_object_when_it_trains_twice_then_nothing_of_the_first_run_is_in_the_sec
     assert losses[0] == losses[1]
 
 
+class ScaledInPlace(Small):
+    """Task that changes the data it was given, and reads how many ranks there are."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def train_data(self):
+        os.environ.get("WORLD_SIZE")
+        return TensorData(self.rows.div_(2.0), torch.zeros(len(self.rows)))
+
+    def loss(self, model, batch):
+        return model(batch[0]).mean() * 0.0 + batch[0].mean()
+
+
+def test_object_when_it_changes_its_data_and_reads_the_number_of_ranks_then_its_data_are_built_once(tmp_path):
+    summary = train(ScaledInPlace(torch.ones(6, 2)), tmp_path, nproc=2, global_batch_size=2, samples=6)
+    assert summary.final_loss == 0.5
+    assert not [text for text in summary.not_preserved if "number of ranks" in text]
+
+
 def test_object_when_ranks_start_again_then_it_is_as_it_was_given(tmp_path):
     task = changed(Small(), calls=[])
 

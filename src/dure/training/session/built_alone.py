@@ -1,7 +1,7 @@
 """Parts that a task builds as the only process of a run, to find data and a model that follow the number of ranks."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,9 @@ class TaskParts:
 
     @classmethod
     def build(cls, spec: RunSpec) -> "TaskParts":
-        """Build all of them, without preparing the data again."""
+        """Build all of them once more, without preparing the data again."""
         seed_everything(spec.seed)
-        task = make_task(spec.task, spec.task_options)
+        task = make_task(spec.task, spec.task_options, is_another=True)
         seed_everything(spec.seed)
         train_data, eval_data = task.train_data(), task.eval_data()
         seed_everything(spec.seed)
@@ -65,25 +65,29 @@ class Alone:
 def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
     """Build a task's parts once more, as one process would, and compare them.
 
+    Where they differ they are built again as they were here: what differs then too follows the number of builds, as
+    where a task changes in place what it was given.
+
     Args:
         spec: What is run.
         here: What the task built among the run's ranks.
     """
-    attributes = dict(vars(here.task))
-    try:
-        with (
-            suppress(Exception, CollectiveCalled),
-            silent(),
-            kept_global_randomness(),
-            as_one_process(),
-            no_collectives(),
-        ):
-            alone = TaskParts.build(spec)
-            others = dict(vars(alone.task))
-            return Alone(attributes=_differing(attributes, others), difference=_difference(spec, here, alone))
-    finally:
-        vars(here.task).clear()  # a task that a program passed is the same object
-        vars(here.task).update(attributes)
+    alone = _built_again(spec, here, as_one_process())
+    if alone == Alone():
+        return alone
+    again = _built_again(spec, here, nullcontext())
+    return Alone(
+        attributes={name: value for name, value in alone.attributes.items() if name not in again.attributes},
+        difference=alone.difference if again.difference is None else None,
+    )
+
+
+def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> Alone:
+    """Build a task's parts in other surroundings, and return what differs from those here."""
+    with suppress(Exception, CollectiveCalled), silent(), kept_global_randomness(), surroundings, no_collectives():
+        there = TaskParts.build(spec)
+        attributes = _differing(vars(here.task), vars(there.task))
+        return Alone(attributes=attributes, difference=_difference(spec, here, there))
     return Alone()
 
 

@@ -108,16 +108,21 @@ def task_class(reference: str) -> type[Task]:
     return given.cls if given is not None and given.reference == reference else load_task_class(reference)
 
 
-def make_task(reference: str, options: Mapping[str, Any]) -> Task:
+def make_task(reference: str, options: Mapping[str, Any], *, is_another: bool = False) -> Task:
     """Return the object that was given, or make the task of its class and options.
 
     A rank inside the program's own process gets a copy: what the run does to it must not reach the next run, as it
     does not from a forked rank.
+
+    Args:
+        reference: Of the task's class.
+        options: Of the task.
+        is_another: Whether this process uses the object that was given already, so that this is not to be the same.
     """
     given = _given.get()
-    if given is None or given.task is None or given.reference != reference:
+    if given is None or given.task is None or given.reference != reference or (is_another and not given.is_only_here):
         return build_task(task_class(reference), options)
-    return given.task if os.getpid() != given.pid else _copied(given.task)
+    return _copied(given.task) if is_another or os.getpid() == given.pid else given.task
 
 
 def _describe(task: "Task | type[Task]") -> GivenTask:

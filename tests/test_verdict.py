@@ -146,7 +146,7 @@ def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")
-    with pytest.raises(DocumentInvalid, match="holds other fields than it should \\(pid"):
+    with pytest.raises(DocumentInvalid, match="holds other fields than it should \\(failure.pid"):
         end_from_json({**sent, "failure": {**sent["failure"], "pid": "one"}}, "node 1", 0.0)
 
 
@@ -160,3 +160,13 @@ def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():
 )
 def test_every_signal_has_a_name(number, name):
     assert signal_name(number) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", "first"), ("exit_code", None), ("time", "now"), ("memory_limit_bytes", "many"), ("crash", [{"line": 3}])],
+)
+def test_end_of_another_node_when_a_field_is_none_of_its_kind_then_it_is_refused(name, value):
+    sent = end_to_json(WorkerEnd(rank=1, exit_code=-9, time=1.0, was_stopped=False))
+    with pytest.raises(DocumentInvalid, match=rf"holds other fields than it should \({name}"):
+        end_from_json({**sent, name: value}, "node 1", 0.0)

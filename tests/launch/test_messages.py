@@ -63,6 +63,7 @@ def test_message_of_each_kind_when_it_was_sent_then_it_is_the_same():
         ({"kind": "shout"}, "of kind 'shout' is not known"),
         ({"kind": "Signal", "number": 15}, r"ordinal: Field required"),
         ({"kind": "Signal", "number": "15", "ordinal": 1}, r"number: Input should be a valid integer"),
+        ({"kind": "Signal", "number": 999, "ordinal": 1}, r"number: Input should be less than"),
         ({"kind": "Done", "steps": {"x": 1}, "has_snapshots": False}, r"steps\..*: Input should be a valid integer"),
         ({**encode(MESSAGES[8]), "members": [{}]}, r"members\.0\.node_rank: Field required"),
         (

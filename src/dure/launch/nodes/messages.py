@@ -4,13 +4,15 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from signal import NSIG
+from typing import Annotated, Any, get_args
+
+from pydantic import Field
 
 from dure.checked import Count, Flag, Rank, Step, Text, Time, record_from_json
 from dure.documents import DocumentInvalid
 from dure.errors import FAILED, DureError, EnvironmentLacks, Interrupted, Misuse, WorkerFailed
-from dure.failures.frames import Frame
-from dure.failures.record import departure_from_json, failure_from_json, failure_to_json
+from dure.failures.record import failure_to_json
 from dure.failures.verdict import WorkerEnd
 from dure.launch.hangs.rank_state import RankState
 from dure.launch.nodes.channel import MESSAGE_LIMIT_BYTES
@@ -107,7 +109,7 @@ class Round:
 class Signal:
     """Stop signal that a node got."""
 
-    number: Count
+    number: Annotated[int, Field(strict=True, ge=1, lt=NSIG)]
     ordinal: Count
     """Ordinal of the signal on that node, from 1."""
 
@@ -279,12 +281,12 @@ def _cut(value: Any, longest: int) -> Any:
 
 
 def end_from_json(told: Mapping[str, Any], node: str, clock_behind_seconds: float) -> WorkerEnd:
-    """Rebuild how a rank of another node ended, in this node's time."""
-    failure = None if told["failure"] is None else failure_from_json(told["failure"])
-    if failure is not None:
-        failure = replace(failure, time=failure.time + clock_behind_seconds)
-    departure = None if told["departure"] is None else departure_from_json(told["departure"])
-    crash = tuple(Frame(**frame) for frame in told["crash"])
-    time_ = float(told["time"]) + clock_behind_seconds
-    own = {"failure": failure, "departure": departure, "crash": crash, "time": time_, "node": told["node"] or node}
-    return WorkerEnd(**{**told, **own})
+    """Rebuild how a rank of another node ended, in this node's time.
+
+    Raises:
+        DocumentInvalid: It is no end of a rank.
+    """
+    end, failure = record_from_json(WorkerEnd, told), None
+    if end.failure is not None:
+        failure = replace(end.failure, time=end.failure.time + clock_behind_seconds)
+    return replace(end, failure=failure, time=end.time + clock_behind_seconds, node=end.node or node)

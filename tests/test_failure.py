@@ -1,6 +1,7 @@
 """Report of a failed rank: whose error it is, and at which line."""
 
 import errno
+import json
 import runpy
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from torch.utils.data import default_collate
 
 from dure.errors import DiskFull, LossNotFinite
-from dure.failures.record import CodeLine, FailureRecord
+from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
 from dure.failures.report import describe_failure
+from dure.launch.worker import worker_process
 from dure.training.session.evaluation import evaluate
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch
 from dure.training.session.sample_order import SampleOrder
@@ -36,6 +38,16 @@ def test_failure_when_the_task_raises_then_its_line_is_named():
     assert failure.origin == "task"
     assert failure.user_line.text == 'raise ValueError("a planned failure")'
     assert (failure.rank, failure.step, failure.exit_code) == (1, 5, 1)
+
+
+def test_failure_when_its_message_is_huge_then_the_supervisor_can_read_it():
+    failure = caught(lambda: _raise(RuntimeError("first" + 5_000_000 * "x" + "last")))
+    said = failure_to_json(failure)
+    assert len(json.dumps(said)) < worker_process.REPORT_LIMIT_BYTES
+    assert failure_from_json(said) == failure
+    assert failure.message.startswith("firstx")
+    assert failure.message.endswith("xlast")
+    assert "… 4,934,473 characters are left out …" in failure.message
 
 
 def test_failure_when_only_a_library_failed_then_its_notes_are_told():

@@ -56,6 +56,8 @@ _OUT_OF_MEMORY = (
 )
 """Texts by which torch's allocators and CUDA's libraries report that memory is exhausted in a plain RuntimeError."""
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
+_MOST_TEXT = 2**16
+"""Characters of a message or a traceback that are kept: the record has to fit where the supervisor reads it."""
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
@@ -94,6 +96,7 @@ def describe_failure(
     line = _user_line(error)
     if line is None:  # no traceback will be shown, under which the notes would stand
         message = "\n".join([message, *getattr(error, "__notes__", ())])
+    shown = None if is_ours else _shown_traceback(error, device, has_user_line=line is not None)
     # what memory does not suffice for, or a device that fails, is not an error of the code that asked for it
     is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
     return FailureRecord(
@@ -103,7 +106,7 @@ def describe_failure(
         time=time.time(),
         step=step,
         type=kind,
-        message=message,
+        message=_shortened(message),
         advice=advice,
         exit_code=error.exit_code if isinstance(error, DureError) else 1,
         is_ours=is_ours,
@@ -115,9 +118,15 @@ def describe_failure(
         microbatch_size=microbatch_size if is_out_of_memory else None,
         go_back_to=error.go_back_to if isinstance(error, ReplicasDiverged) else None,
         user_line=line,
-        user_traceback=None if is_ours else _shown_traceback(error, device, has_user_line=line is not None),
-        traceback="".join(traceback.format_exception(error)),
+        user_traceback=None if shown is None else _shortened(shown),
+        traceback=_shortened("".join(traceback.format_exception(error))),
     )
+
+
+def _shortened(text: str) -> str:
+    """Leave out the middle of a text that nobody would read to its end."""
+    left_out, half = len(text) - _MOST_TEXT, _MOST_TEXT // 2
+    return text if left_out <= 0 else f"{text[:half]}\n… {left_out:,} characters are left out …\n{text[-half:]}"
 
 
 def leave_word(describe: Callable[[AskDriver | None], FailureRecord], report_fd: int | None) -> FailureRecord:
@@ -149,7 +158,7 @@ def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
         leave: What `sys.exit` raised.
         report_fd: Where its supervisor reads it; None: it has none.
     """
-    message = None if leave.code is None or isinstance(leave.code, int) else str(leave.code)
+    message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
     _write_report(report_fd, {DEPARTURE: asdict(Departure(message=message, user_line=_user_line(leave)))})
 
 

@@ -19,7 +19,8 @@ from dure.launch.worker.questions import Questions
 from dure.launch.worker.stacks import crash_frames, is_stopped
 from dure.process.context import CUT, DEPARTURE
 
-_REPORT_LIMIT_BYTES = 2**20
+REPORT_LIMIT_BYTES = 2**20
+"""Bytes that are read of what a rank has left of its failure."""
 
 
 @dataclass(eq=False)
@@ -126,7 +127,7 @@ def _last_words(report: Mapping[str, Any]) -> tuple[FailureRecord | None, Depart
 
 
 def _read_report(descriptor: int) -> dict[str, Any] | None:
-    data = os.pread(descriptor, _REPORT_LIMIT_BYTES, 0)
+    data = os.pread(descriptor, REPORT_LIMIT_BYTES, 0)
     try:
         report = parse_json(data) if data else None
     except DocumentInvalid:  # it was killed while it wrote

@@ -146,7 +146,7 @@ def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_
 def test_end_when_a_peers_failure_is_none_then_it_is_refused():
     sent = end_to_json(end(1, 1, message="seen"))
     assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")
-    with pytest.raises(DocumentInvalid, match="holds other fields than it should \\(failure.pid"):
+    with pytest.raises(DocumentInvalid, match=r"holds other fields than it should \(failure\.pid"):
         end_from_json({**sent, "failure": {**sent["failure"], "pid": "one"}}, "node 1", 0.0)
 
 

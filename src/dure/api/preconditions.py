@@ -9,7 +9,7 @@ from dure.host.devices import check_devices, resolve_device
 from dure.spec import RunSpec
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.fault_injection import read_faults
-from dure.training.session.session import refuse_lazy
+from dure.training.session.task_products import refuse_lazy
 from dure.training.task.given_task import given_task, task_class
 from dure.training.task.options import build_task
 

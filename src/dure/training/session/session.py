@@ -1,7 +1,6 @@
 """Session of a rank: all that it needs to train or evaluate, made from a spec in the order in which it must happen."""
 
 import dataclasses
-import inspect
 import math
 import platform
 import sys
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dure.comm.groups import Group, Solo, open_group
 from dure.data.partition import shares
-from dure.errors import DataInvalid, RanksDisagree, SpecInvalid, TaskInvalid
+from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
 from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
@@ -36,6 +34,7 @@ from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.sample_order import SampleOrder
 from dure.training.session.task_inspection import inspected
+from dure.training.session.task_products import built_model, checked_optimizer
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
 from dure.training.task.identity import TaskIdentity, refuse_unlike_samples, sample_digests, sample_views
@@ -171,7 +170,7 @@ def open_session(
             loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
         seed_everything(spec.seed)
         with startup.step("building the model"):
-            model = _built_model(task)
+            model = built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec):
@@ -186,7 +185,7 @@ def open_session(
         strategy.traits = _traits(strategy, task, model, loaders[0], order, traits, alone)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
-    strategy.prepare(model, _checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
+    strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
     identity = _identity(task, order, eval_samples, loaders[0])
@@ -295,104 +294,6 @@ def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ..
     name = spec.strategy
     precision = Precision(spec.precision, devices[0].type)
     return load_strategy(name).role_for(group, spec)(STRATEGIES[name], group, devices, precision, spec)
-
-
-def _built_model(task: Task) -> nn.Module:
-    model = task.build_model()
-    name = f"{type(task).__name__}.build_model"
-    if not isinstance(model, nn.Module):
-        raise TaskInvalid(f"{name} returned {type(model).__name__}: return a torch.nn.Module")
-    refuse_lazy(model, name)
-    refuse_scripted(model, name)
-    refuse_divided(model, name)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TaskInvalid(f"{name} returned a model without trainable parameters: leave some with requires_grad=True")
-    return model
-
-
-def refuse_lazy(model: nn.Module, name: str) -> None:
-    """Refuse a model with lazy modules, whose parameters get their shapes from the first batch.
-
-    Args:
-        model: As a task built it.
-        name: Of the method that built it.
-
-    Raises:
-        TaskInvalid: Names the first such parameter.
-    """
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
-    if lazy:
-        raise TaskInvalid(
-            f"{name} returned a model whose {lazy[0]} has no shape yet (a lazy module): call the model once on a few "
-            "samples in build_model, which gives it one"
-        )
-
-
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch, by name because importing some takes long, that divide work themselves."""
-
-
-def refuse_scripted(model: nn.Module, name: str) -> None:
-    """Refuse a model with TorchScript modules, whose attributes and hooks live outside of Python.
-
-    Args:
-        model: As a task built it.
-        name: Of the method that built it.
-
-    Raises:
-        TaskInvalid: Names the first such module.
-    """
-    scripted = [
-        path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
-    ]
-    if scripted:
-        raise TaskInvalid(
-            f"{name} returned a model with TorchScript ({scripted[0]}), whose changes cannot be seen: build it of "
-            "torch.nn.Modules, and script what is exported"
-        )
-
-
-def refuse_divided(model: nn.Module, name: str) -> None:
-    """Refuse a model that the task has divided over ranks or devices itself.
-
-    Args:
-        model: As a task built it.
-        name: Of the method that built it.
-
-    Raises:
-        TaskInvalid: Names the wrapper, or the first parameter that is a DTensor.
-    """
-    found = [
-        f"{path or 'the model'} is wrapped in {cls.__name__}"
-        for path, module in model.named_modules()
-        for cls in type(module).__mro__
-        if cls.__module__.startswith("torch.") and cls.__name__ in _WRAPPERS
-    ]
-    found += [f"{path} is a DTensor" for path, each in model.named_parameters() if hasattr(each, "device_mesh")]
-    if found:
-        raise TaskInvalid(
-            f"{name} returned a model that is divided over ranks or devices already ({found[0]}): return the plain "
-            "module, which dure divides itself"
-        )
-
-
-def _checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
-    def build(model: nn.Module) -> Optimizer:
-        optimizer: Any = task.build_optimizer(model)
-        if not isinstance(optimizer, Optimizer):
-            raise TaskInvalid(
-                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}: "
-                "return a torch.optim.Optimizer"
-            )
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TaskInvalid(
-                f"{type(task).__name__}.build_optimizer returned {type(optimizer).__name__}, whose step asks for a "
-                "closure that computes the loss again: use one that takes a step from gradients, such as AdamW or SGD"
-            )
-        return optimizer
-
-    return build
 
 
 def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder, eval_samples: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def describe_failure(
 
 
 def _shortened(text: str) -> str:
-    """Leave out the middle of a text that nobody would read to its end."""
+    """Leave out the middle of a text that is too long."""
     left_out, half = len(text) - _MOST_TEXT, _MOST_TEXT // 2
     return text if left_out <= 0 else f"{text[:half]}\n… {left_out:,} characters are left out …\n{text[-half:]}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from char_gpt import CharGPT
 
 import dure
-from dure.training.checkpoints.store import verify
+from dure.training.checkpoints.reader import verify
 
 TASK = CharGPT(layers=1, width=48, context=32)
 

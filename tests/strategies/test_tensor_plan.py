@@ -191,14 +191,14 @@ def test_a_plan_that_is_given_is_the_whole_plan():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("1", "tp_plan says '1', but must say a name and one of column, fused, gathered, row, vocab"),
-        ("1=wide", "tp_plan says '1=wide', but must say a name and one of"),
+        ("1", "plan says '1', but must say a name and one of column, fused, gathered, row, vocab"),
+        ("1=wide", "plan says '1=wide', but must say a name and one of"),
         ("body=row", "plan names body, which fits no module of the model: its own are 0, 1, 2, 3"),
         ("2=row", "plan names 2 (Tanh), which has no rule: name nn.Linear and nn.Embedding layers"),
-        ("0=row", "tp_plan makes 0 (Embedding) row: an Embedding can be vocab, and a Linear any other"),
-        ("1=vocab", "tp_plan makes 1 (Linear) vocab: an Embedding can be vocab, and a Linear any other"),
-        ("1=fused", "tp_plan makes 1 fused, but its 8 outputs are not three times as many for 2 ranks"),
-        ("3=gathered", "tp_plan divides 3, whose 1 is too few to give each of 2 ranks some: leave it out"),
+        ("0=row", "plan makes 0 (Embedding) row: an Embedding can be vocab, and a Linear any other"),
+        ("1=vocab", "plan makes 1 (Linear) vocab: an Embedding can be vocab, and a Linear any other"),
+        ("1=fused", "plan makes 1 fused, but its 8 outputs are not three times as many for 2 ranks"),
+        ("3=gathered", "plan divides 3, whose 1 is too few to give each of 2 ranks some: leave it out"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_told_with_the_name(text, fault):
@@ -211,5 +211,5 @@ def test_a_plan_that_cuts_a_shared_weight_in_two_ways_is_told():
     model = nn.Sequential(linear(), linear())
     model[1].weight = model[0].weight
     (found,) = read_plan("0=column,1=row", model, 2).faults
-    assert found.startswith("tp_plan cuts 0 and 1, which share a parameter, in different ways")
+    assert found.startswith("plan cuts 0 and 1, which share a parameter, in different ways")
     assert read_plan("0=gathered", model, 2).faults

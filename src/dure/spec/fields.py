@@ -351,7 +351,7 @@ def read_record(record: Mapping[str, Any]) -> RunSpec:
     Raises:
         ValueError: It holds something else.
     """
-    spec = RunSpec.model_validate(in_tables(of_now(record)))
+    spec = RunSpec.model_validate(in_tables(of_now(record)) if isinstance(record, Mapping) else record)
     if any(name in record for name in RECORD_FIELDS) or spec.num_nodes == 1:
         return spec
     return spec.model_copy(update={"nproc": max(1, spec.nproc // spec.num_nodes)})

@@ -297,20 +297,20 @@ def read_plan(text: str, model: nn.Module, num_ranks: int) -> TensorPlan:
         if not equals or style not in STYLES:
             known = ", ".join(STYLES)
             plan.faults.append(
-                f"tp_plan says {word.strip()!r}, but must say a name and one of {known}, as mlp.0=column"
+                f"plan says {word.strip()!r}, but must say a name and one of {known}, as mlp.0=column"
             )
             continue
         found = list(matching(model, pattern))
         if not found:
             children = ", ".join(name for name, _ in model.named_children())
-            plan.faults.append(f"tp_plan names {pattern}, which fits no module of the model: its own are {children}")
+            plan.faults.append(f"plan names {pattern}, which fits no module of the model: its own are {children}")
         for name, module in found:
             if fault := _style_fault(name, module, style, num_ranks):
                 plan.faults.append(fault)
             plan.styles[name] = style
     if not plan.faults:
         plan.faults += [
-            f"tp_plan cuts {' and '.join(names)}, which share a parameter, in different ways: name all or none of "
+            f"plan cuts {' and '.join(names)}, which share a parameter, in different ways: name all or none of "
             "them, as gathered and vocab"
             for names in _sharing(model)
             if len({_SHARD_DIM.get(plan.styles.get(name, "")) for name in names}) > 1
@@ -321,16 +321,16 @@ def read_plan(text: str, model: nn.Module, num_ranks: int) -> TensorPlan:
 def _style_fault(name: str, module: nn.Module, style: str, num_ranks: int) -> str | None:
     kind = type(module).__name__
     if not is_dividable(module):
-        return f"tp_plan names {name} ({kind}), which has no rule: name nn.Linear and nn.Embedding layers"
+        return f"plan names {name} ({kind}), which has no rule: name nn.Linear and nn.Embedding layers"
     if isinstance(module, nn.Embedding) != (style == "vocab"):
-        return f"tp_plan makes {name} ({kind}) {style}: an Embedding can be vocab, and a Linear any other"
+        return f"plan makes {name} ({kind}) {style}: an Embedding can be vocab, and a Linear any other"
     if isinstance(module, nn.Embedding) and (reason := _embedding_fault(module)):
-        return f"tp_plan names {name}, which cannot be divided: {reason}"
+        return f"plan names {name}, which cannot be divided: {reason}"
     size = int(module.weight.shape[_SHARD_DIM[style]])  # type: ignore[index]
     if style == "fused" and size % (3 * num_ranks):
-        return f"tp_plan makes {name} fused, but its {size} outputs are not three times as many for {num_ranks} ranks"
+        return f"plan makes {name} fused, but its {size} outputs are not three times as many for {num_ranks} ranks"
     if not _suffices(size, num_ranks):
-        return f"tp_plan divides {name}, whose {size} is too few to give each of {num_ranks} ranks some: leave it out"
+        return f"plan divides {name}, whose {size} is too few to give each of {num_ranks} ranks some: leave it out"
     return None
 
 

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import dure
-from dure.errors import Interrupted
+from dure.errors import Interrupted, WorkerFailed
 from dure.process.round_orders import RoundPlan
 from dure.records.step_record import RunSummary
 from dure.report.summary import summarise
+from dure.training.trainer import Trainer
 from tests.commands import MORE_SIGNALS, SIGNALS, Command, Prewarmed, RunFiles
 from tests.conformance.zoo.feature import STEPS, ZooTask
 from tests.faulty_task import Faulty
@@ -406,6 +407,39 @@ def test_signal_when_it_comes_between_two_rounds_then_the_last_step_is_saved(mon
     last = run.records(0)[-1]
     assert last["step"] in (6, 7)  # the snapshot of the last step may not be whole yet
     assert run.checkpoints()[-1] == f"samples-{last['samples_seen']:012d}"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["stop", "heal"])
+def test_signal_when_the_last_save_finds_replicas_that_differ_then_nothing_of_them_is_saved(how, monkeypatch, tmp_path):
+    act = Trainer._act
+
+    def signalled(self, boundary, before, requests):
+        if boundary.step == 6 and self.is_first:
+            os.kill(os.getppid(), signal.SIGTERM)
+        act(self, boundary, before, requests)
+
+    monkeypatch.setattr(Trainer, "_act", signalled)
+    faults = tmp_path / "faults.toml"
+    faults.write_text(
+        '[[fault]]\nrank = 1\nstep = 6\nkind = "flip"\n[[fault]]\nrank = 0\nstep = 7\nkind = "slow"\nseconds = 0.2\n'
+    )
+    settings = {"snapshot_every": 1, "max_restarts": 1, "faults": faults, "quiet": True, "start": "fork", "threads": 1}
+    replicas = {"check_replicas_every": 100, "on_divergence": how}
+    with pytest.raises(WorkerFailed, match="differ"):
+        dure.train(
+            ZooTask(),
+            strategy="ddp",
+            nproc=2,
+            device="cpu",
+            runs_dir=tmp_path,
+            name="run",
+            **settings,
+            **replicas,
+            **STEPS,
+        )
+    run = RunFiles(tmp_path / "run")
+    assert (len(run.events("replicas_diverged")), run.checkpoints()) == (1, ["samples-000000000022"])
 
 
 @pytest.mark.faults

@@ -205,7 +205,7 @@ def told(*decided, has_begun):
     """Return what the next round is told after some restarts; in the last round a rank had begun a step, or none."""
     plan = RoundPlan()
     for restart in decided:
-        plan = plan.after_restart(restart, has_begun=has_begun)
+        plan = plan.after_round(has_begun=has_begun).after_restart(restart)
     return plan.orders.microbatch_size, plan.orders.trusted_samples
 
 
@@ -224,6 +224,15 @@ def told(*decided, has_begun):
 def test_round_when_it_follows_restarts_then_it_is_told_what_still_holds(decided, has_begun, answer):
     restarts = [Restart(number=1, rank=0, step=5, cause="-", **more) for more in decided]
     assert told(*restarts, has_begun=has_begun) == answer
+
+
+def test_round_when_another_was_healthy_since_all_agreed_then_what_it_left_is_trusted():
+    healed = RoundPlan().after_restart(Restart(number=1, rank=0, step=5, cause="-", go_back_to=32))
+    before, after = (healed.after_round(has_begun=has_begun) for has_begun in (False, True))
+    assert (before.orders.trusted_samples, after.orders.trusted_samples) == (32, None)
+    assert before.after_change("a node came").orders.trusted_samples == 32
+    assert after.after_change("a node came").orders.trusted_samples is None
+    assert after.stopped_by(15).orders.trusted_samples is None
 
 
 def test_descriptors_when_a_thousand_are_open_then_ranks_are_still_watched(tmp_path):

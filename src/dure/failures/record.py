@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from dure.checked import Count, ExitCode, Flag, Rank, Text, Time, checked
 from dure.documents import DocumentInvalid, read_json
+from dure.errors import ReplicasDiverged
 from dure.failures.frames import from_here
 
 VERSION = 1
@@ -71,6 +72,11 @@ class FailureRecord:
     traceback: Text
     collective: Text | None = None
     """Collective that a script's rank was in, or was in last; None if none is known, and for a task's rank."""
+
+    @property
+    def is_divergence(self) -> bool:
+        """Return whether it says that ranks do not hold the same, though they must."""
+        return self.is_ours and self.type == ReplicasDiverged.__name__
 
 
 @dataclass(frozen=True, kw_only=True)

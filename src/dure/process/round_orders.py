@@ -43,28 +43,27 @@ class RoundPlan:
     change: str | None = None
     """Reason why the round before was ended, if that was no rank's failure."""
 
-    @property
-    def lasting(self) -> "RoundPlan":
-        """Return the part that holds for every following round too."""
-        return RoundPlan(orders=replace(self.orders, stopped_by=None))
-
-    def after_restart(self, restart: Restart, *, has_begun: bool) -> "RoundPlan":
-        """Return the plan for the round that a restart begins.
+    def after_round(self, *, has_begun: bool) -> "RoundPlan":
+        """Return the part that holds for the rounds after this one too.
 
         Args:
-            restart: Why there is another.
             has_begun: Whether a rank had begun a step in this one: then all have forgotten what was not to be trusted.
         """
-        orders = self.lasting.orders
+        trusted = None if has_begun else self.orders.trusted_samples
+        return RoundPlan(orders=replace(self.orders, stopped_by=None, trusted_samples=trusted))
+
+    def after_restart(self, restart: Restart) -> "RoundPlan":
+        """Return the plan for the round that a restart begins."""
+        orders = self.orders
         if restart.microbatch_sizes is not None:
             orders = replace(orders, microbatch_size=restart.microbatch_sizes[1])
-        if restart.go_back_to is not None or has_begun:
+        if restart.go_back_to is not None:
             orders = replace(orders, trusted_samples=restart.go_back_to)
         return RoundPlan(orders=orders, restart=restart)
 
     def after_change(self, why: str | None) -> "RoundPlan":
         """Return the plan for the round that begins because other nodes are there."""
-        return replace(self.lasting, change=why)
+        return RoundPlan(orders=self.orders, change=why)
 
     def stopped_by(self, number: int) -> "RoundPlan":
         """Return the plan with the order to save only what ranks have left in memory, because of a stop signal."""

@@ -92,6 +92,8 @@ def has_left_snapshots(
 ) -> bool:
     """Return whether ranks ended after one stop signal without a checkpoint, so that snapshots may be left to save.
 
+    Of ranks that diverged nothing is to be saved: what they have in memory may be as wrong as their weights.
+
     Args:
         launch: Of the ranks.
         ends: How they ended.
@@ -100,4 +102,5 @@ def has_left_snapshots(
     """
     is_first = launch.saves_snapshots and launch.orders.stopped_by is None and len(received) == 1
     has_saved = any(end.exit_code == 0 or (end.exit_code > 0 and end.exit_code in STOP_ENDS) for end in ends)
-    return is_first and bool(ends) and not (has_saved and has_begun)
+    have_diverged = any(end.failure is not None and end.failure.is_divergence for end in ends)
+    return is_first and bool(ends) and not (has_saved and has_begun) and not have_diverged

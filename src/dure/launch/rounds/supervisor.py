@@ -121,6 +121,7 @@ class _Rounds:
                     store.listener.close()
             self.is_saving = False
             self._finish()
+            self.plan = self.plan.after_round(has_begun=nodes.news.has_begun)
             if nodes.is_leader and not self._goes_on():
                 return
 
@@ -231,7 +232,7 @@ class _Rounds:
         """Return what is started here in this round, after people were told why there is one."""
         listener, is_leader = self.launch.listener, self.nodes.is_leader
         if not is_leader:
-            self.plan = plan.lasting  # this node may lead later
+            self.plan = plan  # this node may lead later
         if plan.restart is not None and not is_leader:
             self.restarts.heed(plan.restart)
         if plan.restart is not None and listener is not None:
@@ -271,7 +272,6 @@ class _Rounds:
         nodes, hangs, news = self.nodes, self.launch.hangs, self.nodes.news
         if news.ends and all(end.exit_code == 0 for end in news.ends):
             return False
-        self.plan = self.plan.lasting
         self.expected = {member.node_rank for member in nodes.members if nodes.is_known(member.node_rank)}
         timeout = _PREPARATION_SECONDS if self.launch.way_back is None else self.launch.way_back.timeout_seconds
         self.patience = time.monotonic() + timeout
@@ -291,7 +291,7 @@ class _Rounds:
             restart = self.restarts.after(news.ends, lambda rank: news.steps.get(rank, -1))
         if restart is None:
             return False
-        self.plan = self.plan.after_restart(restart, has_begun=news.has_begun)
+        self.plan = self.plan.after_restart(restart)
         return True
 
     def _find_leader(self) -> bool:

@@ -296,9 +296,7 @@ def read_plan(text: str, model: nn.Module, num_ranks: int) -> TensorPlan:
         pattern, equals, style = (part.strip() for part in word.partition("="))
         if not equals or style not in STYLES:
             known = ", ".join(STYLES)
-            plan.faults.append(
-                f"plan says {word.strip()!r}, but must say a name and one of {known}, as mlp.0=column"
-            )
+            plan.faults.append(f"plan says {word.strip()!r}, but must say a name and one of {known}, as mlp.0=column")
             continue
         found = list(matching(model, pattern))
         if not found:

@@ -67,12 +67,19 @@ def test_records_are_on_the_disk_after_a_flush_and_at_most_a_moment_later_withou
         assert len(path.read_text().splitlines()) == 2
 
 
+def test_records_when_the_clock_is_set_back_then_they_are_held_no_longer(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    with RecordWriter(path) as writer:
+        writer.write(step_of(time=time.time() - 3600.0))
+        assert len(path.read_text().splitlines()) == 1
+
+
 def test_records_held_are_written_when_an_error_ends_the_run(tmp_path):
     path = tmp_path / "rank0.jsonl"
 
     def fail():
         with RecordWriter(path) as writer:
-            writer.write(step_of())
+            writer.write(step_of(time=time.time()))
             raise KeyError("gone")
 
     with pytest.raises(KeyError, match="gone"):

@@ -28,7 +28,8 @@ class RecordWriter:
     def write(self, record: StepRecord) -> None:
         """Append one record."""
         self._held.append(record)
-        if record.time > self._next_flush:
+        # the clock may have been set back
+        if not self._next_flush - 2 * _FLUSH_SECONDS < record.time <= self._next_flush:
             self.flush()
 
     def flush(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from dure.records.events import CheckpointSaved, Warned
 from dure.records.run_dir import RunDir
 from dure.strategies.table import STRATEGIES
-from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints import staging
 from dure.training.checkpoints.reader import Checkpoint, verify
 from tests.conformance.cases import is_layered, train_case
 from tests.conformance.tasks import Regression
@@ -20,7 +20,7 @@ PLACES = [pytest.param(name, marks=[] if name in ("single", "ddp") else pytest.m
 def test_checkpoints_when_written_beside_training_have_the_bytes_of_those_that_are_waited_for(
     strategy, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)  # as if it were large: copied beside the next step
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 1)  # as if it were large: copied beside the next step
     task = Regression(kind="tokens", optimizer="adamw", dropout=0.2, layered=is_layered(strategy))
     nproc = 2 if STRATEGIES[strategy].many_devices else 1
     settings, often = {"global_batch_size": 7, "deterministic": True}, {"every_samples": 14, "keep": 99}
@@ -61,7 +61,7 @@ class Meddling(Regression):
 
 @pytest.mark.parametrize("way", ["always", "once"])
 def test_checkpoints_when_the_loss_itself_changes_weights_are_of_one_position_all_the_same(way, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 1)
     settings, often = {"global_batch_size": 4, "deterministic": True}, {"every_samples": 16, "keep": 99}
     beside, waited = (
         train_case(tmp_path, Meddling(way=way), checkpoint={**often, "background": is_background}, **settings)

@@ -12,7 +12,7 @@ import torch
 
 from dure.comm.groups import Solo
 from dure.errors import CheckpointNotWritten, DiskFull, PeerLost, StateChanged
-from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints import staging
 from dure.training.checkpoints.async_save import AsyncSave
 from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.reader import Checkpoint, verify
@@ -111,7 +111,7 @@ def begin_beside(root: Path, group: Any, model: Any, optimizer: Any) -> AsyncSav
 
 
 def test_checkpoint_when_copied_beside_training_has_the_very_files_of_one_that_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 1)
     model, optimizer = trained()
     pending = begin_beside(tmp_path / "beside", Solo(), model, optimizer)
     pending.complete_copy()
@@ -123,7 +123,7 @@ def test_checkpoint_when_copied_beside_training_has_the_very_files_of_one_that_i
 
 
 def test_checkpoint_when_what_it_copies_changes_on_one_rank_is_left_out_on_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 1)
 
     def work(group: ThreadRank) -> bool:
         model, optimizer = trained()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints import staging
 from dure.training.run_state import snapshot_policy as memory_saver
 from dure.training.run_state.capture import Progression
 from dure.training.run_state.snapshot_policy import MemorySaver
@@ -169,8 +169,8 @@ def test_saver_when_tensors_are_on_a_device_waits_before_the_optimiser_and_looks
     assert {position.step for position in positions(descriptor)} == {4, 6}
 
 
-def test_host_copies_when_sources_are_on_several_devices_wait_for_each(monkeypatch):
+def test_staging_when_sources_are_on_several_devices_wait_for_each(monkeypatch):
     awaited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", awaited.append)
-    host_copies._await({torch.device("cuda", 1), torch.device("cuda", 0)})
+    staging._await({torch.device("cuda", 1), torch.device("cuda", 0)})
     assert sorted(map(str, awaited)) == ["cuda:0", "cuda:1"]

@@ -63,15 +63,15 @@ class Trainer:
         self.begin_step = begin_step
         self.is_restart = session.place.round > 0
         self.position = Progression()
-        self.saver = Checkpointer(session, run, self.position, self._event)
-        self.replicas = ReplicaCheck(session, self.position, self._event, self.saver.newest_name)
+        self.checkpointer = Checkpointer(session, run, self.position, self._event)
+        self.replicas = ReplicaCheck(session, self.position, self._event, self.checkpointer.newest_name)
         trusted_samples = (lambda: self.replicas.agreed_samples) if self.replicas.heals else None
         self.memory = MemorySaver(
             session,
             self.position,
             session.place.snapshot_fds,
             session.spec.snapshot_every,
-            self.saver.warn,
+            self.checkpointer.warn,
             trusted_samples,
         )
         self.best = Best(session.spec.best_metric, session.spec.best_mode)
@@ -100,14 +100,14 @@ class Trainer:
         """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
-            resources.push(self.saver.leave)
+            resources.push(self.checkpointer.leave)
             position, orders = self.position, session.place.orders
             trusted = orders.trusted_samples
             # before anything is loaded, as in a run that begins: it may set what the task keeps
             before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self._set_by_schedule |= before.changed().keys()
-            self.saver.go_on(self.memory, trusted)
+            self.checkpointer.go_on(self.memory, trusted)
             if orders.stopped_by is not None:
                 return self._save_and_leave(orders.stopped_by)
             if trusted is not None:
@@ -160,7 +160,7 @@ class Trainer:
         """Save what was taken up, for ranks that were ended because they did not follow a stop signal."""
         if self.position.samples_seen:
             self.current_phase("saving")
-            self._together(lambda: self.saver.save(None, is_last=True))
+            self._together(lambda: self.checkpointer.save(None, is_last=True))
         self._event(events.Interrupted(signal=signal))
         return "interrupted"
 
@@ -169,7 +169,7 @@ class Trainer:
         if self._num_watched < _WATCHED_STEPS and step_hooks(self.session.strategy.built_optimizer):
             self._num_watched += 1
             self._before_step = self.session.kept.state_now()
-        return self.saver.before_change() + self.memory.before_change()
+        return self.checkpointer.before_change() + self.memory.before_change()
 
     def _steps(self) -> str:
         session, position = self.session, self.position
@@ -190,7 +190,7 @@ class Trainer:
                 self._compare()
             self._act(boundary, before, requests)
             if boundary.step == self.begun_at[1] + 1:
-                self.saver.prepare()
+                self.checkpointer.prepare()
             if self.memory.is_due():
                 # after what is done at this position, so that it is done again if a rank dies during it
                 self.memory.take(self._settle)
@@ -213,13 +213,13 @@ class Trainer:
         is_evaluation = session.eval_loader is not None and _crossed(
             before, seen, spec.eval_every_epochs * epoch_samples
         )
-        is_late_request = boundary.step - self.saver.last_step <= self.loop.lag
+        is_late_request = boundary.step - self.checkpointer.last_step <= self.loop.lag
         is_save = is_epoch_end or (
             spec.checkpoint.every_samples is not None and _crossed(before, seen, spec.checkpoint.every_samples)
         )
         if requests.save and not is_late_request:
             # it was asked for by a clock, or by a rank whose part of the one before could not be written
-            is_save = self._together(self.saver.settle) is not False or is_save
+            is_save = self._together(self.checkpointer.settle) is not False or is_save
         if not (is_evaluation or is_save) or seen >= session.total_samples:
             return
         self._settle()
@@ -265,7 +265,7 @@ class Trainer:
         self.scalars.step(record, rate, self.session.spec.global_batch_size)
 
     def _requests(self) -> Requests:
-        is_asking = self.saver.is_asking()
+        is_asking = self.checkpointer.is_asking()
         if self.stop.received is None and not is_asking:
             return _NOTHING
         return Requests(stop=self.stop.received is not None, save=is_asking)
@@ -288,7 +288,7 @@ class Trainer:
     def _save(self, *, is_last: bool = False) -> None:
         self._compare()
         self.current_phase("saving")
-        self._together(lambda: self.saver.save(self.last_metrics, is_last=is_last))
+        self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
         self._say_what_is_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):

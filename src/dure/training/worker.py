@@ -161,7 +161,7 @@ class Worker:
         if session.group.rank == 0 and status == "completed":
             missed = None if self.faults is None else self.faults.never_came(trainer.position.step)
             if missed is not None:
-                trainer.saver.warn(missed)
+                trainer.checkpointer.warn(missed)
             self.run.append_event(events.Completed(samples_seen=trainer.position.samples_seen))
         return status == "interrupted"
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dure.errors import CheckpointMismatch, TaskInvalid
-from dure.strategies.state.tensor_shard import SavedTensor, TensorShard, piece_of
+from dure.strategies.state.tensor_shard import SavedTensor, TensorShard, own_shard
 
 EXECUTION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Keys of a group that decide how a step is computed, but not its result. They are taken from the optimiser at hand, so
@@ -105,7 +105,7 @@ def optimizer_from_names(
             continue
         if name not in numbers:
             raise CheckpointMismatch(f"it has optimiser state of {key}, which this optimiser does not train")
-        place = piece_of(parameters[name]) if cuts is None else cuts[name]
+        place = own_shard(parameters[name]) if cuts is None else cuts[name]
         state[numbers[name]] = copies.of_parameter(parameters[name], place, value)
     other = copies.of(dict(data.get("other", {})), template)
     groups = [copies.of(group, now) for group, now in zip(groups, template["param_groups"], strict=True)]
@@ -203,12 +203,12 @@ class _Copies:
 
 
 def _as_saved(value: Tensor) -> SavedTensor:
-    return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), pieces=[piece_of(value)])
+    return SavedTensor(dtype=value.dtype, shape=tuple(value.shape), shards=[own_shard(value)])
 
 
 def _placed_like(parameter: Tensor, place: TensorShard, saved: SavedTensor) -> Tensor:
     like = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-    saved.fill(piece_of(like).tensor, place.rectangle)
+    saved.fill(own_shard(like).tensor, place.rectangle)
     return like
 
 

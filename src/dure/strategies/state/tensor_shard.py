@@ -1,4 +1,4 @@
-"""Pieces of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved."""
+"""Shards of tensors that are spread over ranks: what a rank has, and how it gets what it needs from those saved."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,11 +51,11 @@ def _ends(rectangle: Rectangle) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """This rank's rectangular piece of a tensor that is spread over ranks."""
+    """This rank's rectangle of a tensor that is spread over ranks."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
-    """Index in the whole tensor at which the piece begins, in each dimension."""
+    """Index in the whole tensor at which the shard begins, in each dimension."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
@@ -65,17 +65,17 @@ class TensorShard:
         return Rectangle(self.offsets, tuple(self.tensor.shape))
 
     def cut(self, part: Rectangle) -> "TensorShard":
-        """Return a copy of a part of the whole tensor that lies in this piece."""
+        """Return a copy of a part of the whole tensor that lies in this shard."""
         return TensorShard(
             tensor=self.tensor[part.within(self.rectangle)].clone(), offsets=part.offsets, shape=self.shape
         )
 
 
 def as_shard(value: Any) -> "Tensor | TensorShard":
-    """Return a `DTensor` as the piece of it that this rank has; anything else as it is.
+    """Return a `DTensor` as the shard of it that this rank has; anything else as it is.
 
     Raises:
-        TypeError: The rank has several separate pieces of it.
+        TypeError: The rank has several separate shards of it.
     """
     if isinstance(value, TensorShard):
         return value
@@ -84,7 +84,7 @@ def as_shard(value: Any) -> "Tensor | TensorShard":
         return value
     chunks = value.__create_chunk_list__()
     if len(chunks) != 1:
-        raise TypeError(f"a tensor of which one rank has {len(chunks)} separate pieces")
+        raise TypeError(f"a tensor of which one rank has {len(chunks)} separate shards")
     return TensorShard(tensor=value.to_local(), offsets=tuple(chunks[0].offsets), shape=tuple(value.shape))
 
 
@@ -103,14 +103,14 @@ def version_of(value: Tensor) -> int:
 
 
 def whole(tensor: Tensor) -> TensorShard:
-    """Return a tensor as its own only piece."""
+    """Return a tensor as its own only shard."""
     return TensorShard(tensor=tensor, offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
 
 
-def piece_of(value: Any) -> TensorShard:
-    """Return the piece of a tensor that this rank has, be it all of it."""
-    piece = as_shard(value)
-    return piece if isinstance(piece, TensorShard) else whole(piece)
+def own_shard(value: Any) -> TensorShard:
+    """Return the shard of a tensor that this rank has, be it all of it."""
+    shard = as_shard(value)
+    return shard if isinstance(shard, TensorShard) else whole(shard)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,18 +119,18 @@ class SavedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[TensorShard]
+    shards: list[TensorShard]
     """Parts without overlap, on the CPU."""
 
     def whole(self) -> Tensor:
-        """Return all of it, without a copy if it is one piece."""
+        """Return all of it, without a copy if it is one shard."""
         return self.part(Rectangle.of_whole(self.shape))
 
     def part(self, wanted: Rectangle) -> Tensor:
-        """Return a part of it, without a copy if that is one piece."""
-        for piece in self.pieces:
-            if piece.rectangle == wanted:
-                return piece.tensor
+        """Return a part of it, without a copy if that is one shard."""
+        for shard in self.shards:
+            if shard.rectangle == wanted:
+                return shard.tensor
         values = torch.empty(wanted.sizes, dtype=self.dtype)
         self.fill(values, wanted)
         return values
@@ -143,16 +143,16 @@ class SavedTensor:
             RuntimeError: Not all of the part was read.
         """
         num_filled = 0
-        for piece in self.pieces:
-            if (common := piece.rectangle.overlap(wanted)) is not None:
-                target[common.within(wanted)].copy_(piece.tensor[common.within(piece.rectangle)])
+        for shard in self.shards:
+            if (common := shard.rectangle.overlap(wanted)) is not None:
+                target[common.within(wanted)].copy_(shard.tensor[common.within(shard.rectangle)])
                 num_filled += common.numel
         if num_filled != wanted.numel:
             raise RuntimeError(f"{num_filled} of {wanted.numel} items of a saved tensor have been read")
 
     def release(self) -> None:
         """Let go of what was read."""
-        self.pieces.clear()
+        self.shards.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,4 +179,4 @@ def whole_buffers(model: nn.Module) -> dict[str, Tensor | None]:
 
 def rectangles(named: Iterable[tuple[str, Any]]) -> dict[str, Rectangle]:
     """Return which parts of tensors this rank has, by their names; what is no tensor is left out."""
-    return {name: piece_of(value).rectangle for name, value in named if isinstance(value, Tensor)}
+    return {name: own_shard(value).rectangle for name, value in named if isinstance(value, Tensor)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dure.errors import WeightsNotFinite
-from dure.strategies.state.tensor_shard import piece_of
+from dure.strategies.state.tensor_shard import own_shard
 from dure.training.checkpoints.durable_files import Buffer
 
 _INFINITY: dict[torch.dtype, np.unsignedinteger[Any]] = {
@@ -52,7 +52,7 @@ class FiniteCheck:
 def finite_parameters(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that are finite on this rank: some are made with infinities (masks)."""
     named = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, p in named if not is_lazy(p) and _is_finite(piece_of(p).tensor.detach()))
+    return frozenset(name for name, p in named if not is_lazy(p) and _is_finite(own_shard(p).tensor.detach()))
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dure.documents import DocumentInvalid, parse_json
 from dure.errors import CheckpointDamaged, CheckpointMismatch
 from dure.strategies.state.optimizer import optimizer_from_names
-from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, piece_of, whole_buffers
+from dure.strategies.state.tensor_shard import Needs, SavedTensor, TensorShard, own_shard, whole_buffers
 from dure.torchcompat import bytes_of
 from dure.training.checkpoints.durable_files import (
     check_file,
@@ -130,7 +130,7 @@ class Checkpoint:
         wanted = wanted_parts(self.manifest, self._state, needs)
         for part, tensors in share.parts.items():
             for name, value in tensors.items():
-                piece, pieces = piece_of(value), self._held[part].get(name, [])
+                piece, pieces = own_shard(value), self._held[part].get(name, [])
                 missing = [n for n, one in enumerate(pieces) if one.tensor.is_meta and one.rectangle == piece.rectangle]
                 for number in missing:
                     needed = wanted[part].get(name)
@@ -185,7 +185,7 @@ class Checkpoint:
     def _saved(self, part: str, name: str) -> SavedTensor:
         entry: TensorEntry = getattr(self.manifest, part)[name]
         pieces = self._held[part].get(name, [])
-        return SavedTensor(dtype=DTYPES[entry.dtype], shape=entry.shape, pieces=pieces)
+        return SavedTensor(dtype=DTYPES[entry.dtype], shape=entry.shape, shards=pieces)
 
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None:
         """Copy the weights into a model, whatever its device or sharding; all of them or none.
@@ -341,7 +341,7 @@ def _held_of(
 ) -> dict[str, list[TensorShard]]:
     ranks = {part_file_name(part, share.rank): share for share in shares}
     return {
-        name: [piece_of(ranks[piece.file].parts[part][name]) for piece in entry.pieces]
+        name: [own_shard(ranks[piece.file].parts[part][name]) for piece in entry.pieces]
         for name, entry in entries.items()
     }
 
@@ -381,7 +381,7 @@ def _parse_state(data: bytes) -> dict[str, Any]:
 
 def _like(target: Tensor, saved: SavedTensor) -> Tensor:
     filled = torch.empty_like(target)
-    local = piece_of(filled)
+    local = own_shard(filled)
     saved.fill(local.tensor, local.rectangle)
     return filled
 

@@ -153,65 +153,94 @@ def open_session(
         seed_everything(spec.seed)
         with startup.step("loading the data"):
             train_data, eval_data = task.train_data(), task.eval_data()
-        check_dataset(train_data, f"{type(task).__name__}.train_data")
-        order = SampleOrder(
-            len(train_data),  # type: ignore[arg-type]
-            spec.global_batch_size,
-            seed=spec.seed,
-            shuffle=spec.shuffle,
-            drop_last=spec.drop_last,
-        )
-        total_samples = spec.samples or max(1, round((spec.epochs or 1.0) * order.epoch_samples))
-        loaders = [Loader(SampleFetch(train_data, task.collate, spec.seed), devices[0], spec.num_workers)]
-        eval_samples = 0
-        if eval_data is not None:
-            check_dataset(eval_data, f"{type(task).__name__}.eval_data")
-            eval_samples = len(eval_data)  # type: ignore[arg-type]
-            loaders.append(Loader(SampleFetch(eval_data, task.collate, spec.seed), devices[0], spec.num_workers))
+        data = _Data.of(spec, task, train_data, eval_data, devices[0])
         seed_everything(spec.seed)
         with startup.step("building the model"):
             model = built_model(task)
-    check_ranks_agree(group, _fingerprint(spec, task, model, order, eval_samples))
+    check_ranks_agree(group, _fingerprint(spec, task, model, data.order, data.eval_samples))
     strategy = _build_strategy(spec, group, devices)
     if faults := strategy.check_model(model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
-    strategy.example = lambda num_samples: _first_samples(loaders[0], min(num_samples, order.num_samples))
+    strategy.example = lambda num_samples: _first_samples(data.train_loader, min(num_samples, data.order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
     alone = Alone()
     with startup.step("trying the loss"):
         if reads and group.rank == 0 and group.world_size > 1:
             parts = TaskParts(task=task, train_data=train_data, eval_data=eval_data, model=model)
             alone = built_alone(spec, parts)
-        strategy.traits = _traits(strategy, task, model, loaders[0], order, traits, alone)
+        strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, alone)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
-    identity = _identity(task, order, eval_samples, loaders[0])
-    if group.world_size > 1:
-        samples = {"training": sample_views(identity.samples, loaders[0].sample)}
-        if eval_samples:
-            fetch = loaders[1].sample
-            samples["evaluation"] = sample_views(sample_digests(eval_samples, fetch), fetch)
-        refuse_unlike_samples(group.all_gather_json(samples))
+    identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
+    data.refuse_unlike(group, identity)
     return Session(
         spec=spec,
         place=place,
         task=task,
         group=strategy.group,
         strategy=strategy,
-        train_loader=loaders[0],
-        order=order,
-        total_samples=total_samples,
-        eval_loader=loaders[1] if eval_data is not None else None,
-        eval_samples=eval_samples,
-        eval_batch_size=evaluation_batch_size(eval_samples, spec.eval_batch_size) if eval_samples else 1,
+        train_loader=data.train_loader,
+        order=data.order,
+        total_samples=spec.samples or max(1, round((spec.epochs or 1.0) * data.order.epoch_samples)),
+        eval_loader=data.eval_loader,
+        eval_samples=data.eval_samples,
+        eval_batch_size=evaluation_batch_size(data.eval_samples, spec.eval_batch_size) if data.eval_samples else 1,
         identity=identity,
         notes=[depends_on_ranks(alone.difference)] if alone.difference else [],
         alone=alone,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """A task's data, and how a run reads it."""
+
+    order: SampleOrder
+    train_loader: Loader
+    eval_loader: Loader | None
+    eval_samples: int
+
+    @classmethod
+    def of(cls, spec: RunSpec, task: Task, train_data: Any, eval_data: Any, device: torch.device) -> "_Data":
+        """Check what a task returned.
+
+        Raises:
+            DataInvalid: It is of a kind that a run cannot be defined on, or empty.
+        """
+
+        def loader(data: Any, method: str) -> Loader:
+            check_dataset(data, f"{type(task).__name__}.{method}")
+            return Loader(SampleFetch(data, task.collate, spec.seed), device, spec.num_workers)
+
+        train_loader = loader(train_data, "train_data")
+        return cls(
+            order=SampleOrder(
+                len(train_data), spec.global_batch_size, seed=spec.seed, shuffle=spec.shuffle, drop_last=spec.drop_last
+            ),
+            train_loader=train_loader,
+            eval_loader=None if eval_data is None else loader(eval_data, "eval_data"),
+            eval_samples=0 if eval_data is None else len(eval_data),
+        )
+
+    def refuse_unlike(self, group: Group, identity: TaskIdentity) -> None:
+        """Refuse data of which ranks do not read the same samples.
+
+        Communication: one gathered JSON message.
+
+        Raises:
+            DataInvalid: Names the kind of data, the sample and the rank.
+        """
+        if group.world_size == 1:
+            return
+        samples = {"training": sample_views(identity.samples, self.train_loader.sample)}
+        if self.eval_loader is not None:
+            fetch = self.eval_loader.sample
+            samples["evaluation"] = sample_views(sample_digests(self.eval_samples, fetch), fetch)
+        refuse_unlike_samples(group.all_gather_json(samples))
 
 
 def _traits(
@@ -239,10 +268,6 @@ def _traits(
         return traits
     again = shared()
     return traits if again.has_failed else replace(again, needs_optimizer=True)
-
-
-def _identity(task: Task, order: SampleOrder, eval_samples: int, loader: Loader) -> TaskIdentity:
-    return TaskIdentity.of(task, order.num_samples, eval_samples, loader.sample)
 
 
 def _first_samples(loader: Loader, num_samples: int) -> Any:

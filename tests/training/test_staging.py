@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dure.strategies.state.tensor_shard import TensorShard
-from dure.training.checkpoints import staging as host_copies
+from dure.training.checkpoints import staging
 from dure.training.checkpoints.rank_shard import RankShard
 from dure.training.checkpoints.staging import StagingBuffer
 
@@ -27,9 +27,9 @@ def steady(**tensors: Any) -> RankShard:
 @pytest.fixture
 def held_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingBuffer]:
     """Copies beside training whose thread comes too late for everything."""
-    copy, main = host_copies._copy_from, threading.current_thread()
-    monkeypatch.setattr(host_copies, "_copy_from", lambda w: copy(w) if threading.current_thread() is main else None)
-    monkeypatch.setattr(host_copies, "_SMALL_BYTES", 1)
+    copy, main = staging._copy_from, threading.current_thread()
+    monkeypatch.setattr(staging, "_copy_from", lambda w: copy(w) if threading.current_thread() is main else None)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 1)
     copies = StagingBuffer(1)
     copies.is_beside = True
     yield copies

@@ -11,8 +11,9 @@ import torch.nn.utils.prune
 from torch import nn
 from torch.nn import functional
 
+from tests.conformance.cases import train_case
 from tests.conformance.zoo.cell import reference_of, run_cell
-from tests.conformance.zoo.feature import Feature, Samples, ZooTask, chain
+from tests.conformance.zoo.feature import STEPS, Feature, Samples, ZooTask, chain
 
 
 class NoiseInEvaluation(ZooTask):
@@ -90,3 +91,36 @@ def test_task_when_it_is_exact_then_nothing_is_declared(task: type[ZooTask], str
     assert run_cell(feature, strategy, "straight", reference, tmp_path).kind == "exact"
     for summary in tmp_path.glob("*/summary.json"):
         assert json.loads(summary.read_text())["not_preserved"] == []
+
+
+class NeedsGroup(ZooTask):
+    """Asks for the number of ranks where there may be none to ask."""
+
+    def train_data(self) -> Any:
+        assert torch.distributed.get_world_size() > 1
+        return super().train_data()
+
+
+class CountedByBoth(ZooTask):
+    """Has a number that evaluations change, and from the third step on the loss too, which reads it."""
+
+    def build_model(self) -> nn.Module:
+        self.calls, self.number = 0, 0.0
+        return chain()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        if not model.training or self.calls > 7:
+            self.number += 0.01
+        return super().loss(model, batch) * (1 + self.number * model.training)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [(NeedsGroup, "fails with ValueError where it is the only process"), (CountedByBoth, "(task.number)")],
+)
+def test_task_when_it_may_differ_then_that_is_declared(task: type[ZooTask], said: str, tmp_path: Path) -> None:
+    settings = {**STEPS, "eval_every_epochs": 1.0, "microbatch_size": 2}
+    run = train_case(tmp_path, task(), "ddp", 2, **settings)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text for text in declared if said in text and "evaluation" not in text]

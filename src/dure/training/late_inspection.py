@@ -106,8 +106,9 @@ class LateInspection:
             return None
         before = ObjectState({**strategy.objects, "model": strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
+        tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         try:
-            losses = few_losses(session, loader, num_samples)
+            losses = few_losses(session, loader, num_samples, tolerance)
         except DataInvalid:  # on all ranks alike: none of these samples counts
             return None
         finally:
@@ -117,7 +118,6 @@ class LateInspection:
         if losses is None:
             return None
         one, other, few = losses
-        tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         if math.isclose(one, other, rel_tol=tolerance) or not math.isfinite(one + other):
             return None
         return f"it is {one:.6g} for {few} samples at once, and {other:.6g} for the same samples in 2 parts"

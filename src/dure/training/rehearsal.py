@@ -1,5 +1,6 @@
 """Rehearsal of what a run asks of a task later: its schedule, and an evaluation; neither leaves a trace."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
         at_once, in_parts, few = few_evaluated(session, session.eval_loader, session.eval_samples)
     best.value_of(at_once)
     check_counts(at_once, in_parts, few)
-    changed = [path for path in before.changed() if path not in recomputed_weights(model)]
+    derived = recomputed_weights(model)
+    changed = [path for path in before.changed() if path not in derived]
     seen = strategy.traits.writes_in_evaluation  # which a strategy may have undone here
     written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
     if settings_of(strategy.built_optimizer) != settings:
@@ -277,7 +279,7 @@ def few_evaluated(
     return at_once, in_parts, few
 
 
-def few_losses(session: Session, loader: Loader, num_samples: int) -> tuple[float, float, int] | None:
+def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: float) -> tuple[float, float, int] | None:
     """Return the loss of a few samples at once, that in two parts, and how many samples they are, in an evaluation.
 
     None if the loss depends on random numbers, which are others in parts.
@@ -286,6 +288,7 @@ def few_losses(session: Session, loader: Loader, num_samples: int) -> tuple[floa
         session: With task and strategy.
         loader: Of the samples.
         num_samples: Samples that there are.
+        tolerance: Relative difference of losses that is rounding.
 
     Raises:
         DataInvalid: On all ranks alike: none of these samples counts.
@@ -305,7 +308,7 @@ def few_losses(session: Session, loader: Loader, num_samples: int) -> tuple[floa
         return found["loss"].value
 
     at_once, in_parts = loss(few), loss(max(1, few // 2))
-    if at_once == in_parts or loss(few, session.spec.seed + 1) == at_once:
+    if at_once == in_parts or math.isclose(loss(few, session.spec.seed + 1), at_once, rel_tol=tolerance):
         return at_once, in_parts, few
     return None
 

@@ -16,6 +16,7 @@ from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.torchcompat import step_hooks
 from dure.training.best_metric import Best
+from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.late_inspection import LateInspection
 from dure.training.loop import Boundary, RankBatch, StepOutcome, TrainingLoop
 from dure.training.progress import Progress
@@ -78,12 +79,17 @@ class Trainer:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
+        self._recomputed = recomputed_weights(session.strategy.model)
         self._set_by_schedule: set[str] = set()
         """Plain state that the schedule sets, on all ranks alike."""
         self._set_by_step: set[str] = set()
         """Plain state that hooks on the optimiser's step change, on all ranks alike."""
         self._set_by_evaluation: set[str] = set()
         """Plain state that evaluations change."""
+        self._evaluated: ObjectState | None = None
+        """State of the objects after the last evaluation."""
+        self._set_between: set[str] = set()
+        """Plain state that changes between evaluations."""
         self._before_step: ObjectState | None = None
         self._num_watched = 0
         self.microbatch_under_way: Callable[[], int | None] = lambda: None
@@ -290,6 +296,7 @@ class Trainer:
         self.current_phase("saving")
         self._together(lambda: self.checkpointer.save(self.last_metrics, is_last=is_last))
         self.current_phase("training")
+        self._note_between_evaluations()
         self._say_what_is_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
@@ -314,10 +321,15 @@ class Trainer:
         strategy, traits = self.session.strategy, self.session.strategy.traits
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
-        set_elsewhere = (*self._set_by_schedule, *self._set_by_step, *self._set_by_evaluation)
+        set_by_evaluation = self._set_by_evaluation - self._set_between  # the loss may have begun to change it too
+        set_elsewhere = (*self._recomputed, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
         drawn = self.session.kept.generators if strategy.draws else ()  # by draws, which are declared
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         return self.session.kept.changed_since(known)
+
+    def _note_between_evaluations(self) -> None:
+        if self._evaluated is not None:
+            self._set_between |= self._evaluated.changed().keys()
 
     def _say_lost(self, lost: list[LostShare]) -> None:
         """Write down exactly which samples were not used because their rank died."""
@@ -358,6 +370,7 @@ class Trainer:
         if session.eval_loader is None:
             return
         start = time.perf_counter()
+        self._note_between_evaluations()
         loader = session.eval_loader
         before = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         buffers = [(buffer, buffer.clone()) for buffer in session.strategy.model.buffers()] if is_extra else []
@@ -376,6 +389,7 @@ class Trainer:
             before.put_back()
             for buffer, value in buffers:
                 buffer.copy_(value)
+        self._evaluated = ObjectState({**session.strategy.objects, "model": session.strategy.model})
         before.put_back_generators()  # when a run evaluates must not change what it trains on
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None

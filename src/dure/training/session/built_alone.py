@@ -1,7 +1,7 @@
 """Parts that a task builds as the only process of a run, to find data and a model that follow the number of ranks."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class Alone:
     """Plain attributes of the task that have other values there."""
     difference: str | None = None
     """Figures of data or a model that are others there."""
+    failure: str | None = None
+    """Class of the error with which the task could not be built there."""
 
     @contextmanager
     def entered(self, task: Task) -> Iterator[None]:
@@ -76,6 +78,11 @@ def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
     if alone == Alone():
         return alone
     again = _built_again(spec, here, nullcontext())
+    if alone.failure is not None:
+        what = "where it is the only process" if again.failure is None else "when it is built once more"
+        return Alone(difference=f"it fails with {alone.failure} {what}, so what would follow from it is not known")
+    if again.failure is not None:
+        return alone
     return Alone(
         attributes={name: value for name, value in alone.attributes.items() if name not in again.attributes},
         difference=alone.difference if again.difference is None else None,
@@ -84,11 +91,13 @@ def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
 
 def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> Alone:
     """Build a task's parts in other surroundings, and return what differs from those here."""
-    with suppress(Exception, CollectiveCalled), silent(), kept_global_randomness(), surroundings, no_collectives():
-        there = TaskParts.build(spec)
-        attributes = _differing(vars(here.task), vars(there.task))
-        return Alone(attributes=attributes, difference=_difference(spec, here, there))
-    return Alone()
+    try:
+        with silent(), kept_global_randomness(), surroundings, no_collectives():
+            there = TaskParts.build(spec)
+            attributes = _differing(vars(here.task), vars(there.task))
+            return Alone(attributes=attributes, difference=_difference(spec, here, there))
+    except (Exception, CollectiveCalled) as error:
+        return Alone(failure=type(error).__name__)
 
 
 def _differing(here: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,21 @@ def test_ranks_when_all_is_well_then_every_pair_comes_through(odd, backend):
     assert f"over {'cpu:' * (backend == 'dure_shm')}{backend}: sums right, 3 broadcasts, 3 pair(s)" in found.seen
 
 
+def test_seconds_when_nodes_measured_different_ones_then_all_report_the_longest(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("ODD_RANK", "be late:1")
+    settings = PreflightSettings(
+        num_ranks=2, num_devices=2, device="cpu", backend="gloo", threads=1, timeout_seconds=LIMIT_SECONDS
+    )
+
+    def with_a_slower_node(mine):
+        return [mine, {**mine, "seconds": 100.0, "ranks": []}]
+
+    (found,) = try_collective(settings, ["a", "b"], with_a_slower_node, entry="tests.preflight.odd_rank")
+    assert found.status == "ok", found.text
+    assert found.seen.endswith("all in 1:40")
+
+
 def test_rank_when_it_adds_up_wrongly_then_it_is_named_with_both_values(odd):
     found = odd("compute wrongly:1")
     assert found.status == "failure"

@@ -93,10 +93,12 @@ def try_collective(
     if outcome.stopped_by is not None:
         raise Interrupted("the preflight was stopped", stop_exit_code(outcome.stopped_by))
     nodes.begin_anew()
-    told = gather([vars(progress) for progress in mine])
-    ranks = [RankProgress(**progress) for of_node in told for progress in of_node]
-    where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(told) for _ in of_node]
-    return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, seconds)
+    of_nodes = gather({"seconds": seconds, "ranks": [vars(progress) for progress in mine]})
+    ranks = [RankProgress(**progress) for of_node in of_nodes for progress in of_node["ranks"]]
+    where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(of_nodes) for _ in of_node["ranks"]]
+    # all nodes report the same: not each the seconds that it measured itself
+    slowest = max(of_node["seconds"] for of_node in of_nodes)
+    return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, slowest)
 
 
 def _run(settings: PreflightSettings, backend: str, files: Sequence[int], nodes: Nodes, entry: str) -> Outcome:

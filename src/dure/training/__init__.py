@@ -1,1 +1,1 @@
-"""The run itself: task, sample order, loop, evaluation, checkpoint, worker."""
+"""Training run of a rank: task, sample order, loop, evaluation, checkpoints, worker."""

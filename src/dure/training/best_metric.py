@@ -20,13 +20,13 @@ _MORE_IS_BETTER = frozenset((
 
 
 class Best:
-    """Judges evaluations by one metric."""
+    """Comparison of evaluations by one metric."""
 
     def __init__(self, metric: str, mode: str) -> None:
-        """Take the metric and whether more or less of it is better; `auto` tells by the words of its name.
+        """Set the metric and whether lower or higher is better; `auto` decides by the words of its name.
 
         Raises:
-            SpecInvalid: The name does not tell.
+            SpecInvalid: The mode is `auto` and the name is not conclusive.
         """
         self.metric = metric
         words = set(re.split(r"[^a-z0-9]+", metric.lower()))
@@ -43,7 +43,7 @@ class Best:
         """Return the metric's value.
 
         Raises:
-            SpecInvalid: The evaluation does not measure it.
+            SpecInvalid: The evaluation does not contain the metric.
         """
         if self.metric not in metrics:
             raise SpecInvalid(
@@ -52,7 +52,7 @@ class Best:
         return metrics[self.metric].value
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Return whether a value beats the best so far; what is not finite never does."""
+        """Return whether a value beats the best so far; a value that is not finite never does."""
         if not math.isfinite(value):
             return False
         return best is None or (value < best if self.is_less_better else value > best)

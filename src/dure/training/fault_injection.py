@@ -1,13 +1,13 @@
-"""Failures on purpose: `--faults faults.toml` says which rank goes wrong in which step, and how.
+"""Fault injection: `--faults faults.toml` says which rank fails in which step, and how.
 
     [[fault]]
     rank = 1
     step = 12
     kind = "kill"
 
-To see what becomes of a run before it happens by itself. Each happens once, also when the run is started again. Of
-several of one rank in one step each happens in the order of the file; what stands behind one that ends the rank happens
-when that step is begun again, if it is.
+It shows how a run reacts to a failure before one happens by itself. Each fault happens once, even if the run is
+restarted. Several faults of one rank in one step happen in the order of the file. Those after one that ends the rank
+happen when that step begins again, if it does.
 """
 
 import ctypes
@@ -36,39 +36,40 @@ _SHOWN_NAMES = 8
 
 
 class Fault(BaseModel):
-    """One failure."""
+    """One fault."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     rank: int = Field(ge=0)
     step: int = Field(ge=1)
-    """Step at whose beginning the fault happens, counted over the whole run, from 1."""
+    """Step before which the fault happens, counted over the whole run, from 1."""
     kind: Literal["kill", "stop", "raise", "segv", "exit", "oom", "nan", "slow", "flip", "cut"]
-    """`stop` is SIGSTOP, `nan` makes the step's loss one, `slow` waits before the step, `flip` flips a bit.
+    """Kind of fault. `stop` is SIGSTOP, `nan` makes the step's loss NaN, `slow` waits before the step, `flip` flips a
+    bit.
 
-    `cut` lets the rank's host fall silent, as a pulled cable does: its ranks stand still, and its launcher neither
-    reads nor sends. What it does not do: on a real cut both sides go on and wait for each other, and packets are lost;
-    here the others see no error, and what was on its way is read afterwards.
+    `cut` makes the rank's host silent, as if its cable were pulled: its ranks stop, and its launcher neither receives
+    nor sends. It is not exact: in a real cut both sides continue and wait for each other, and packets are lost. Here
+    the other hosts see no error, and data in transit is received afterwards.
     """
     seconds: float = Field(1.0, gt=0)
-    """Seconds that `slow` waits, or `cut` lasts."""
+    """Seconds that `slow` waits, or that `cut` lasts."""
     tensor: str | None = None
     """Name of the parameter in which `flip` flips a bit; None for the rank's first one."""
     element: int = Field(0, ge=0)
-    """Index of the flipped element, counted through all dimensions, the last one fastest."""
+    """Index of the flipped element in row-major order, from 0."""
     bit: int = Field(0, ge=0)
-    """Index of the flipped bit in the element; 0 is the lowest of the mantissa."""
+    """Index of the flipped bit in the element; 0 is the lowest bit of the mantissa."""
 
 
 class PlannedFailure(RuntimeError):
-    """Exception of the fault `raise`."""
+    """Exception raised by the fault `raise`."""
 
     is_planned = True
-    """Mark without which it would be taken for an error in dure."""
+    """Marker without which the exception would be taken for an error in dure."""
 
 
 class PlannedOutOfMemory(torch.OutOfMemoryError):
-    """Exception of the fault `oom`."""
+    """Exception raised by the fault `oom`."""
 
     is_planned = True
 
@@ -77,12 +78,12 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
     """Read a file of faults.
 
     Args:
-        path: The file.
-        num_ranks: Ranks that there are.
+        path: Path of the file.
+        num_ranks: Number of ranks.
         on_several_hosts: Whether a host can be cut off.
 
     Raises:
-        SpecInvalid: It cannot be read or says what cannot be; everything at once.
+        SpecInvalid: The file cannot be read or is invalid; the message lists all errors.
     """
     try:
         found = read_toml(path)
@@ -113,7 +114,7 @@ def read_faults(path: Path, num_ranks: int, *, on_several_hosts: bool = True) ->
 
 
 def _undone(faults: Mapping[int, Fault]) -> Iterator[str]:
-    """Say of each fault that could not show because another one behind it ends the rank before."""
+    """Yield a message for each fault without effect, because a later one ends the rank first."""
     for number, fault in faults.items():
         behind = (
             (other_number, other)
@@ -135,7 +136,7 @@ def _where(said: Any) -> str:
 
 
 def _missed(faults: Iterable[Fault], run: RunDir) -> Iterator[Fault]:
-    """Yield those that the run's events do not have; one that is planned twice counts twice."""
+    """Yield the faults missing from the run's events; a fault planned twice counts twice."""
     happened = Counter((e.rank, e.step, e.kind) for e in run.events() if isinstance(e, events.FaultHappened))
     for fault in faults:
         this = fault.rank, fault.step, fault.kind
@@ -149,22 +150,22 @@ class PlannedFaults:
     """Faults of one rank that have not happened yet."""
 
     def __init__(self, faults: list[Fault], rank: int, run: RunDir, cut: Callable[[float], None] = time.sleep) -> None:
-        """Take those of a rank; `cut` lets its host fall silent for so many seconds."""
+        """Select the faults of a rank; `cut` makes its host silent for a number of seconds."""
         self._faults = faults
         self._run = run
         self._cut = cut
         self._due: dict[int, deque[Fault]] = {}
-        """Faults of each step, in their order."""
+        """Faults of each step, in order."""
         for fault in _missed((fault for fault in faults if fault.rank == rank), run):
             self._due.setdefault(fault.step, deque()).append(fault)
         self._makes_nan = False
         self._tensors: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the rank's parameters, for faults in them.
+        """Set the rank's parameters, for faults in them.
 
         Raises:
-            SpecInvalid: A fault is planned in one that is not there, or has no such bit.
+            SpecInvalid: A fault names a parameter or a bit that does not exist.
         """
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
         flips = [fault for due in self._due.values() for fault in due if fault.kind == "flip"]
@@ -189,7 +190,7 @@ class PlannedFaults:
         return self._tensors.get(fault.tensor)
 
     def begin_step(self, step: int) -> None:
-        """Let happen what is planned for a step."""
+        """Inject the faults planned for a step."""
         self._makes_nan = False
         due = self._due.get(step)
         while due:
@@ -203,7 +204,7 @@ class PlannedFaults:
             _happen(fault)
 
     def never_came(self, last_step: int) -> str | None:
-        """Say of a run that is complete which faults of all its ranks did not happen; None when all did."""
+        """Return a message on the faults of all ranks that did not happen in a completed run; None if all did."""
         missed = [
             f"{fault.kind} at step {fault.step} of rank {fault.rank}" for fault in _missed(self._faults, self._run)
         ]
@@ -217,7 +218,7 @@ class PlannedFaults:
         )
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss that is none in the steps that are planned so."""
+        """Wrap a loss so that it is NaN in the steps planned for it."""
 
         def planned(model: Any, batch: Any) -> Any:
             value = loss(model, batch)
@@ -229,10 +230,10 @@ class PlannedFaults:
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:
-    """Flip a bit of a tensor in place, as a fault of memory does."""
+    """Flip a bit of a tensor in place, as a memory fault does."""
     with torch.no_grad():
         place = tensor.reshape(-1)[element : element + 1].clone()
-        place.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # every machine that torch runs on has the lowest byte first
+        place.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # all machines supported by torch are little-endian
         index = torch.unravel_index(torch.tensor(element), tensor.shape)
         tensor[index] = place[0]
 

@@ -1,7 +1,7 @@
 """Inspections during the run, for traits of the loss that no call before training showed.
 
-A loss may change its ways after some steps: a phase that begins, a threshold that the weights come to. Before every
-checkpoint the generators are looked at, and before some of them a few losses are compared with those of their parts.
+A loss may change its behaviour after some steps, when a phase begins or the weights reach a threshold. The generators
+are checked before every checkpoint. Before some checkpoints a few losses are also compared with those of their parts.
 """
 
 import itertools
@@ -18,16 +18,17 @@ from dure.training.session.session import Session
 from dure.training.session.task_inspection import inspection_of
 
 _ALWAYS = 3
-"""Checkpoints before which losses are compared; after these, before those whose number is a power of two."""
+"""Number of first checkpoints before which losses are compared; later, only before those whose number is a power of
+two."""
 _PAUSE_SECONDS = 30.0
-"""Time after which rank 0, where it does so alone, compares losses before any checkpoint."""
+"""Seconds after which losses are compared before any checkpoint, if rank 0 does so alone."""
 
 
 class LateInspection:
-    """Inspections of a session, all of which begin where training does."""
+    """Inspections of a session during training."""
 
     def __init__(self, session: Session) -> None:
-        """Begin, with the generators as training finds them."""
+        """Start with the current state of the generators, before training."""
         strategy = session.strategy
         self._session = session
         self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
@@ -38,16 +39,16 @@ class LateInspection:
         self._num_calls = 0
         self._looked_at = time.monotonic()
         self._place = 0
-        """Place, in the order of training, of the first sample whose loss the next comparison looks at."""
+        """Place, in the order of training, of the first sample for the next comparison."""
 
     def new_declarations(self, step: int, *, is_last: bool) -> list[str]:
-        """Inspect, and return what the run does not preserve beyond what is declared.
+        """Inspect the loss, and return new declarations of what the run does not preserve.
 
-        Communication: one gathered JSON message, and that of three small evaluations where ranks evaluate together.
+        Communication: one gathered JSON message, and that of three small evaluations if ranks evaluate together.
 
         Args:
-            step: Steps that were taken.
-            is_last: Whether there is no later call.
+            step: Number of completed steps.
+            is_last: Whether this is the last call.
         """
         strategy = self._session.strategy
         traits, texts = strategy.traits, []
@@ -60,7 +61,7 @@ class LateInspection:
             traits = replace(traits, not_additive=f"{figures} (after {step} steps)")
         strategy.traits = traits
         texts += strategy.not_preserved()
-        # another rank may have another part of the model, or have met other samples
+        # another rank may have another part of the model, or have used other samples
         everyones = strategy.group.all_gather_json([text for text in dict.fromkeys(texts) if text not in self._told])
         new = [text for text in dict.fromkeys(itertools.chain(*everyones)) if text not in self._told]
         self._told.update(new)
@@ -69,7 +70,7 @@ class LateInspection:
     def _is_due(self, *, is_last: bool) -> bool:
         if is_last or self._num_calls <= _ALWAYS or not self._num_calls & (self._num_calls - 1):
             return True
-        # by the clock only where no other rank takes part
+        # by the clock only if no other rank takes part
         return not self._needs_all and time.monotonic() - self._looked_at > _PAUSE_SECONDS
 
     def _is_comparable(self) -> bool:
@@ -80,7 +81,7 @@ class LateInspection:
         return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces or spec.compile)
 
     def _difference(self) -> str | None:
-        """Return figures of a loss whose parts do not add up, or None."""
+        """Return the figures of a loss whose parts do not add up, or None."""
         session, strategy = self._session, self._session.strategy
         if self._needs_all:
             return self._difference_in_evaluation()
@@ -90,7 +91,7 @@ class LateInspection:
         loader = session.train_loader
         inspection = inspection_of(strategy, session.task, strategy.model, loader, session.order)
         num_samples = session.order.num_samples
-        # what is rare is found by looking at other samples each time
+        # other samples each time, to find rare cases
         figures, self._place = inspection.late_difference(self._place, num_samples)
         if self._place >= num_samples - 1:
             self._place = 0
@@ -98,7 +99,7 @@ class LateInspection:
 
     def _difference_in_evaluation(self) -> str | None:
         session, strategy = self._session, self._session.strategy
-        # training data if the loss takes it in an evaluation: a threshold may lie between the two
+        # training data, if the loss accepts them in an evaluation, because it may treat the two differently
         loader, num_samples = session.eval_loader, session.eval_samples
         if strategy.traits.is_evaluable:
             loader, num_samples = session.train_loader, session.order.num_samples
@@ -109,7 +110,7 @@ class LateInspection:
         tolerance = tolerance_of(strategy.model, is_exact=strategy.precision.name == "fp32")
         try:
             losses = few_losses(session, loader, num_samples, tolerance)
-        except DataInvalid:  # on all ranks alike: none of these samples counts
+        except DataInvalid:  # raised on all ranks: none of these samples counts
             return None
         finally:
             before.put_back()

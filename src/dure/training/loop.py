@@ -1,4 +1,4 @@
-"""The one loop: the same for every strategy, on one device or on many."""
+"""Training loop, the same for every strategy, on one device or on many."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from dure.training.session.sample_order import GlobalBatch, SampleOrder
 from dure.training.task.task import Schedule
 
 MOST_SKIPPED = 10
-"""Most steps in a row that may be skipped. After that many, the weights are at fault, not the batches."""
+"""Maximum consecutive steps that may be skipped. After that many, the weights are at fault, not the batches."""
 _LOOK, _SKIP = "look at these samples and the learning rate", ", or leave such steps out with --on-nonfinite skip"
 _EMPTY_PART = (
     "this loss is no mean over samples, and the parts of a batch that ranks and microbatches compute may hold nothing "
@@ -42,16 +42,16 @@ class RankBatch(NamedTuple):
     indices: np.ndarray
     """Data indices, contiguous in the global batch."""
     microbatches: Sequence[int]
-    """Sizes of its microbatches; 0 stands for a stand-in."""
+    """Sizes of its microbatches; 0 marks padding."""
     stand_in: np.ndarray
-    """The data index `(1,)` that a microbatch of size 0 is computed from, with weight zero."""
+    """Data index `(1,)` from which a microbatch of size 0 is computed, with weight zero."""
 
     @classmethod
     def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankBatch":
-        """Cut a rank's share out of a global batch, and the share into microbatches.
+        """Take a rank's share of a global batch, and divide it into microbatches.
 
-        All ranks get the same number of microbatches, that of the largest share, so that collectives inside the model
-        (synchronised BatchNorm) meet.
+        All ranks get the same number of microbatches, that of the largest share, so that they all call the collectives
+        inside the model (synchronised BatchNorm).
         """
         start, end, microbatches = _cut(len(batch.indices), rank, world_size, microbatch_size)
         return cls(batch.indices[start:end], microbatches, batch.indices[:1])
@@ -59,7 +59,7 @@ class RankBatch(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _cut(num_samples: int, rank: int, world_size: int, microbatch_size: int | None) -> tuple[int, int, list[int]]:
-    """Return where a rank's share begins and ends, and its microbatches: the same for nearly every step."""
+    """Return start and end of a rank's share, and its microbatches; cached, because most steps are alike."""
     counts = shares(num_samples, world_size)
     start = sum(counts[:rank])
     num_microsteps = 1 if microbatch_size is None else math.ceil(counts[0] / microbatch_size)
@@ -68,57 +68,58 @@ def _cut(num_samples: int, rank: int, world_size: int, microbatch_size: int | No
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way: launched, and not yet known to have gone well."""
+    """Step that has been launched, but is not yet known to have succeeded."""
 
     number: int
     batch: GlobalBatch
     share: RankBatch
     facts: StepFacts
     marks: list[Any]
-    """Ends of: the step before, the wait for data, forward and backward, synchronisation, the optimiser's step."""
+    """Ends of: the previous step, the wait for data, forward and backward, synchronisation, the optimiser's step."""
     data_seconds: float
     gradients_ready: float | None
     known: tuple[float, float, Requests] | None = None
-    """The facts, once they have been read and found finite."""
+    """Facts of the step, once they have been read and found finite."""
     measured: dict[str, float] | Callable[[], dict[str, float]] | None = None
     sent_bytes: int = 0
     skipped: LossNotFinite | None = None
-    """Reason why the weights were left as they were; None if they were not."""
+    """Reason why the weights were left unchanged; None if they were updated."""
 
     def forget(self, seconds: float) -> None:
-        """Leave out of the time of the step what was just done that is no part of it."""
-        if isinstance(self.marks[0], float):  # an accelerator's marks are events, and it works on meanwhile
+        """Exclude seconds from the time of the step, because they were spent on something else."""
+        if isinstance(self.marks[0], float):  # an accelerator's marks are events, and it continues to compute meanwhile
             self.marks[:] = [mark + seconds for mark in self.marks]
             if self.gradients_ready is not None:
                 self.gradients_ready += seconds
 
 
 class StepOutcome(NamedTuple):
-    """A step that is done: its record, and what ranks asked for in it."""
+    """Completed step: its record, and the requests that ranks made in it."""
 
     record: StepRecord
     requests: Requests
     skipped: LossNotFinite | None = None
-    """Reason why it changed no weights; None if it did."""
+    """Reason why it left the weights unchanged; None if it updated them."""
 
 
 class Boundary(NamedTuple):
-    """A place between two steps: where weights may be read."""
+    """Boundary between two steps, at which weights may be read."""
 
     step: int
     """Number of steps launched."""
     batch: GlobalBatch
     """Batch of the last step launched; its `samples_seen` is the position."""
     outcomes: list[StepOutcome]
-    """Outcomes of the steps that are known by now; on an accelerator one step behind."""
+    """Outcomes of the steps known by now; on an accelerator one step behind."""
 
 
 class TrainingLoop:
     """Steps from a position to the end of the run.
 
-    On the CPU a step's facts are read before the optimiser's step, so a loss that is not finite never touches the
-    weights. On an accelerator they are read one step later, so that the device never waits for the host; the weights
-    are lost then, the checkpoints are not.
+    On the CPU a step's facts are read before the optimiser's step, so that a loss that is not finite never affects the
+    weights. On an accelerator they are read one step later, so that the device never waits for the host. The weights
+    are then lost, but the checkpoints are not. If the strategy needs the facts, or steps may be skipped, it is as on
+    the CPU.
     """
 
     def __init__(
@@ -152,20 +153,20 @@ class TrainingLoop:
         """Number of steps skipped in a row."""
         is_known_first = strategy.device.type == "cpu" or strategy.waits_for_facts or skips_nonfinite
         self.lag = 0 if is_known_first else 1
-        """Steps between launching one and knowing its facts."""
+        """Number of steps between the launch of a step and reading its facts."""
         self.begin_step = begin_step
-        """Callback before each step is computed: planned faults happen in it."""
+        """Callback before each step is computed, in which injected faults happen."""
         self.before_change = before_change
-        """Callback when gradients are there and weights still as they were; returns the seconds that it took."""
+        """Callback between the gradients and the change of the weights; returns the seconds that it took."""
         self._pending: deque[LaunchedStep] = deque()
         self._planned: deque[tuple[GlobalBatch, RankBatch]] = deque()
-        """Steps whose samples are asked for, the one under way in front."""
+        """Steps whose samples have been requested, with the current one first."""
         self._is_under_way = False
         self._last_end = self.clock.mark()
         self._data_seconds = 0.0
 
     def boundaries(self, samples_seen: int, total_samples: int, step: int) -> Iterator[Boundary]:
-        """Train from a position, and stop between any two steps for the caller to act."""
+        """Train from a position, and yield between any two steps for the caller to act."""
         fetched = self.loader.batches(self._requests(samples_seen, total_samples, step))
         self.restart_clock()
         self._is_under_way = True
@@ -173,7 +174,7 @@ class TrainingLoop:
             batch, share = self._planned[0]
             step += 1
             self._pending.append(self._launch(step, batch, share, first, fetched))
-            del first  # or its memory would be taken while the next batches are fetched
+            del first  # otherwise its memory would stay in use while the next batches are fetched
             self._planned.popleft()
             self._is_under_way = False
             outcomes = [self._finish(self._pending.popleft())] if len(self._pending) > self.lag else []
@@ -182,7 +183,7 @@ class TrainingLoop:
         self._is_under_way = False
 
     def microbatch_under_way(self) -> int | None:
-        """Return the most samples that a device computes at once in the step under way; None between two steps."""
+        """Return the maximum samples that a device computes at once in the current step; None between two steps."""
         if not self._is_under_way or not self._planned or not self.strategy.takes_samples:
             return None
         _, share = self._planned[0]
@@ -196,7 +197,7 @@ class TrainingLoop:
         return outcomes
 
     def restart_clock(self) -> None:
-        """Begin the next step's wall time now: what came in between was no training."""
+        """Start the next step's wall time now, because the time in between was not spent on training."""
         self._last_end = self.clock.mark()
 
     def _requests(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
@@ -255,7 +256,7 @@ class TrainingLoop:
         return step
 
     def _kept_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the model's buffers and copies of them: what is not finite would stay in running statistics."""
+        """Return the model's buffers and copies of them: running statistics would keep values that are not finite."""
         buffers = [buffer for model in self.strategy.evaluation_models() for buffer in model.buffers()]
         return buffers, [buffer.clone() for buffer in buffers]
 
@@ -274,7 +275,7 @@ class TrainingLoop:
                 )
             self.strategy.check_groups()
             for group in self.strategy.optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # one may be added on the way
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # a group may have been added later
 
     def _finish(self, step: LaunchedStep) -> StepOutcome:
         loss_sum, loss_count, requests = step.known or self._check_finite(step)
@@ -286,7 +287,7 @@ class TrainingLoop:
             compute_seconds -= only_communication
         if step.skipped is None:
             self.strategy.expect(loss_count)
-        # an accelerator that has work left does not wait for data, though the host does
+        # an accelerator that still has work does not wait for data, although the host does
         data_seconds = step.data_seconds if self.lag == 0 else min(step.data_seconds, spans[0])
         record = StepRecord(
             time=time.time(),
@@ -313,7 +314,7 @@ class TrainingLoop:
     def _check_finite(self, step: LaunchedStep) -> tuple[float, float, Requests]:
         facts = step.facts.read()
         loss_sum, loss_count, requests = facts
-        # a rank that speaks for itself alone may have had no samples in this step
+        # a rank with facts of its own may have had no samples in this step
         if math.isfinite(loss_sum) and (loss_count > 0 or step.facts.is_local):
             self._num_skipped = 0
             return facts
@@ -339,7 +340,7 @@ class TrainingLoop:
         samples = step.share.indices.tolist()
         mine = {"rank": self.group.rank, "finite": step.facts.is_locally_finite(), "samples": samples}
         everyone = [mine] if step.facts.is_local else self.group.all_gather_json(mine)
-        # finite on every rank and not in sum: the sum itself overflowed, and every rank had its part in it
+        # finite on every rank but not in sum: the sum itself overflowed, and every rank contributed
         culprits = [one for one in everyone if not one["finite"]] or everyone
         where = f"step {step.number} of epoch {step.batch.epoch + 1}"
         named = "; ".join(f"rank {one['rank']}, samples {_shown(one['samples'])}" for one in culprits)
@@ -354,11 +355,11 @@ def _shown(indices: list[int]) -> str:
 
 
 def check_schedule(schedule: Any, optimizer: Optimizer) -> Schedule | None:
-    """Refuse what is no function of samples, and remember the learning rates that it is a factor on.
+    """Check that a schedule is a function of samples, and record the learning rates that its factor applies to.
 
     Raises:
-        TaskInvalid: A torch LRScheduler (which counts steps), a function that counts its calls, or anything else that
-            gives no number.
+        TaskInvalid: It is a torch LRScheduler (which counts steps), a function that counts its calls, or anything else
+            that returns no number.
     """
     if schedule is None:
         return None

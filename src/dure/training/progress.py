@@ -1,4 +1,4 @@
-"""Progress that rank 0 shows while it trains: one live line in a terminal, plain lines elsewhere."""
+"""Progress shown by rank 0 during training: one live line in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,14 @@ from dure.units import format_seconds
 
 _LIVE_SECONDS = 0.1
 _NOTEBOOK_SECONDS = 0.5
-"""A notebook saves each state of the line."""
+"""Seconds between updates in a notebook, which saves each state of the line."""
 _PLAIN_SECONDS = 10.0
 _SMOOTHING = 0.1
 _PERCENT_COLUMNS = 4
 
 
 class Progress:
-    """Shows epoch, step, samples per second, loss, last metric, time to go and the share of waiting for data."""
+    """Display of epoch, step, samples per second, loss, last metric, remaining time and time spent waiting for data."""
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class Progress:
         stream: TextIO | None = None,
         is_relayed_live: bool = False,
     ) -> None:
-        """Begin to measure.
+        """Start to measure.
 
         Args:
-            total_samples: Of the whole run.
-            samples_seen: So far.
-            quiet: Whether nothing is shown.
-            stream: Where it is; stderr by default.
+            total_samples: Samples of the whole run.
+            samples_seen: Samples used so far.
+            quiet: Whether to show nothing.
+            stream: Stream for the output; None for stderr.
             is_relayed_live: Whether the stream is a pipe to a process that shows the live line in a terminal, cut to
                 its width.
         """
@@ -54,7 +54,7 @@ class Progress:
         self._metric = ""
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step, and show it if it is time."""
+        """Record a step, and show it if an update is due."""
         self._wall_seconds += record.wall_seconds
         self._data_seconds += record.data_seconds
         if self._quiet or record.time < self._next_time:
@@ -65,7 +65,7 @@ class Progress:
             self._line.show(self._words(record), num_colored=_PERCENT_COLUMNS)
 
     def evaluated(self, metrics: Mapping[str, Metric], epochs: float, train_loss: float | None) -> None:
-        """Show an evaluation on a line that stays."""
+        """Show an evaluation on a permanent line."""
         shown = "  ".join(f"val {name} {metric.value:.4f}" for name, metric in metrics.items())
         name = next((name for name in metrics if name != "loss"), "loss")
         self._metric = f"val {name} {metrics[name].value:.4f}"
@@ -73,19 +73,19 @@ class Progress:
         self.say(f"epoch {epochs:g}  {trained}{shown}")
 
     def say(self, text: str) -> None:
-        """Print text on lines that stay."""
+        """Print text on permanent lines."""
         if not self._quiet:
             with self._while_read():
                 self._line.say(text)
 
     def close(self) -> None:
-        """Leave the terminal on a fresh line."""
+        """Leave the terminal on a new line."""
         with self._while_read():
             self._line.close()
 
     @contextmanager
     def _while_read(self) -> Iterator[None]:
-        """Be quiet from here on if a pager or a pipe went away: that must not end a run, which trains on in silence."""
+        """Silence all later output if a pager or a pipe was closed, so that this does not end the run."""
         try:
             yield
         except OSError:

@@ -1,4 +1,4 @@
-"""Rehearsal of what a run asks of a task later: its schedule, and an evaluation; neither leaves a trace."""
+"""Rehearsal of later calls of a task, of its schedule and an evaluation, without a trace."""
 
 import math
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     """Return the schedule that a task built, and the paths of the plain state that it sets.
 
     Raises:
-        TaskInvalid: It is no function of samples, or uses weights of which this rank has a part.
+        TaskInvalid: It is not a function of samples, or uses weights of which this rank has only a part.
     """
     strategy = session.strategy
     before = ObjectState({**strategy.objects, "model": strategy.model, "schedule": given}, sees_data=True)
@@ -54,7 +54,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
-                schedule(session.total_samples)  # the step that comes to it will meet what it raises
+                schedule(session.total_samples)  # the step that reaches it will raise its errors
     found = frozenset(before.changed())
     if in_data := [*copied.changed()]:
         session.notes.append(
@@ -77,7 +77,7 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
     Communication: one gathered JSON message.
 
     Raises:
-        TaskInvalid: Names two ranks and their factors.
+        TaskInvalid: It depends on the rank; the message names two ranks and their factors.
     """
     strategy = session.strategy
     with _only_asked(strategy):
@@ -104,7 +104,7 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 @contextmanager
 def _only_asked(strategy: Strategy) -> Iterator[None]:
-    """Put back generators, weights, and what a schedule may set in the optimiser."""
+    """Restore generators, weights, and what a schedule may set in the optimiser."""
     with (
         kept_global_randomness(*strategy.devices),
         _without_weights(strategy),
@@ -124,7 +124,7 @@ def _first_difference(one: dict[str, float], other: dict[str, float], where: str
 
 
 def _factors(strategy: Strategy, schedule: Schedule | None, total: int) -> dict[str, float]:
-    """Return what a schedule gives at some samples seen; what it raises is met by the step that comes to it."""
+    """Return the factors of a schedule at some positions; its errors are left to the step that reaches them."""
     factors: dict[str, float] = {}
     if schedule is not None:
         with suppress(Exception):
@@ -135,10 +135,10 @@ def _factors(strategy: Strategy, schedule: Schedule | None, total: int) -> dict[
 
 @contextmanager
 def _without_weights(strategy: Strategy) -> Iterator[None]:
-    """Refuse a call of the task's that uses the values of weights of which this rank has a part; undo what others do.
+    """Refuse a call of the task that reads weights of which this rank has only a part; otherwise undo its writes.
 
     Raises:
-        TaskInvalid: It does, whatever else it raises for that.
+        TaskInvalid: The call uses such values, whatever other error it raises.
     """
     parameters = dict(strategy.model.named_parameters())
     are_trained = [(parameter, parameter.requires_grad) for parameter in parameters.values()]
@@ -165,7 +165,7 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Put an optimiser's groups back as they were."""
+    """Restore an optimiser's parameter groups afterwards."""
     groups = [(group, dict(group), [*group["params"]]) for group in optimizer.param_groups]
     try:
         yield
@@ -177,15 +177,15 @@ def _kept_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 def rehearse_evaluation(session: Session, best: Best) -> list[str]:
-    """Evaluate a few samples, so that a fault in the metrics shows now and not after the first epoch.
+    """Evaluate a few samples, so that an error in the metrics appears now and not after the first epoch.
 
     Returns:
-        What the run does not preserve, a text each.
+        Declarations of what the run does not preserve.
 
     Raises:
-        TaskInvalid: The evaluation changes weights or the optimiser's settings, or counts wrongly.
+        TaskInvalid: The evaluation changes weights or the optimiser's settings, or counts incorrectly.
     """
-    if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be for nothing
+    if session.eval_loader is None or session.spec.compile:  # compiling for two samples would be wasted
         return []
     strategy, model = session.strategy, session.strategy.model
     before = ObjectState({**strategy.objects, "model": model})
@@ -200,7 +200,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
     check_counts(at_once, in_parts, few)
     derived = recomputed_weights(model)
     changed = [path for path in before.changed() if path not in derived]
-    seen = strategy.traits.writes_in_evaluation  # which a strategy may have undone here
+    seen = strategy.traits.writes_in_evaluation  # a strategy may have undone these writes here
     written = [*seen, *(name for name, v in _weights(session).items() if weights[name] != v and name not in seen)]
     if settings_of(strategy.built_optimizer) != settings:
         written.append("the optimiser's settings")
@@ -239,7 +239,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Values that a parameter had."""
+    """A parameter with its earlier values."""
 
     parameter: Tensor
     values: Tensor
@@ -250,7 +250,7 @@ class _Kept:
 
 
 def _limited_embeddings(session: Session) -> dict[str, _Kept]:
-    """Return the weights that torch itself changes in forward, where one process evaluates all samples."""
+    """Return the weights that torch itself changes in forward, if one process evaluates all samples; otherwise none."""
     strategy = session.strategy
     if strategy.group.world_size > 1 or len(strategy.evaluation_models()) > 1:
         return {}
@@ -264,12 +264,12 @@ def _limited_embeddings(session: Session) -> dict[str, _Kept]:
 def few_evaluated(
     session: Session, loader: Loader, num_samples: int
 ) -> tuple[dict[str, Metric], dict[str, Metric], int]:
-    """Evaluate a few samples at once, and in two parts; return both, and how many samples they are.
+    """Evaluate a few samples at once, and in two parts; return both results and the number of samples.
 
     Args:
-        session: With task and strategy.
-        loader: Of the samples.
-        num_samples: Samples that there are.
+        session: Session with task and strategy.
+        loader: Loader of the samples.
+        num_samples: Number of available samples.
     """
     few = min(_NUM_SAMPLES, num_samples)
     at_once, in_parts = (
@@ -280,18 +280,18 @@ def few_evaluated(
 
 
 def few_losses(session: Session, loader: Loader, num_samples: int, tolerance: float) -> tuple[float, float, int] | None:
-    """Return the loss of a few samples at once, that in two parts, and how many samples they are, in an evaluation.
+    """Return the loss of a few samples at once, that in two parts, and the number of samples, in an evaluation.
 
-    None if the loss depends on random numbers, which are others in parts.
+    None if the loss depends on random numbers, which differ between the two.
 
     Args:
-        session: With task and strategy.
-        loader: Of the samples.
-        num_samples: Samples that there are.
-        tolerance: Relative difference of losses that is rounding.
+        session: Session with task and strategy.
+        loader: Loader of the samples.
+        num_samples: Number of available samples.
+        tolerance: Relative difference of losses that counts as rounding.
 
     Raises:
-        DataInvalid: On all ranks alike: none of these samples counts.
+        DataInvalid: None of these samples counts; raised on all ranks.
     """
     few = min(_NUM_SAMPLES, num_samples)
 

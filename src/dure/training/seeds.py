@@ -1,4 +1,4 @@
-"""One seed for everything that draws."""
+"""Seeds of all random number generators, derived from one seed."""
 
 import ctypes
 import functools
@@ -17,7 +17,7 @@ from dure.torchcompat import default_generator
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of all accelerators too."""
+    """Seed the generators of Python, NumPy, torch and all accelerators."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)
@@ -29,19 +29,19 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Ask torch for algorithms that give the same bits every time."""
-    # cuBLAS reads it when its first handle is made
+    """Make torch use algorithms that give the same bits every time."""
+    # cuBLAS reads it when its first handle is created
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def chosen_by_timing(device_type: str, step: int) -> list[str]:
-    """Return what a run that goes on does not preserve where each start chooses algorithms by timing them.
+    """Return declarations for a continued run in which each start selects algorithms by timing.
 
     Args:
-        device_type: Of the run's devices.
-        step: After which the run goes on; 0 for one that begins.
+        device_type: Type of the run's devices.
+        step: Step after which the run continues; 0 for a new run.
     """
     if device_type != "cuda" or not step or not torch.backends.cudnn.benchmark:
         return []
@@ -52,16 +52,17 @@ def chosen_by_timing(device_type: str, step: int) -> list[str]:
 
 
 def capture_random_state(devices: Sequence[torch.device] = ()) -> dict[str, Tensor]:
-    """Return the state of all generators of this process as tensors, not to be changed.
+    """Return the state of all generators of this process as tensors, which must not be changed.
 
-    As long as a generator draws nothing its tensors are the same objects: from step to step few runs draw from
-    Python's or NumPy's.
+    While a generator draws nothing, its tensors are the same objects: few runs draw from Python's or NumPy's generators
+    in each step.
 
     Args:
-        devices: Of this process. Accelerators are numbered in this order: the next start may give it other ones.
+        devices: Devices of this process. Accelerators are numbered in this order, because the next start may use
+            others.
 
     Raises:
-        TaskInvalid: NumPy's global generator is none that a checkpoint knows.
+        TaskInvalid: NumPy's global generator is of a type that checkpoints do not support.
     """
     version, words, gauss = random.getstate()
     keys, rest = _numpy_state.now()
@@ -76,7 +77,7 @@ def capture_random_state(devices: Sequence[torch.device] = ()) -> dict[str, Tens
 
 
 def restore_random_state(state: Mapping[str, Tensor], devices: Sequence[torch.device] = ()) -> None:
-    """Put all generators of this process back as captured; those that `state` lacks stay as they are."""
+    """Restore all generators of this process as captured; those that `state` lacks are left alone."""
     version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
@@ -86,7 +87,7 @@ def restore_random_state(state: Mapping[str, Tensor], devices: Sequence[torch.de
     )
     torch.default_generator.set_state(state["torch"])
     for name, generator in _generators(tuple(devices)).items():
-        # the first device's had no number once
+        # older states have no number for the first device
         saved = state.get(name, state.get(name.removesuffix("0")))
         if saved is not None:
             generator.set_state(saved)
@@ -94,14 +95,14 @@ def restore_random_state(state: Mapping[str, Tensor], devices: Sequence[torch.de
 
 @functools.cache
 def _generators(devices: tuple[torch.device, ...]) -> dict[str, torch.Generator]:
-    """Return the generators of the accelerators, under the names of their states: `cuda0`, `cuda1`, …."""
+    """Return the generators of the accelerators, by the names of their states: `cuda0`, `cuda1`, …."""
     return {f"{d.type}{number}": default_generator(d) for number, d in enumerate(drawing_devices(devices))}
 
 
 class _Kept:
-    """A tensor of some numbers, made again when they are others.
+    """Tensor of some numbers, created again when they change.
 
-    They are compared by a hash of 64 bits, which the numbers before need not be read for.
+    They are compared by their 64-bit hash, which avoids reading the earlier numbers.
     """
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
@@ -116,10 +117,10 @@ class _Kept:
 
 
 class _NumpyState:
-    """State of NumPy's global generator, asked for only after a draw: NumPy takes 100 us to tell it.
+    """State of NumPy's global generator, queried only after a draw, because NumPy takes 100 us to return it.
 
-    A draw changes its key or its position in the key, which are read where they lie. The second of a pair of normal
-    numbers is given out without a draw, so as long as there is one the whole state is asked for.
+    A draw changes its key or its position in the key, which are read directly from memory. The second of a pair of
+    normal numbers is returned without a draw, so the whole state is queried while there is one.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class _NumpyState:
         self._tensors = torch.empty(0), torch.empty(0)
 
     def now(self) -> tuple[Tensor, Tensor]:
-        """Return the key, and position, whether there is a second normal number, and that number."""
+        """Return two tensors: the key; and the position, whether there is a second normal number, and that number."""
         generator = np.random.mtrand.get_bit_generator()
         if type(generator) is not np.random.MT19937:
             raise TaskInvalid(
@@ -149,7 +150,7 @@ class _NumpyState:
 
 
 _MT19937_BYTES = 625 * 4
-"""A key of 624 numbers, and the position in it."""
+"""Bytes of a key of 624 numbers and the position in it."""
 _python_words = _Kept(lambda numbers: np.array((numbers[0], *numbers[1]), dtype=np.int64))
 _python_gauss = _Kept(lambda numbers: np.array(numbers, dtype=np.float64))
 _numpy_state = _NumpyState()

@@ -1,4 +1,4 @@
-"""TensorBoard scalars of a run, under the names people look for."""
+"""TensorBoard scalars of a run, under the usual names."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _LEAST_SECONDS = 0.01
 
 
 class Scalars:
-    """Writes `train/…`, `val/…` and `perf/…`, at most a hundred steps a second."""
+    """Writer of `train/…`, `val/…` and `perf/…`, for at most a hundred steps a second."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -21,12 +21,12 @@ class Scalars:
             raise EnvironmentLacks(
                 "--tensorboard needs the package tensorboard: pip install 'dure[tensorboard]'"
             ) from None
-        make_folder(folder, exist_ok=True)  # the package makes its files with the umask alone
+        make_folder(folder, exist_ok=True)  # the package would create its files with the umask alone
         self._writer = SummaryWriter(str(folder))
         self._next_time = 0.0
 
     def step(self, record: StepRecord, learning_rate: float, num_samples: int) -> None:
-        """Write a step's scalars, unless the last ones are hardly older."""
+        """Write a step's scalars, unless the last ones are less than `_LEAST_SECONDS` old."""
         if record.time < self._next_time:
             return
         self._next_time = record.time + _LEAST_SECONDS
@@ -46,5 +46,5 @@ class Scalars:
             self._writer.add_scalar(f"val/{name}", metric.value, step)
 
     def close(self) -> None:
-        """Write out and close."""
+        """Flush and close the writer."""
         self._writer.close()

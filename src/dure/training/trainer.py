@@ -1,4 +1,4 @@
-"""Conducts a training run on one rank: steps, evaluations, checkpoints, records."""
+"""Trainer of one rank: steps, evaluations, checkpoints, records."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class Trainer:
-    """Acts at the boundaries between steps: the loop computes, this decides what happens in between."""
+    """Actions at the boundaries between steps: the loop computes, and this class decides what happens in between."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Trainer:
         current_phase: Callable[[str], None] = lambda _: None,
         begin_step: Callable[[int], None] | None = None,
     ) -> None:
-        """Prepare to conduct.
+        """Prepare the training run.
 
         Args:
-            session: What is trained.
-            run: Where its records go.
-            stop: The signals that ask it to stop.
-            current_step: Told of each step that is done.
-            current_phase: Told, again and again, what kind of thing is done.
-            begin_step: Told of each step before it is computed.
+            session: Session to train.
+            run: Folder for the records.
+            stop: Signals that request a stop.
+            current_step: Called with the number of each completed step.
+            current_phase: Called repeatedly with the current phase.
+            begin_step: Called with the number of each step before it is computed.
         """
         self.session = session
         self.run = run
@@ -81,9 +81,9 @@ class Trainer:
         self._told_not_kept: set[str] = set()
         self._recomputed = recomputed_weights(session.strategy.model)
         self._set_by_schedule: set[str] = set()
-        """Plain state that the schedule sets, on all ranks alike."""
+        """Plain state that the schedule sets, equal on all ranks."""
         self._set_by_step: set[str] = set()
-        """Plain state that hooks on the optimiser's step change, on all ranks alike."""
+        """Plain state that hooks on the optimiser's step change, equal on all ranks."""
         self._set_by_evaluation: set[str] = set()
         """Plain state that evaluations change."""
         self._evaluated: ObjectState | None = None
@@ -97,19 +97,19 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank speaks for all; another may after the first was lost."""
+        """True if this rank acts for all ranks; another one does after the first was lost."""
         return self.session.group.rank == 0
 
     # the run
 
     def train(self) -> str:
-        """Train from the newest good checkpoint, or from the start, to the end; return `completed` or `interrupted`."""
+        """Train from the newest valid checkpoint, or from the start; return `completed` or `interrupted`."""
         session, spec = self.session, self.session.spec
         with ExitStack() as resources:
             resources.push(self.checkpointer.leave)
             position, orders = self.position, session.place.orders
             trusted = orders.trusted_samples
-            # before anything is loaded, as in a run that begins: it may set what the task keeps
+            # before anything is loaded, as in a new run: it may set state that the task keeps
             before = session.kept.state_now()
             asked = session.task.build_schedule(session.strategy.optimizer, session.total_samples)
             self._set_by_schedule |= before.changed().keys()
@@ -137,7 +137,7 @@ class Trainer:
                 resources.callback(self.scalars.close)
             schedule, set_by_schedule = asked_schedule(session, asked)
             self._set_by_schedule |= set_by_schedule
-            if not self.is_restart:  # it has been shown that all goes well, and the others of a restart wait
+            if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
                 session.notes += rehearse_evaluation(session, self.best)
             self._say_start()
             self.loop = TrainingLoop(
@@ -158,12 +158,12 @@ class Trainer:
             try:
                 return self._steps()
             except LossNotFinite:
-                # a flipped bit may be why: if so, that is what there is to say
+                # a flipped bit may be the cause, and is then the error to report
                 self.replicas.check(again=True)
                 raise
 
     def _save_and_leave(self, signal: int) -> str:
-        """Save what was taken up, for ranks that were ended because they did not follow a stop signal."""
+        """Save the loaded state, for ranks that were ended because they did not follow a stop signal."""
         if self.position.samples_seen:
             self.current_phase("saving")
             self._together(lambda: self.checkpointer.save(None, is_last=True))
@@ -171,7 +171,7 @@ class Trainer:
         return "interrupted"
 
     def _before_change(self) -> float:
-        """Finish what reads the weights, before the optimiser changes them; return the seconds that took."""
+        """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
         if self._num_watched < _WATCHED_STEPS and step_hooks(self.session.strategy.built_optimizer):
             self._num_watched += 1
             self._before_step = self.session.kept.state_now()
@@ -198,7 +198,7 @@ class Trainer:
             if boundary.step == self.begun_at[1] + 1:
                 self.checkpointer.prepare()
             if self.memory.is_due():
-                # after what is done at this position, so that it is done again if a rank dies during it
+                # after all actions at this position, so that they are repeated if a rank dies during them
                 self.memory.take(self._settle)
                 self._say_what_is_not_kept()
         self._settle()
@@ -224,7 +224,7 @@ class Trainer:
             spec.checkpoint.every_samples is not None and _crossed(before, seen, spec.checkpoint.every_samples)
         )
         if requests.save and not is_late_request:
-            # it was asked for by a clock, or by a rank whose part of the one before could not be written
+            # requested by a clock, or by a rank whose part of the last checkpoint could not be written
             is_save = self._together(self.checkpointer.settle) is not False or is_save
         if not (is_evaluation or is_save) or seen >= session.total_samples:
             return
@@ -245,7 +245,7 @@ class Trainer:
             raise
 
     def _settle(self) -> None:
-        """Know every launched step before weights are read."""
+        """Read the facts of every launched step before weights are read."""
         self._note(self.loop.drain())
         self.writer.flush()
 
@@ -284,7 +284,7 @@ class Trainer:
     # what all ranks do together
 
     def _together(self, action: Callable[[], Answer]) -> Answer:
-        """Do what all ranks do, and do it again without a rank that was lost meanwhile, where the run can go on so."""
+        """Run a collective action, and repeat it without a rank lost meanwhile, if the run can continue without it."""
         while True:
             try:
                 return action()
@@ -304,7 +304,7 @@ class Trainer:
             self._say_lost(lost)
 
     def _say_what_is_not_kept(self) -> None:
-        """Declare, once each, state that no checkpoint can hold, and state that the loss began to change on the way."""
+        """Declare, once each, state that no checkpoint can hold, and state that the loss began to change late."""
         new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
         texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
         for text in texts:
@@ -317,13 +317,13 @@ class Trainer:
             self._event(events.NotPreserved(texts=tuple(texts)))
 
     def _changed_late(self) -> list[str]:
-        """Return the plain state that no try before training saw change, where batches are computed in parts."""
+        """Return the plain state whose change no trial before training showed, if batches are computed in parts."""
         strategy, traits = self.session.strategy, self.session.strategy.traits
         if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
         set_by_evaluation = self._set_by_evaluation - self._set_between  # the loss may have begun to change it too
         set_elsewhere = (*self._recomputed, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
-        drawn = self.session.kept.generators if strategy.draws else ()  # by draws, which are declared
+        drawn = self.session.kept.generators if strategy.draws else ()  # changed by draws, which are declared
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         return self.session.kept.changed_since(known)
 
@@ -332,7 +332,7 @@ class Trainer:
             self._set_between |= self._evaluated.changed().keys()
 
     def _say_lost(self, lost: list[LostShare]) -> None:
-        """Write down exactly which samples were not used because their rank died."""
+        """Record exactly which samples were not used because their rank died."""
         samples_seen, step = self.begun_at
         last = max(share.step for share in lost)
         found: list[events.UnusedShare] = []
@@ -361,10 +361,10 @@ class Trainer:
     # evaluation
 
     def _evaluate(self, *, is_extra: bool = False) -> None:
-        """Evaluate, and note the result.
+        """Evaluate, and record the result.
 
         Args:
-            is_extra: Whether a longer run would not evaluate here, so that it must leave no state behind.
+            is_extra: Whether a longer run would not evaluate here, so that the evaluation must leave no state behind.
         """
         session, position = self.session, self.position
         if session.eval_loader is None:
@@ -390,7 +390,7 @@ class Trainer:
             for buffer, value in buffers:
                 buffer.copy_(value)
         self._evaluated = ObjectState({**session.strategy.objects, "model": session.strategy.model})
-        before.put_back_generators()  # when a run evaluates must not change what it trains on
+        before.put_back_generators()  # the position of evaluations must not change the training data
         self.current_phase("training")
         train_loss = position.loss_sum / position.loss_count if position.loss_count else None
         epochs = round(position.samples_seen / session.order.epoch_samples, 4)
@@ -415,11 +415,11 @@ class Trainer:
         position.loss_sum = position.loss_count = 0.0
         position.evaluated_samples, self.last_metrics, self.last_evaluation_time = position.samples_seen, metrics, now
         if is_best:
-            # the best weights must be on the disk before they are trained on
+            # the best weights must be on disk before training changes them
             self._save()
 
     def _say_epoch(self) -> None:
-        """Show the training loss of the epoch that ended, where no evaluation does."""
+        """Show the training loss of the finished epoch, if no evaluation shows it."""
         position = self.position
         epochs = round(position.samples_seen / self.session.order.epoch_samples, 4)
         if position.loss_count:
@@ -429,7 +429,7 @@ class Trainer:
     def _note_best(self, metrics: dict[str, Metric]) -> bool:
         value, before = self.best.value_of(metrics), self.position.best
         if before is not None and before["metric"] != self.best.metric:
-            before = None  # the run was resumed with another metric to choose by
+            before = None  # the run was resumed with another metric for the best
         is_best = self.best.is_better(value, None if before is None else before["value"])
         if is_best:
             seen = self.position.samples_seen
@@ -437,7 +437,7 @@ class Trainer:
             self.position.best = {"metric": self.best.metric, "value": value, "samples_seen": seen}
         return is_best
 
-    # saying
+    # reports
 
     def _say_start(self) -> None:
         session, spec, strategy = self.session, self.session.spec, self.session.strategy
@@ -506,7 +506,7 @@ class Trainer:
 
 _NOTHING = Requests()
 _WATCHED_STEPS = 2
-"""First steps in which is looked what hooks on the optimiser's step change."""
+"""Number of first steps in which the changes by hooks on the optimiser's step are observed."""
 
 
 def _crossed(before: int, after: int, interval: float) -> bool:

@@ -1,4 +1,4 @@
-"""The entry of a worker process: one rank of one job, from joining the others to an ordered end."""
+"""Entry point of a worker process: one rank of one job, from joining the others to an orderly end."""
 
 import gc
 import importlib
@@ -48,11 +48,11 @@ from dure.training.task.given_task import task_class
 from dure.training.trainer import Trainer
 
 LOSS_TRAITS = "loss_traits.json"
-"""Record of what an inspection of the loss found, in the run folder."""
+"""File in the run's folder with the traits that an inspection of the loss found."""
 
 
 class Worker:
-    """One rank's work on a job."""
+    """Work of one rank on a job."""
 
     def __init__(self, job: TrainJob | EvaluateJob, place: Place) -> None:
         self.job = job
@@ -63,13 +63,13 @@ class Worker:
         self.sequence = SequenceNumber()
         self.faults: PlannedFaults | None = None
         self.microbatch_size: int | None = None
-        """Samples that a device computed at once in the step that failed."""
+        """Samples that a device computed at once in the failed step; None if no step failed."""
         self.group: Group | None = None
         self.gpus: tuple[int, ...] = ()
-        """GPUs of this rank, as CUDA counts them here."""
+        """GPUs of this rank, by their CUDA indices in this process."""
 
     def main(self) -> int:
-        """Do the job; return the exit code, with what went wrong written into the run folder."""
+        """Run the job; return the exit code, after any failure is written into the run's folder."""
         stop = StopSignals(is_supervised=self.place.is_supervised)
         try:
             with stop:
@@ -77,11 +77,11 @@ class Worker:
         except BaseException as error:
             failure = error
             try:
-                stop.defer()  # it ends anyway, and a signal that comes now must not take its word why
-            except StoppedAtOnce:  # one that was due just now: `_fail` sees that it came
+                stop.defer()  # the process is ending, and a signal now must not prevent its report
+            except StoppedAtOnce:  # a signal was already due; `_fail` sees it
                 stop.defer()
             code = told_undisturbed(lambda: self._fail(failure, stop))
-            # frames hold the model, DDP and loader processes, and those the process group
+            # frames keep the model, DDP and loader processes alive, and these the process group
             traceback.clear_frames(error.__traceback__)
         self._leave_disorderly()
         return code
@@ -95,7 +95,7 @@ class Worker:
             check_ranks_agree(self.group, job.asked)
         self._check_task_code(spec)
         if spec.faults is not None and isinstance(job, TrainJob):
-            # of the ranks when all hosts are there
+            # ranks of all hosts together
             faults = read_faults(spec.faults, max(self.run.read_spec().num_devices, self.group.world_size))
             self.faults = PlannedFaults(faults, self.place.rank.rank, self.run, self._cut)
         around_loss = None if self.faults is None else self.faults.around
@@ -112,13 +112,13 @@ class Worker:
             self._evaluate(job, session)
         session.strategy.close()
         del session
-        # DDP's reducer holds the process group in reference cycles: it must be gone before the group is
+        # DDP's reducer holds the process group in reference cycles, and must be freed before the group
         gc.collect()
         self.group.close()
         return stop_exit_code(stop.received or self.place.orders.stopped_by or 0) if is_interrupted else 0
 
     def _known_traits(self) -> LossTraits | None:
-        """Return the traits of the loss as this attempt's first ranks found them; an evaluation needs none."""
+        """Return the traits of the loss found by this attempt's first ranks, or None; an evaluation needs none."""
         if isinstance(self.job, EvaluateJob):
             return LossTraits()
         if self.place.round == 0 or not (self.run.path / LOSS_TRAITS).is_file():
@@ -126,10 +126,10 @@ class Worker:
         return LossTraits.from_json(self.run.read_json(LOSS_TRAITS))
 
     def _check_task_code(self, spec: RunSpec) -> None:
-        """Refuse a class that another process imported again, where the one that starts the run had changed it.
+        """Refuse a class that this process imported again, if the process that started the run had changed it.
 
         Raises:
-            TaskInvalid: They differ.
+            TaskInvalid: The two differ.
         """
         if self.job.task_code not in (None, class_digest(task_class(spec.task))):
             name = spec.task.rpartition(":")[2]
@@ -139,11 +139,11 @@ class Worker:
             )
 
     def _spec(self) -> RunSpec:
-        """Return what the user asked for, on the devices that are there, with microbatches as small as memory needs."""
+        """Return the requested spec, adapted to the available devices and to the microbatch size that memory allows."""
         spec = _spec_of(self.job, self.run)
         changed: dict[str, int] = {}
         if self.place.is_on_several_hosts:
-            changed["total_devices"] = self.place.rank.world_size  # some hosts may be gone
+            changed["total_devices"] = self.place.rank.world_size  # some hosts may be lost
         if self.place.orders.microbatch_size is not None:
             changed["microbatch_size"] = self.place.orders.microbatch_size
         return spec.model_copy(update=changed) if changed else spec
@@ -166,7 +166,7 @@ class Worker:
         return status == "interrupted"
 
     def _cut(self, seconds: float) -> None:
-        """Ask the launcher to let this host fall silent, and go on when it has."""
+        """Ask the launcher to make this host silent, and return when it has."""
         assert self.place.report_fd is not None
         os.pwrite(self.place.report_fd, json.dumps({CUT: seconds}).encode(), 0)
         while os.fstat(self.place.report_fd).st_size:
@@ -220,16 +220,16 @@ class Worker:
         if isinstance(error, StoppedAtOnce):
             return stop_exit_code(error.number)
         if stop.received is not None and is_peer_lost(error):
-            return stop_exit_code(stop.received)  # the other rank followed the same signal, a moment sooner
+            return stop_exit_code(stop.received)  # the other rank followed the same signal a moment earlier
         rank = self.place.rank.rank
 
         def describe(ask_driver: AskDriver | None) -> FailureRecord:
             return describe_failure(error, rank, self.step, self.microbatch_size, self.gpus, ask_driver)
 
         failure = leave_word(describe, self.place.report_fd)
-        with suppress(DureError):  # a full disk is told through the descriptor
+        with suppress(DureError):  # a full disk is reported through the descriptor
             self.run.write_json(failure_file(rank), failure_to_json(failure))
-            # one rank says it: the first whose loss it was, for the others may not know
+            # one rank records it: the first whose loss was not finite, because the others may not know
             if isinstance(error, LossNotFinite) and rank == error.culprits[0]["rank"]:
                 found = tuple(map(dict, error.culprits))
                 self.run.append_event(events.LossNotFinite(message=str(error), culprits=found))
@@ -238,14 +238,14 @@ class Worker:
         return failure.exit_code
 
     def _leave_disorderly(self) -> None:
-        """Leave the group without the others, where this process lives on; a supervised one just ends."""
+        """Leave the group without the others if this process lives on; a supervised one just exits."""
         if self.group is not None and not self.place.is_supervised:
             gc.collect()
             self.group.abandon()
 
 
 def _own_parameters(strategy: Strategy) -> dict[str, Tensor]:
-    """Return what this rank has of the parameters."""
+    """Return this rank's shard of the parameters."""
     replica = strategy.replica()
     if replica is not None:
         return {name: replica.tensors[name] for name, _ in strategy.model.named_parameters() if name in replica.tensors}
@@ -266,12 +266,13 @@ def main(job: TrainJob | EvaluateJob, place: Place) -> int:
 
 
 def before_fork(job: TrainJob | EvaluateJob) -> None:
-    """Import once, in the process that forks the ranks, what all of them need."""
+    """Import, in the process that forks the ranks, what all of them need."""
     import_late_parts()
     spec = _spec_of(job, RunDir.open(Path(job.run)))
     task_class(spec.task)
     load_strategy(spec.strategy).import_late_parts()
-    importlib.import_module("dure.comm.dure_shm.backend")  # how CPU ranks of one host talk
+    importlib.import_module("dure.comm.dure_shm.backend")  # transport between CPU ranks of one host
     if spec.num_workers:
-        # where loaders keep their sockets: made here, this process removes it even when they and their rank were killed
+        # directory of the loaders' sockets: created here, this process removes it even if they and their rank were
+        # killed
         multiprocessing.util.get_temp_dir()

@@ -1,9 +1,8 @@
-"""One save, from the ranks' agreement on it until it is on the disk, while they train on.
+"""One save, from the ranks' agreement on it until it is on disk, while they continue to train.
 
-Only `begin` and `settle` exchange anything, and they are called by all ranks between the same two steps: a collective
-of a second thread would meet another rank's in another order. The threads themselves talk through the directory that
-they write into: every rank leaves a word there when its files are on the disk, and rank 0's thread then writes the
-manifest.
+Only `begin` and `settle` communicate, and all ranks call them between the same two steps: collectives of a second
+thread would run in different orders on different ranks. The threads communicate through the directory that they write
+to. Every rank leaves a status file there when its files are on disk, and rank 0's thread then writes the manifest.
 """
 
 import threading
@@ -25,37 +24,37 @@ from dure.training.checkpoints.writer import CheckpointWriter, Target
 from dure.units import format_bytes
 
 MOST_OF_MEMORY = 0.5
-"""Fraction of the host's free memory that the copies of all ranks may take."""
+"""Maximum fraction of the host's free memory for the copies of all ranks."""
 _MARGIN_BYTES = 2**20
-"""Bytes that the directory and a few lines of records may need in addition to the files."""
+"""Bytes reserved for the directory and a few lines of records, in addition to the files."""
 _MANIFEST_BYTES_PER_TENSOR = 512
 _SHORTEST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 10.0
-"""Seconds that rank 0, when it fails, waits for the others' parts after its own."""
+"""Seconds that a failing rank 0 waits for the parts of the others after its own."""
 _LONGEST_PATIENCE_SECONDS = 300.0
-"""Seconds that another rank that fails lets rank 0 write, as its end would end rank 0."""
+"""Seconds that another failing rank gives rank 0 to write, because its exit would end rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is on the disk."""
+    """A checkpoint on disk."""
 
     path: Path
     position: Position
     is_best: bool
     num_bytes: int
-    """Bytes of all files of all ranks, the manifest excluded."""
+    """Bytes of all files of all ranks, without the manifest."""
     stall_seconds: float
-    """Seconds that training was held up for it."""
+    """Seconds for which the save blocked training."""
     write_seconds: float
-    """Seconds from the first byte to the last."""
+    """Seconds from the first byte written to the last."""
     beside_bytes: int = 0
-    """Bytes that rank 0 left to be copied during the next forward and backward; any wait for them in the end counts as
+    """Bytes of rank 0 that were left to be copied during the next forward and backward; a final wait for them counts as
     stall."""
 
 
 class _Cancelled(Exception):
-    """The checkpoint is not wanted any more."""
+    """The checkpoint is no longer wanted."""
 
 
 class AsyncSave:
@@ -72,29 +71,30 @@ class AsyncSave:
         on_saved: Callable[[SavedCheckpoint], None] | None = None,
         started: float | None = None,
     ) -> None:
-        """Prepare; nothing is done before `begin`.
+        """Prepare the save; nothing is done before `begin`.
 
         Args:
-            store: Where to.
-            position: Where in the run this is; the same on every rank.
-            group: The ranks that save. They share a file system.
+            store: Store that receives the checkpoint.
+            position: Position of the run; the same on every rank.
+            group: Process group of the ranks that save. They share a file system.
             metrics: Plain values for the manifest: the evaluation at this position.
-            is_best: Whether this is the best so far; it is then kept until a better one is saved.
-            on_saved: Called on rank 0 when the checkpoint is on the disk, in the thread if there is one.
-            started: `perf_counter` when training was first held up for it; now by default.
+            is_best: Whether this is the best checkpoint so far; it is then kept until a better one is saved.
+            on_saved: Called on rank 0 when the checkpoint is on disk, in the thread if there is one.
+            started: `perf_counter` when the save began to block training; None for now.
         """
         self.position = position
         self.is_copied = False
-        """True if a copy is written, so that training may go on at once; the tensors may change when it is whole."""
+        """True if a copy is written, so that training may continue; the tensors may change once the copy is
+        complete."""
         self._store = store
         self._rank, self._world_size = group.rank, group.world_size
         self._target = Target(root=store.root, position=position, fence=store.fence)
         self.writer: CheckpointWriter
-        """Writer of this rank's files, from `begin` on."""
+        """Writer of this rank's files, set by `begin`."""
         self._copies: StagingBuffer | None = None
         """Staging buffer that makes the copy; None if there is none."""
         self._copied_bytes = self._free_bytes = 0
-        """Bytes that the copies of all ranks would take beyond their present buffers, and bytes of free memory."""
+        """Bytes that the copies of all ranks need beyond their present buffers, and bytes of free memory."""
         self._metrics = metrics
         self._is_best = is_best
         self._on_saved = on_saved
@@ -106,33 +106,35 @@ class AsyncSave:
         self._is_cancelled = threading.Event()
         self._files: dict[str, Any] | None = None
         self._parts: list[dict[str, Any]] | None = None
-        """Files of all ranks, once this rank knows them."""
+        """Files of all ranks, once this rank knows them; None before."""
         self._error: Exception | None = None
-        """Error of this rank itself."""
+        """Error of this rank itself; None if there is none."""
         self._heard: Exception | None = None
-        """Error of another rank, of which the thread on rank 0 knows."""
+        """Error of another rank, known to the thread of rank 0."""
         self._saved: SavedCheckpoint | None = None
-        """Checkpoint that was saved, on rank 0; None before it is."""
+        """Saved checkpoint, on rank 0; None before it is saved."""
         self._held: tuple[float, float | None] = (0.0, time.perf_counter() if started is None else started)
-        """Seconds that training was held up, and since when it is now; one value, because two threads use it."""
+        """Seconds for which training was blocked, and since when it is blocked now; one value, because two threads use
+        it."""
         self._began_to_write = 0.0
 
     def begin(self, snapshot: Snapshot, group: Group, copies: StagingBuffer | None = None) -> Self:
-        """Agree on who writes what, find room for it, and copy the tensors if asked to; writing is left to the caller.
+        """Agree on who writes what, find space for it, and copy the tensors if requested; the caller starts writing.
 
-        All ranks succeed or all raise, with nothing left behind.
+        All ranks succeed, or all raise with nothing left behind.
 
         Args:
-            snapshot: What to save; it says what each rank has to give.
-            group: The ranks that save.
-            copies: Takes the copy, so that training may go on at once, unless memory is short: `is_copied` says which.
+            snapshot: State to save, with the tensors that each rank contributes.
+            group: Process group of the ranks that save.
+            copies: Buffer for a copy, with which training may continue at once; not used if memory is short (see
+                `is_copied`).
 
         Communication: two gathered JSON messages, about 200 bytes per rank and, with sharded tensors, 100 per piece.
 
         Raises:
-            DiskFull: On every rank, when there is no room.
-            CheckpointNotWritten: On a rank that could not do its part.
-            TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
+            DiskFull: There is not enough space; raised on every rank.
+            CheckpointNotWritten: This rank could not do its part.
+            TaskInvalid: Model or optimiser hold something that cannot be saved without pickle.
             PeerLost: Another rank could not do its part.
         """
         shares: list[RankShard] = []
@@ -151,7 +153,7 @@ class AsyncSave:
         return self
 
     def _agree(self, group: Group, phase: str, action: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part of a phase and exchange the answers; a failure anywhere is an error everywhere."""
+        """Do this rank's part of a phase and exchange the results; a failure on any rank is raised on all."""
         mine: Exception | None = None
         try:
             answer = {"answer": self._target.attempt(action)}
@@ -165,13 +167,13 @@ class AsyncSave:
         return [other["answer"] for other in answers]
 
     def _raise_what_others_said(self, answers: Sequence[Mapping[str, Any]], phase: str) -> None:
-        """Raise what went wrong on another rank, if anything did.
+        """Raise the failure of another rank, if there is one.
 
         Raises:
-            DiskFull: It found no room.
-            StateChanged: What it copied did not stay as it was.
-            WeightsNotFinite: What it was to write is not finite.
-            PeerLost: Anything else.
+            DiskFull: It found no space.
+            StateChanged: A tensor changed while it was copied.
+            WeightsNotFinite: The weights to be written are not finite.
+            PeerLost: It failed for any other reason.
         """
         for rank, other in enumerate(answers):
             if (kind := _TOLD.get(other.get("kind"))) is not None:
@@ -183,7 +185,7 @@ class AsyncSave:
                 )
 
     def _adopt(self, share: RankShard, described: Sequence[Mapping[str, Any]], *, is_spread: bool) -> list[PieceTable]:
-        """Take over what the ranks agreed on into this rank's share, and return the pieces that each writes."""
+        """Apply what the ranks agreed on to this rank's share, and return the pieces that each rank writes."""
         pieces = without_copies([each["pieces"] for each in described])
         share.keep_only(pieces[self._rank])
         if is_spread and self._rank == 0:
@@ -197,36 +199,36 @@ class AsyncSave:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether what is copied may change."""
+        """Return whether the copied tensors may change."""
         return self._is_whole.is_set()
 
     @property
     def memory_words(self) -> str:
-        """Return the memory that the copies need and the memory that is free, in words."""
+        """Text of the memory that the copies need and the memory that is free."""
         return f"{format_bytes(self._copied_bytes)} of the {format_bytes(self._free_bytes)}"
 
     @property
     def is_busy(self) -> bool:
-        """Return whether this rank's thread is still at work."""
+        """Return whether this rank's thread is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this rank knows of a failure, which all should hear of."""
+        """Return whether this rank knows of a failure, which all ranks should learn of."""
         return self._error is not None or self._heard is not None
 
     def start(self) -> None:
-        """Write in a thread, as soon as the copy is complete, and let training go on."""
+        """Write in a thread as soon as the copy is complete, and let training continue."""
         if self._copies is None or self._copies.is_complete:
             self._is_whole.set()
         name = f"dure-checkpoint-{self.position.samples_seen}"
-        # an interpreter that ends must not wait for a rank that never left its word
+        # an exiting interpreter must not wait for a rank that never leaves its status
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._let_go()
 
     def complete_copy(self) -> None:
-        """Return when what is copied may change; to be called before it does, by the thread that began the save."""
+        """Complete the copy; the copied tensors may change afterwards. Called by the thread that began the save."""
         if self._thread is None or self._is_whole.is_set():
             return
         is_held_already = self._hold()
@@ -251,7 +253,7 @@ class AsyncSave:
             self._finish()
 
     def write(self) -> None:
-        """Write this rank's files; a failure is kept for `settle`."""
+        """Write this rank's files; an error is kept for `settle`."""
         self._began_to_write = time.perf_counter()
         try:
             self._files = self.writer.write(self._check)
@@ -265,7 +267,7 @@ class AsyncSave:
             raise _Cancelled("nobody waits for this checkpoint any more")
 
     def _finish(self) -> None:
-        """Make the checkpoint visible, on rank 0, when every rank's files are there."""
+        """Make the checkpoint visible, on rank 0, when the files of every rank are there."""
         try:
             parts = self._await_parts()
             name = self.writer.commit(parts, self._metrics, self._is_best)
@@ -299,24 +301,24 @@ class AsyncSave:
         return self._parts
 
     def settle(self, group: Group) -> SavedCheckpoint | None:
-        """Wait until it is done on all ranks, and return what came of it; None when a rank was lost with its part.
+        """Wait until all ranks are done, and return the result; None if a rank was lost with its part.
 
-        To be called by all ranks at the same step. After a `GroupShrank`, again.
+        Called by all ranks at the same step, and again after a `GroupShrank`.
 
         Communication: one or two gathered JSON messages of about 200 bytes per file.
 
         Raises:
-            DiskFull: On every rank, when one found no room.
-            StateChanged: On every rank, when what one copied did not stay as it was meanwhile.
-            WeightsNotFinite: On every rank, when the weights of one are not finite.
-            CheckpointNotWritten: On the rank that could not write.
+            DiskFull: A rank found no space; raised on every rank.
+            StateChanged: A tensor changed while a rank copied it; raised on every rank.
+            WeightsNotFinite: The weights of a rank are not finite; raised on every rank.
+            CheckpointNotWritten: This rank could not write.
             PeerLost: Another rank could not write its part.
         """
         self._hold()
         self.complete_copy()
         self._is_written.wait()
         if self._thread is not None and self._rank:
-            self._thread.join()  # its word is left before rank 0 may take away where
+            self._thread.join()  # its status must be written before rank 0 may remove the directory
         said = group.all_gather_json(self._word())
         if self._rank == 0 and self._saved is None and self._error is None:
             if len(said) == self._world_size and all("error" not in one for one in said):
@@ -351,10 +353,10 @@ class AsyncSave:
             self._finish()
 
     def leave(self, *, is_hurried: bool) -> None:
-        """End without the others: what is being written is completed, as far as that can be known to be possible.
+        """End without the other ranks; first complete what is being written, if that can be known to be possible.
 
         Args:
-            is_hurried: Leave at once what is not complete.
+            is_hurried: Whether to abandon at once what is not complete.
         """
         if is_hurried:
             self._is_cancelled.set()
@@ -371,7 +373,7 @@ class AsyncSave:
         self.writer.abandon()
 
     def _hold(self) -> bool:
-        """Count from now on as time that training was held up; return whether it was counted already."""
+        """Start to count time for which training is blocked; return whether it was counted already."""
         seconds, since = self._held
         self._held = seconds, time.perf_counter() if since is None else since
         return since is not None
@@ -385,7 +387,7 @@ class AsyncSave:
 
 
 def _described(share: RankShard, copies: StagingBuffer | None, *, is_spread: bool) -> dict[str, Any]:
-    """Return what the other ranks need to know of a share. Plain JSON values."""
+    """Return what the other ranks need to know of a share, as plain JSON values."""
     tensors = sum(len(part) for part in share.parts.values())
     needed = share.most_bytes() + tensors * _MANIFEST_BYTES_PER_TENSOR
     described = {"pieces": share.pieces(), "num_bytes": needed, "aliases": share.aliases}
@@ -396,10 +398,10 @@ def _described(share: RankShard, copies: StagingBuffer | None, *, is_spread: boo
 
 
 def word_of(error: Exception) -> dict[str, Any]:
-    """Return a failure as what the other ranks are told of it."""
+    """Return a failure as it is reported to the other ranks."""
     kind = type(error).__name__
     return {"error": f"{error}" or kind, **({"kind": kind} if kind in _TOLD else {})}
 
 
 _TOLD: dict[str | None, type[DureError]] = {kind.__name__: kind for kind in (DiskFull, StateChanged, WeightsNotFinite)}
-"""Errors that are the same failure on every rank, whichever rank found it; by class name."""
+"""Errors that are raised as the same class on every rank, by class name."""

@@ -1,4 +1,4 @@
-"""Files that are wholly there or not at all: fsync, rename, refusal of anything but a regular file."""
+"""Files that exist completely or not at all: fsync, rename, and refusal of anything but regular files."""
 
 import errno
 import os
@@ -15,19 +15,19 @@ from dure.units import format_bytes
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 FULL_WORDS = "found no space left"
-"""Words in every sentence about a disk that turned out to be full while a file was written."""
+"""Words in every message about a disk that was full while a file was written."""
 
 Buffer = bytes | bytearray | memoryview
 
 
 def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
-    """Write a file that must not exist yet, force it to the disk and return its size and SHA-256.
+    """Write a new file, flush it to disk, and return its size and SHA-256.
 
-    The hash is of the bytes handed to the system, so that what a disk or a network changes on the way shows later.
+    The hash is of the bytes passed to the system, so that later changes by a disk or a network are detected.
 
     Raises:
-        DiskFull: The file system or a quota has no room for it.
-        OSError: Anything else that the system refuses.
+        DiskFull: The file system or a quota has no space for it.
+        OSError: The file exists, or the system refuses it for another reason.
     """
     digest, num_bytes = sha256(), 0
     try:
@@ -44,7 +44,7 @@ def write_new_file(path: Path, buffers: Iterable[Buffer]) -> tuple[int, str]:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a small text file so that a reader sees the old text or the new one, never a part."""
+    """Replace a small text file so that a reader sees either the old or the new text, never a part."""
     new = path.with_name(f".{path.name}.writing")
     new.unlink(missing_ok=True)
     try:
@@ -56,7 +56,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Force a directory's entries to the disk: a created or renamed file is only then sure to be found again."""
+    """Flush a directory's entries to disk; only then are created or renamed files certain to be found again."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -65,10 +65,10 @@ def sync_directory(path: Path) -> None:
 
 
 def raise_if_full(error: OSError, path: Path) -> None:
-    """Raise `DiskFull` in the place of an error that says so in the system's words.
+    """Raise `DiskFull` instead of an error that reports a lack of space.
 
     Raises:
-        DiskFull: The error is one of no space or no quota.
+        DiskFull: The error number says that there is no space or quota left.
     """
     if error.errno in NO_SPACE_ERRNOS:
         free = format_bytes(shutil.disk_usage(path.parent).free)
@@ -79,12 +79,13 @@ def raise_if_full(error: OSError, path: Path) -> None:
 
 
 def open_regular(path: Path, num_bytes: int | None = None, at_most: int | None = None) -> int:
-    """Open a file for reading that is a regular one of the expected size, and return its descriptor.
+    """Open a regular file of the expected size for reading, and return its descriptor.
 
-    Links are refused, because a checkpoint lives in its own directory, and pipes, because they wait for ever.
+    Links are refused, because a checkpoint lives in its own directory, and pipes, because reading them may block for
+    ever.
 
     Raises:
-        CheckpointDamaged: The file is missing, is something else, or has another size.
+        CheckpointDamaged: The file is missing, is not a regular file, or has another size.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -110,15 +111,15 @@ def _fault_of(descriptor: int, num_bytes: int | None, at_most: int | None) -> st
 
 
 def read_verified(path: Path, num_bytes: int, digest: str) -> bytearray:
-    """Read a file once and return its bytes when size and SHA-256 are what was written.
+    """Read a file once and return its bytes if size and SHA-256 match those written.
 
-    The bytes that are checked are the bytes that are used: nothing is read a second time.
+    The checked bytes are the bytes that are used; nothing is read a second time.
 
     Raises:
-        CheckpointDamaged: The file is missing, has another size or another hash.
+        CheckpointDamaged: The file is missing, or has another size or hash.
     """
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
-        data = bytearray(num_bytes)  # as many as the file has: the number may be a lie
+        data = bytearray(num_bytes)  # the file is known to have as many bytes; the number alone could be wrong
         view, filled = memoryview(data), 0
         while filled < num_bytes:
             got = read_some(file.fileno(), view[filled : filled + 2**24], path)
@@ -133,7 +134,7 @@ def check_file(path: Path, num_bytes: int, digest: str) -> None:
     """Check a file's size and SHA-256 without keeping its bytes.
 
     Raises:
-        CheckpointDamaged: The file is missing, has another size or another hash.
+        CheckpointDamaged: The file is missing, or has another size or hash.
     """
     buffer, seen = bytearray(2**20), sha256()
     with open(open_regular(path, num_bytes), "rb", buffering=0) as file:
@@ -143,7 +144,7 @@ def check_file(path: Path, num_bytes: int, digest: str) -> None:
 
 
 def read_some(descriptor: int, into: memoryview, path: Path) -> int:
-    """Read as many bytes as the system gives at once, and return how many.
+    """Read the bytes that the system returns in one call, and return their number.
 
     Raises:
         CheckpointDamaged: The system cannot read the file.
@@ -155,7 +156,7 @@ def read_some(descriptor: int, into: memoryview, path: Path) -> int:
 
 
 def check_digest(path: Path, seen: str, written: str) -> None:
-    """Compare the SHA-256 of a file with the one that was noted when it was written.
+    """Compare the SHA-256 of a file with the one recorded when it was written.
 
     Raises:
         CheckpointDamaged: They differ.

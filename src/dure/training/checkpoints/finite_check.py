@@ -1,4 +1,4 @@
-"""Check of weights for NaN and infinity, during the hashing of a checkpoint, which reads every byte of them anyway."""
+"""Check of weights for NaN and infinity while a checkpoint is hashed, which reads every byte of them anyway."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,22 +19,22 @@ _INFINITY: dict[torch.dtype, np.unsignedinteger[Any]] = {
     torch.float16: np.uint16(0x7C00),
     torch.bfloat16: np.uint16(0x7F80),
 }
-"""The bits of infinity; without the sign, those of finite numbers are less, and those of NaN are more."""
+"""Bits of infinity by dtype; without the sign bit, those of finite numbers are lower, and those of NaN are higher."""
 
 
 class FiniteCheck:
-    """Check of parameters' bytes as they go by: one more pass over what the processor has near anyway."""
+    """Check of the parameters' bytes as they are written, while they are still in the cache."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Name the parameters that must be finite, with their dtypes."""
+        """Set the parameters that must be finite, with their dtypes."""
         self._infinities = {name: _INFINITY[dtype] for name, dtype in dtypes.items() if dtype in _INFINITY}
         self._room = np.empty(0, np.uint8)
 
     def __call__(self, name: str | None, data: Buffer) -> None:
-        """Look at some bytes of a tensor, which begin and end with an item.
+        """Check a block of a tensor's bytes, which must begin and end at item boundaries.
 
         Raises:
-            WeightsNotFinite: One of them is not finite.
+            WeightsNotFinite: An item is not finite.
         """
         infinity = None if name is None else self._infinities.get(name)
         if infinity is None:
@@ -50,7 +50,7 @@ class FiniteCheck:
 
 
 def finite_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are finite on this rank: some are made with infinities (masks)."""
+    """Return the names of this rank's finite parameters; some models create parameters with infinities (masks)."""
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, p in named if not is_lazy(p) and _is_finite(own_shard(p).tensor.detach()))
 

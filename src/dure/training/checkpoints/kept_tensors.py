@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint gives back as they were; the others are refused before anything is written."""
+"""Check for tensors that a checkpoint cannot restore exactly, before anything is written."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ def check_kind(name: str, value: Tensor | TensorShard) -> None:
     """Refuse a tensor that no file can hold.
 
     Raises:
-        TypeError: Names it.
+        TypeError: The tensor is of such a kind; the message names it.
     """
     tensor = value.tensor if isinstance(value, TensorShard) else value
     kind = type(tensor)
@@ -28,11 +28,11 @@ def check_kind(name: str, value: Tensor | TensorShard) -> None:
 def check_apart(optimizer: Mapping[str, Tensor | TensorShard], model: Mapping[str, Tensor | TensorShard]) -> None:
     """Refuse tensors of an optimiser that share memory with each other or with the model.
 
-    After a resume each has memory of its own, and a change of one would no longer be a change of the other. Tensors
-    that are one and the same have one name, and stay one.
+    After a resume each would have memory of its own, and a change of one would no longer change the other. Tensors that
+    are identical have one name, and stay identical.
 
     Raises:
-        TypeError: Names two of them.
+        TypeError: Two tensors share memory; the message names both.
     """
     owners = {_storage(value): f"the model's {name}" for name, value in model.items()}
     for name, value in optimizer.items():

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds, in which files, with their sizes and SHA-256; written last.
+"""Manifest of a checkpoint: its contents and files, with sizes and SHA-256; written last.
 
-It seals itself: its last lines are the SHA-256 of every byte before them, compared byte by byte, so that one changed
-bit anywhere in it, white space included, is seen. It stays plain JSON that a person or `jq` can read.
+The manifest seals itself: its last lines are the SHA-256 of every byte before them. They are compared byte by byte, so
+that any changed bit, even in white space, is detected. It stays plain JSON, readable by a person or `jq`.
 """
 
 import json
@@ -20,11 +20,11 @@ from dure.training.checkpoints.safetensors_file import DTYPES
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_MAX_BYTES = 256 * 2**20
-"""Size of a manifest of about a million tensors; reading more would only fill the memory."""
+"""Size of a manifest of about a million tensors; larger files are refused, because they would only fill the memory."""
 FORMAT_VERSION = 1
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(safetensors|json)$")]
-"""Name without a slash or a leading dot: a manifest cannot name a file outside its directory."""
+"""File name without a slash or a leading dot, so that a manifest cannot name a file outside its directory."""
 Size = Annotated[int, Field(ge=0)]
 
 
@@ -33,14 +33,14 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
-    """A file of the checkpoint, as its writer handed it to the system."""
+    """A file of the checkpoint, as its writer passed it to the system."""
 
     num_bytes: Size
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class PieceEntry(_Strict):
-    """A rectangular piece of a tensor and the file that holds it under the tensor's name."""
+    """A rectangular piece of a tensor, and the file that holds it under the tensor's name."""
 
     file: FileName
     offsets: tuple[Size, ...]
@@ -48,7 +48,7 @@ class PieceEntry(_Strict):
 
 
 class TensorEntry(_Strict):
-    """A tensor as a whole, and the pieces that it was saved in."""
+    """A whole tensor, and the pieces in which it was saved."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -56,18 +56,18 @@ class TensorEntry(_Strict):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether one piece is all of it."""
+        """Return whether a single piece covers the tensor."""
         return len(self.pieces) == 1 and self.pieces[0].sizes == self.shape
 
     def fault(self) -> str | None:
-        """Say why the pieces do not make up the tensor, if they do not."""
+        """Return why the pieces do not form the tensor, or None if they do."""
         for piece in self.pieces:
             if not len(piece.offsets) == len(piece.sizes) == len(self.shape):
                 return "a piece has another number of dimensions"
             if any(o + s > n for o, s, n in zip(piece.offsets, piece.sizes, self.shape, strict=True)):
                 return "a piece reaches beyond the tensor"
         if len({piece.file for piece in self.pieces}) != len(self.pieces):
-            return "two pieces are in one file"  # which has one tensor of that name
+            return "two pieces are in one file"  # a file has only one tensor of that name
         if len({(piece.offsets, piece.sizes) for piece in self.pieces}) != len(self.pieces):
             return "a piece appears twice"
         covered = sum(prod(piece.sizes) for piece in self.pieces)
@@ -82,7 +82,7 @@ def _overlap(pieces: Sequence[PieceEntry]) -> bool:
     while ordered:
         first, *ordered = ordered
         for other in ordered:
-            # those that begin beyond its end in the first dimension follow each other
+            # pieces that begin beyond its end in the first dimension follow each other
             if first.offsets and other.offsets[0] >= first.offsets[0] + first.sizes[0]:
                 break
             if Rectangle(first.offsets, first.sizes).overlap(Rectangle(other.offsets, other.sizes)) is not None:
@@ -103,33 +103,33 @@ class _Version(BaseModel):
 
 
 class Manifest(_Strict):
-    """Everything that is known of a checkpoint without its tensors."""
+    """Everything about a checkpoint except its tensors and plain state."""
 
     format: Literal["dure-checkpoint"] = "dure-checkpoint"
     version: int = FORMAT_VERSION
     written_at: str
-    """Time in UTC, ISO 8601."""
+    """UTC time in ISO 8601."""
     written_with: dict[str, str]
     """Versions of torch and Python."""
     position: PositionEntry
     world_size: int = Field(ge=1)
     is_best: bool
-    """True if this was the best by the chosen metric when it was saved; the newest such checkpoint is the best one."""
+    """True if this was the best by the chosen metric when saved; the newest such checkpoint is the best one."""
     metrics: Any
-    """Evaluation that belongs to it, as `state_tree.encode` writes it."""
+    """Evaluation at this position, as written by `state_tree.encode`."""
     model: dict[str, TensorEntry]
     aliases: dict[str, str]
-    """Further names of tied tensors, each with the name under which the tensor stands."""
+    """Further names of tied tensors, each with the name under which the tensor is stored."""
     optimizer: dict[str, TensorEntry]
     files: dict[FileName, FileEntry]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the files, the manifest not counted."""
+        """Bytes of the files, without the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
     def fault(self) -> str | None:
-        """Say what contradicts itself, if anything does."""
+        """Return a contradiction within the manifest, or None."""
         in_files: dict[str, int] = {}
         for name, entry in [*self.model.items(), *self.optimizer.items()]:
             if fault := entry.fault():
@@ -151,12 +151,12 @@ class Manifest(_Strict):
 
 
 def files_of(entries: Mapping[str, TensorEntry]) -> set[str]:
-    """Return the files that hold any of some tensors."""
+    """Return the files that hold some tensors."""
     return {piece.file for entry in entries.values() for piece in entry.pieces}
 
 
 def seal(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest, closed with the hash of themselves."""
+    """Return the bytes of a manifest, ending with their own hash."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
     body = (text.removesuffix("\n}") + ",\n").encode()
     return body + _closing(body)
@@ -167,7 +167,7 @@ def _closing(body: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> Manifest:
-    """Return the manifest that `seal` wrote.
+    """Parse the bytes that `seal` returned.
 
     Raises:
         CheckpointDamaged: A byte differs from what was written, or the contents contradict each other.
@@ -191,10 +191,10 @@ def unseal(data: bytes) -> Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint; its files are not looked at.
+    """Read and check the manifest of a checkpoint, but not its files.
 
     Raises:
-        CheckpointDamaged: It is missing or was altered.
+        CheckpointDamaged: The manifest is missing or was altered.
         CheckpointMismatch: A newer dure wrote it.
     """
     with open(open_regular(directory / MANIFEST_NAME, at_most=MANIFEST_MAX_BYTES), "rb") as file:

@@ -14,23 +14,23 @@ from dure.training.checkpoints.state_tree import tensor_names
 from dure.training.checkpoints.tensor_stream import Target, read_tensors
 
 Wanted = Mapping[str, Rectangle]
-"""Parts of saved tensors, by the names of these."""
+"""Parts of saved tensors, by tensor name."""
 
 
 def wanted_parts(manifest: Manifest, state: Mapping[str, Any], needs: Needs | None) -> dict[str, Wanted]:
-    """Return the needed parts of the saved tensors, of the model and of the optimiser.
+    """Return the needed parts of the saved tensors, for the model and for the optimiser.
 
     Args:
-        manifest: Of the checkpoint.
-        state: Everything in it that is no tensor.
-        needs: The names and parts that a rank takes up, as its model has them; None: everything.
+        manifest: Manifest of the checkpoint.
+        state: State in the checkpoint without tensors.
+        needs: Names and parts that a rank loads, named as in its model; None for everything.
     """
     if needs is None:
         return {"model": dict(_wholes(manifest.model)), "optimizer": dict(_wholes(manifest.optimizer))}
     model: dict[str, Rectangle] = {}
     for name, part in needs.model.items():
         own = manifest.aliases.get(name, name)
-        # what does not fit is refused when it is loaded
+        # mismatches are refused when the tensors are loaded
         if own in manifest.model and part.fits(manifest.model[own].shape):
             model[own] = part
     for name in needs.buffers:
@@ -47,10 +47,10 @@ def _wholes(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Rectangle
 def _optimizer_parts(
     manifest: Manifest, optimizer: Mapping[str, Any], needed: Mapping[str, Rectangle]
 ) -> Iterator[tuple[str, Rectangle]]:
-    """Yield what is needed of an optimiser's tensors.
+    """Yield the needed parts of an optimiser's tensors.
 
-    Of a parameter's state these are tensors of its shape, cut as it is, and any others whole; of what belongs to no
-    parameter, everything.
+    For the state of a parameter these are tensors of its shape, cut like it, and all other tensors whole. State that
+    belongs to no parameter is needed completely.
     """
     entries, aliases = manifest.optimizer, manifest.aliases
     needed = {aliases.get(name, name): part for name, part in needed.items()}
@@ -71,10 +71,10 @@ def _optimizer_parts(
 def read_part(
     path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry], wanted: Wanted
 ) -> dict[str, list[TensorShard]]:
-    """Read and check the files that hold wanted parts of tensors; each part comes as one piece.
+    """Read and check the files that hold the wanted parts of tensors; return each part as one piece.
 
     Raises:
-        CheckpointDamaged: A file is missing, altered, or does not hold what the manifest says.
+        CheckpointDamaged: A file is missing or altered, or does not hold what the manifest says.
     """
     held = {
         name: TensorShard(
@@ -98,7 +98,7 @@ def read_part(
 
 
 def _target(saved: PieceEntry, held: TensorShard) -> Target | None:
-    """Return which part of a saved piece is needed, and where it belongs."""
+    """Return the needed part of a saved piece and its destination, or None if no part is needed."""
     whole = Rectangle(saved.offsets, saved.sizes)
     common = whole.overlap(held.rectangle)
     if common is None:

@@ -1,4 +1,4 @@
-"""Shard of a checkpoint that one rank writes: which tensors in which file, and its bytes."""
+"""Shard of a checkpoint that one rank writes: its tensors by file, and the bytes of the files."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,21 +22,21 @@ from dure.training.checkpoints.state_tree import NamedTensors, encode
 PARTS = ("model", "optimizer")
 STATE_NAME = "state.json"
 _HEADER_BYTES = 256
-"""Bound on the header's bytes for each tensor, apart from its names and shape, and again for all tensors together."""
+"""Maximum header bytes for each tensor besides its names and shape, and again for all tensors together."""
 TURN_BYTES = 4 * 2**20
-"""Bytes of a file that are hashed and written before the next."""
+"""Bytes of a file that are hashed and written at a time."""
 
 PieceTable = dict[str, dict[str, Any]]
-"""Pieces that a rank has of each part, by name: dtype, whole shape, offsets, sizes. Plain JSON values."""
+"""Pieces that a rank has of each part, by name: dtype, whole shape, offsets, sizes; plain JSON values."""
 
 
 def rank_file_name(rank: int) -> str:
-    """Name the file of what belongs to one rank alone."""
+    """Return the name of the file for the state of a single rank."""
     return f"rank{rank}.safetensors"
 
 
 def part_file_name(part: str, rank: int) -> str:
-    """Name the file that a rank writes of a part; what rank 0 writes is, without shards, the whole part."""
+    """Return the name of the file that a rank writes for a part; without shards rank 0 writes the whole part."""
     return f"{part}.safetensors" if rank == 0 else f"{part}-{rank:05d}.safetensors"
 
 
@@ -46,11 +46,11 @@ class RankShard:
 
     rank: int
     parts: dict[str, dict[str, Tensor | TensorShard]]
-    """`model` and `optimizer`: the tensors of each that this rank has to write, by name."""
+    """Tensors of `model` and `optimizer` that this rank must write, by name."""
     per_rank: dict[str, Tensor]
     aliases: dict[str, str] = field(default_factory=dict)
     state: bytes = b""
-    """The JSON of everything that is no tensor; rank 0 writes it."""
+    """JSON of the state without tensors; rank 0 writes it."""
     steady: frozenset[str] = frozenset()
     """Names as in `Snapshot.steady`."""
 
@@ -58,7 +58,7 @@ class RankShard:
     """Names as in `Snapshot.finite`."""
 
     def pieces(self) -> PieceTable:
-        """Return the tensors that are pieces as plain JSON values, for the other ranks."""
+        """Return the pieces among the tensors as plain JSON values, for the other ranks."""
         return {
             part: {
                 name: {
@@ -74,14 +74,14 @@ class RankShard:
         }
 
     def keep_only(self, pieces: PieceTable) -> None:
-        """Drop the pieces that are not in `pieces`, because a lower rank writes the same."""
+        """Drop the pieces that are not in `pieces`, because a lower rank writes them."""
         for part, tensors in self.parts.items():
             for name in [name for name, value in tensors.items() if isinstance(value, TensorShard)]:
                 if name not in pieces[part]:
                     del tensors[name]
 
     def steadiness(self) -> list[bool]:
-        """Return of each of `tensors` whether it changes in the optimiser's step only."""
+        """Return, for each of `tensors`, whether only the optimiser's step changes it."""
         steady = [
             name in self.steady if part == "model" else bool(self.steady)
             for part, tensors in self.parts.items()
@@ -96,7 +96,7 @@ class RankShard:
         return {**written, rank_file_name(self.rank): dict(self.per_rank)}
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, part by part, and those of this rank alone at the end."""
+        """Return all tensors, part by part, with those of this rank alone at the end."""
         values = [value for tensors in self.parts.values() for value in tensors.values()]
         return [
             *(value.tensor if isinstance(value, TensorShard) else value for value in values),
@@ -104,7 +104,7 @@ class RankShard:
         ]
 
     def most_bytes(self) -> int:
-        """Return what this rank's files take at most; training waits, so they are not laid out for it."""
+        """Return an upper bound of the bytes of this rank's files; their exact layout would make training wait."""
         total = len(self.state)
         for tensors in self.files().values():
             total += _HEADER_BYTES
@@ -114,17 +114,17 @@ class RankShard:
         return total
 
     def write(self, directory: Path, between: Callable[[], None]) -> dict[str, FileEntry]:
-        """Write this rank's files, each forced to the disk, and return their sizes and hashes.
+        """Write this rank's files, flush each to disk, and return their sizes and hashes.
 
-        Parameters are looked at while they are hashed: from weights that are not finite no run can go on.
+        Parameters are checked while they are hashed, because no run can continue from weights that are not finite.
 
         Args:
-            directory: Where to.
-            between: Called after every few megabytes; what it raises ends the writing.
+            directory: Directory for the files.
+            between: Called after every few megabytes; an exception from it ends the writing.
 
         Raises:
-            DiskFull: There is no room.
-            WeightsNotFinite: A parameter is not finite; named.
+            DiskFull: There is no space.
+            WeightsNotFinite: A parameter is not finite; the message names it.
         """
         written = {}
         model = part_file_name("model", self.rank)
@@ -146,7 +146,7 @@ class RankShard:
 
         Args:
             part: `model` or `optimizer`.
-            pieces: What every rank writes as pieces, in the order of ranks.
+            pieces: Pieces that each rank writes, in the order of ranks.
         """
         wholes = {name: value for name, value in self.parts[part].items() if isinstance(value, Tensor)}
         found = {name: _whole_entry(value, part_file_name(part, 0)) for name, value in wholes.items()}
@@ -174,7 +174,7 @@ def _split(mixed: Mapping[str, Tensor | TensorShard]) -> tuple[dict[str, Tensor]
 def _in_turns(
     buffers: Iterable[tuple[str | None, Buffer]], check: FiniteCheck, between: Callable[[], None]
 ) -> Iterator[Buffer]:
-    """Cut buffers, so that what was hashed is still near when it is written, and a thread can be stopped."""
+    """Split buffers into blocks, so that hashed bytes are still cached when written, and a thread can be stopped."""
     for name, buffer in buffers:
         view = memoryview(buffer)
         for begin in range(0, len(view), TURN_BYTES):
@@ -185,7 +185,7 @@ def _in_turns(
 
 
 def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
-    """Leave a piece that several ranks have (a replicated tensor) to the lowest of them, and an empty one to none."""
+    """Assign a piece that several ranks have (a replicated tensor) to the lowest of them, and an empty one to none."""
     seen: set[tuple[Any, ...]] = set()
     kept: list[PieceTable] = []
     for table in tables:
@@ -201,17 +201,17 @@ def without_copies(tables: list[PieceTable]) -> list[PieceTable]:
 
 
 def shard_of(snapshot: Snapshot, rank: int, *, is_whole: bool = False) -> RankShard:
-    """Decide what a rank writes of a snapshot.
+    """Return what a rank writes of a snapshot.
 
-    Tied tensors of the model are written once, and their further names kept as aliases.
+    Tied tensors of the model are written once, and their further names are kept as aliases.
 
     Args:
-        snapshot: Of the run.
-        rank: Who writes.
-        is_whole: Whether it writes what rank 0 would, too: of several hosts one may be lost, with its ranks.
+        snapshot: State of the run.
+        rank: Rank that writes.
+        is_whole: Whether it also writes what rank 0 would, because one of several hosts may be lost with its ranks.
 
     Raises:
-        TaskInvalid: Model or optimiser hold something that cannot be kept without pickle.
+        TaskInvalid: Model or optimiser hold something that cannot be saved without pickle.
     """
     try:
         model, aliases, model_extra = _model_parts(snapshot.model)
@@ -254,10 +254,10 @@ def _as_its_own_piece(value: Tensor | TensorShard) -> TensorShard:
 
 
 def merged_state(states: Sequence[bytes]) -> bytes:
-    """Bring together what several ranks have of the state that is no tensor; where several have the same, the first.
+    """Merge the state without tensors of several ranks; the first rank that has an entry provides it.
 
     Args:
-        states: The `RankShard.state` of every rank.
+        states: `RankShard.state` of every rank.
     """
     merged, *others = [parse_json(state, may_repeat_keys=True, most_depth=None) for state in states]
     for other in others:

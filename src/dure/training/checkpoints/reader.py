@@ -1,4 +1,4 @@
-"""Reading checkpoints: nothing of one is used before every byte that is needed has been checked."""
+"""Reader of checkpoints, which uses nothing before all needed bytes have been checked."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,14 +37,14 @@ from dure.training.checkpoints.state import Position
 from dure.training.checkpoints.state_tree import decode
 
 FEW = 5
-"""Names that an error shows of each kind."""
+"""Maximum names of each kind in an error message."""
 
 
 def verify(path: Path) -> Manifest:
     """Check every byte of a checkpoint and return its manifest.
 
     Raises:
-        CheckpointDamaged: Something is missing, cut or altered; the message names checkpoint and file.
+        CheckpointDamaged: Something is missing, truncated or altered; the message names checkpoint and file.
         CheckpointMismatch: A newer dure wrote it.
     """
     try:
@@ -63,9 +63,9 @@ def _named(error: CheckpointDamaged | CheckpointMismatch, name: str) -> Checkpoi
 
 
 class Checkpoint:
-    """A checkpoint of which what is needed was read once, checked, and is held in memory.
+    """A checkpoint whose needed parts were read once, checked, and are held in memory.
 
-    What is held are the bytes that were checked: nothing is read again. What is loaded is let go.
+    The checked bytes themselves are held, and nothing is read again. Parts are released once they are loaded.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Checkpoint:
         own: Mapping[str, Tensor],
         first: Mapping[str, Tensor],
     ) -> None:
-        """Take what was read.
+        """Hold the parts that were read.
 
         Args:
-            name: Of the checkpoint, for errors.
-            manifest: What it holds.
-            state: Everything that is no tensor.
-            held: Of `model` and `optimizer`, what was read of each tensor.
-            own: What the rank kept for itself.
-            first: What rank 0 kept for itself.
+            name: Name of the checkpoint, for error messages.
+            manifest: Its manifest.
+            state: State without tensors.
+            held: For `model` and `optimizer`, the pieces read of each tensor.
+            own: State of this rank alone.
+            first: State of rank 0 alone.
         """
         self.name = name
         self.manifest = manifest
@@ -99,13 +99,13 @@ class Checkpoint:
         """Read and check a checkpoint.
 
         Args:
-            path: The checkpoint's directory.
-            rank: The rank whose own state is read, where the checkpoint has one.
-            weights_only: Read the model alone, as an evaluation or an export needs it.
-            needs: The part that is needed; None: everything. Files that hold nothing of it are not read.
+            path: Directory of the checkpoint.
+            rank: Rank whose own state is read, if the checkpoint has one.
+            weights_only: Whether to read only the model, for an evaluation or an export.
+            needs: Parts to read; None for everything. Files without such parts are not read.
 
         Raises:
-            CheckpointDamaged: Something that is needed is missing, cut or altered; named.
+            CheckpointDamaged: Something needed is missing, truncated or altered; the message names it.
             CheckpointMismatch: A newer dure wrote it.
         """
         try:
@@ -121,11 +121,11 @@ class Checkpoint:
         return cls(path.name, manifest, state, held, own, first)
 
     def take_in(self, share: RankShard, needs: Needs) -> None:
-        """Put what is needed of a share in the place of tensors without memory, as copies.
+        """Replace meta tensors by copies of the needed parts of a share.
 
         Args:
-            share: One of those that the checkpoint was made of.
-            needs: What the rank takes up.
+            share: One of the shares that make up the checkpoint.
+            needs: Parts that the rank loads.
         """
         wanted = wanted_parts(self.manifest, self._state, needs)
         for part, tensors in share.parts.items():
@@ -139,42 +139,42 @@ class Checkpoint:
 
     @property
     def position(self) -> Position:
-        """Return its position in the run."""
+        """Position of the checkpoint in the run."""
         return Position(**self.manifest.position.model_dump())
 
     @property
     def metrics(self) -> Any:
-        """The evaluation that was saved with it."""
+        """Evaluation saved with the checkpoint."""
         return decode(self.manifest.metrics)
 
     @property
     def extra(self) -> Any:
-        """The plain values that were saved with it."""
+        """Plain values saved with the checkpoint."""
         return decode(self._state["extra"])
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """The optimiser's state by parameter names, its tensors whole and on the CPU."""
+        """Optimiser's state by parameter names, with whole tensors on the CPU."""
         return self._optimizer(SavedTensor.whole)
 
     @property
     def own(self) -> dict[str, Any]:
-        """Return the saving strategy's own state apart from the optimiser's, its tensors whole and on the CPU."""
+        """Saving strategy's own state apart from the optimiser's, with whole tensors on the CPU."""
         own = self._state["optimizer"].get("own", {})
         return dict(decode(own, lambda name: self._saved("optimizer", name).whole()))
 
     def _optimizer(self, of: Callable[[SavedTensor], Any]) -> dict[str, Any]:
-        # a tensor that stands in several places is one
+        # a tensor that occurs in several places stays one tensor
         return dict(decode(self._state["optimizer"], functools.cache(lambda name: of(self._saved("optimizer", name)))))
 
     def per_rank(self, world_size: int) -> dict[str, Tensor] | None:
-        """Return what the rank kept for itself, or None when the checkpoint is of another number of ranks."""
+        """Return the state of this rank alone, or None if the checkpoint is of another number of ranks."""
         if self.manifest.world_size != world_size:
             return None
         return {name: tensor.clone() for name, tensor in self._own.items()}
 
     def of_rank0(self) -> dict[str, Tensor]:
-        """Return what rank 0 kept for itself, for those who have nothing of their own."""
+        """Return the state of rank 0 alone, for ranks without state of their own."""
         return {name: tensor.clone() for name, tensor in self._first.items()}
 
     def weights(self) -> dict[str, Tensor]:
@@ -188,11 +188,11 @@ class Checkpoint:
         return SavedTensor(dtype=DTYPES[entry.dtype], shape=entry.shape, shards=pieces)
 
     def load_model(self, model: nn.Module, *, is_part: bool = False) -> None:
-        """Copy the weights into a model, whatever its device or sharding; all of them or none.
+        """Copy the weights into a model on any device and with any sharding; either all of them or none.
 
         Args:
-            model: The model itself, not wrapped.
-            is_part: The model is a part of the saved one, with the names that it has there (a pipeline's stage).
+            model: Model itself, not wrapped.
+            is_part: Whether the model is a part of the saved one, with the same names as there (a pipeline's stage).
 
         Raises:
             CheckpointMismatch: The checkpoint is of another model; the message says which tensors differ.
@@ -218,7 +218,7 @@ class Checkpoint:
         model.load_state_dict(state, strict=True)
 
     def _late_buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return new buffers, to be filled, for those that had another shape when they were saved, or are None now."""
+        """Return new buffers, to be filled, for buffers that had another shape when saved, or are None now."""
         found: dict[str, Tensor] = {}
         device = next((parameter.device for parameter in model.parameters()), None)
         for name, buffer in whole_buffers(model).items():
@@ -256,7 +256,7 @@ class Checkpoint:
             )
 
     def _check_ties(self, wanted: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Refuse to put two different tensors into one tied tensor, of which the last would win."""
+        """Refuse to load two different tensors into one tied tensor, where the last would win."""
         first: dict[int, str] = {}
         for name, target in wanted.items():
             if not isinstance(target, Tensor) or target.numel() == 0 or hasattr(target, "__create_chunk_list__"):
@@ -281,14 +281,14 @@ class Checkpoint:
         cuts: Mapping[str, TensorShard] | None = None,
         has_state: bool = True,
     ) -> None:
-        """Give an optimiser over the model's parameters the saved state, bit for bit.
+        """Load the saved state into an optimiser over the model's parameters, bit for bit.
 
         Args:
-            model: The model itself, not wrapped.
-            optimizer: Built as the saved one was.
-            whole: The names of all parameters, by group, where the optimiser has one rank's part of them.
-            cuts: By name, which pieces of the saved parameters those of the model are, where these do not say so.
-            has_state: Whether it keeps state of parameters; other ranks do if not.
+            model: Model itself, not wrapped.
+            optimizer: Optimiser built like the saved one.
+            whole: Names of all parameters, by group, if the optimiser has only one rank's part of them.
+            cuts: Pieces of the saved parameters that the model's parameters are, by name, where these do not say so.
+            has_state: Whether this rank keeps state of parameters; if not, other ranks do.
 
         Raises:
             CheckpointMismatch: The optimiser's parameter groups are not the saved ones.
@@ -302,12 +302,12 @@ class Checkpoint:
 
 
 def checkpoint_of(shares: Sequence[RankShard], position: Position, rank: int) -> Checkpoint:
-    """Return what ranks would have written as the checkpoint that it would be.
+    """Return the checkpoint that ranks would have written, from their shares.
 
     Args:
-        shares: Of every rank, in the order of ranks.
-        position: Where in the run they are of.
-        rank: The rank whose own state is wanted.
+        shares: Shares of all ranks, in the order of ranks.
+        position: Position of the shares in the run.
+        rank: Rank whose own state is wanted.
     """
     pieces = without_copies([share.pieces() for share in shares])
     is_spread = len(shares) > 1 and bool(shares[1].state)
@@ -359,7 +359,7 @@ def _read_own(path: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
 
 
 def _check_state(state: Mapping[str, Any], manifest: Manifest, *, weights_only: bool) -> None:
-    """Refuse a state that is not what dure writes, before a part of it is used."""
+    """Refuse state that dure did not write, before any of it is used."""
     try:
         for value in (state["extra"], state["model_extra"], manifest.metrics):
             decode(value)
@@ -398,13 +398,14 @@ def _listed(what: str, names: list[str]) -> list[str]:
 
 
 def export_weights(path: Path, out: Path) -> int:
-    """Write a checkpoint's weights as one safetensors file that any library reads, and return its bytes.
+    """Write a checkpoint's weights as one safetensors file, readable by any library, and return its bytes.
 
-    The file appears whole or not at all; one that is there is replaced. A tied tensor stands under each of its names.
+    The file appears completely or not at all; an existing file is replaced. A tied tensor is stored under each of its
+    names.
 
     Raises:
-        CheckpointDamaged: The checkpoint is not what was written.
-        DiskFull: There is no room for the file.
+        CheckpointDamaged: The checkpoint is damaged.
+        DiskFull: There is no space for the file.
         OSError: The system refuses the file.
     """
     weights = Checkpoint.read(path, weights_only=True).weights()

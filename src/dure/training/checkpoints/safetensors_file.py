@@ -1,7 +1,7 @@
-"""Safetensors files as a checkpoint needs them: size known before, hashed while written, parsed from checked bytes.
+"""Safetensors files for checkpoints: size known in advance, hashed while written, parsed from checked bytes.
 
-The safetensors library writes a file without forcing it to the disk and reads it by name, a second time after
-any check. The layout is its own (https://huggingface.co/docs/safetensors, "Format"); a test holds both equal.
+The safetensors library does not flush a file to disk, and reads it by name, a second time after any check. This is a
+separate implementation of the format (https://huggingface.co/docs/safetensors, "Format"); a test compares both.
 """
 
 import json
@@ -40,34 +40,34 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 DCP_SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Key under which torch's `HuggingFaceStorageReader` looks for the offsets of a piece; a test reads our files through
+"""Metadata key from which torch's `HuggingFaceStorageReader` reads the offsets of a piece; a test reads our files with
 it."""
 
 PREFIX_BYTES = 8
-"""Bytes of the header's length, an unsigned little-endian integer in front of the header."""
+"""Bytes of the header's length, an unsigned little-endian integer before the header."""
 HEADER_MAX_BYTES = 256 * 2**20
-"""Largest header, enough for about a million tensors."""
+"""Maximum size of a header, enough for about a million tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """A file before it is written."""
+    """Layout of a file to be written."""
 
     header: bytes
     order: tuple[str, ...]
-    """Names in the order of their bytes: larger items first, so that every tensor is aligned to its own size."""
+    """Names in the order of their bytes: larger items first, so that every tensor is aligned to its item size."""
     num_bytes: int
 
 
 def lay_out(tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None) -> FileLayout:
-    """Decide where each tensor stands in a file.
+    """Choose the place of each tensor in a file.
 
     Args:
-        tensors: What the file holds, by name.
-        offsets: Where a tensor that is a piece of a larger one begins in it; zeros where a name is absent.
+        tensors: Tensors of the file, by name.
+        offsets: Offsets of tensors that are pieces of larger ones; zeros for absent names.
 
     Raises:
-        TypeError: A tensor has a dtype that safetensors does not know.
+        TypeError: A tensor has a dtype that safetensors does not support.
     """
     for name, tensor in tensors.items():
         check_dtype(name, tensor)
@@ -92,7 +92,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that no file can hold.
 
     Raises:
-        TypeError: Names it.
+        TypeError: The dtype is not supported; the message names the tensor.
     """
     if tensor.dtype not in DTYPE_NAMES:
         raise TypeError(f"tensor {name} has dtype {tensor.dtype}, which safetensors files cannot hold")
@@ -107,7 +107,7 @@ def _metadata(tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]
 
 
 def file_buffers(tensors: Mapping[str, Tensor], layout: FileLayout) -> Iterator[Buffer]:
-    """Give the bytes of a file part by part; at most one tensor is copied (from a device, or to be contiguous)."""
+    """Yield the bytes of a file part by part; at most one tensor is copied (from a device, or to be contiguous)."""
     yield layout.header
     for name in layout.order:
         if tensors[name].numel():
@@ -116,7 +116,7 @@ def file_buffers(tensors: Mapping[str, Tensor], layout: FileLayout) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlace:
-    """A tensor in a file."""
+    """Place of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -127,14 +127,14 @@ class TensorPlace:
 
 
 def read_header(text: bytes, num_bytes: int) -> dict[str, TensorPlace]:
-    """Return where the tensors of a file are.
+    """Return the places of the tensors in a file.
 
     Args:
-        text: The header, without its length in front.
-        num_bytes: Of the whole file.
+        text: Header, without its length in front.
+        num_bytes: Bytes of the whole file.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: It is no header of such a file.
+        ValueError, LookupError, TypeError, AttributeError: The header is not valid.
     """
     header = parse_json(text)
     header.pop("__metadata__", None)
@@ -158,11 +158,11 @@ def parse(data: bytearray, name: str) -> dict[str, Tensor]:
     """Return the tensors of a file as views of its bytes, without a copy.
 
     Args:
-        data: The whole file.
-        name: What errors call it.
+        data: Bytes of the whole file.
+        name: Name of the file, for error messages.
 
     Raises:
-        CheckpointDamaged: The bytes are no safetensors file.
+        CheckpointDamaged: The bytes are not a safetensors file.
     """
     begin = PREFIX_BYTES + int.from_bytes(data[:PREFIX_BYTES], "little")
     if len(data) < PREFIX_BYTES or begin > len(data):

@@ -1,9 +1,9 @@
-"""A copy of what a rank writes of a checkpoint, in memory that is kept from one save to the next.
+"""Staging buffer for a rank's share of a checkpoint, in memory that is kept from one save to the next.
 
-Memory that is new costs a page fault for every page that is first touched, more than the copying itself: so it is
-asked for once, in huge pages where the system has them, and touched before it is needed where there is time.
+New memory costs a page fault for each page first touched, which is more than the copying itself. It is therefore
+allocated once, with huge pages if the system has them, and touched in advance if there is time.
 
-What only the optimiser's step changes is copied during the next forward and backward; what else there is, at once.
+Tensors that only the optimiser's step changes are copied during the next forward and backward; all others at once.
 """
 
 import ctypes
@@ -21,37 +21,38 @@ from dure.training.checkpoints.rank_shard import RankShard
 
 _ALIGNMENT = 64
 _BLOCK_BYTES = 2 * 2**20
-"""Bytes that a thread copies at a time: about half a millisecond, the longest that one waits for another at the end."""
+"""Bytes that a thread copies at a time: about half a millisecond, the longest wait of one thread for another at the
+end."""
 _SMALL_BYTES = 2**18
 """Size below which handing a tensor to another thread costs more than copying it."""
 _MOST_HELPERS = 3
 
 Block = tuple[int, int, int]
-"""Addresses to and from, and bytes."""
+"""Target address, source address and bytes."""
 
 
 class StagingBuffer:
-    """Room for one copy of a rank's share, and the threads that fill it.
+    """Memory for one copy of a rank's share, and the threads that fill it.
 
-    Threads take blocks from one list until it is empty. One that is not given a core delays none; torch's own
-    threads meet at a barrier for each tensor, which on two busy cores took 64 to 790 ms for 100 MB, against 28 to 60
-    of a thread alone.
+    Threads take blocks from one list until it is empty, so that a thread without a core delays no other. Torch's own
+    threads meet at a barrier for each tensor: on two busy cores that took 64 to 790 ms for 100 MB, against 28 to 60 ms
+    for a single thread.
     """
 
     def __init__(self, num_threads: int) -> None:
-        """Prepare to copy; no memory is taken yet.
+        """Prepare the buffer; no memory is allocated yet.
 
         Args:
-            num_threads: The calling one counted.
+            num_threads: Number of threads, including the calling one.
         """
         self.is_beside = False
-        """True if steady tensors are copied during training, until `complete`. Otherwise all is copied at once."""
+        """True to copy steady tensors during training, until `complete`; False to copy everything at once."""
         self.beside_bytes = 0
         """Bytes of the last copy that were left to be copied during training."""
         self._waiting: Iterator[Block] = iter(())
         self._helping: Future[None] | None = None
         self._begun: list[tuple[Tensor, int]] = []
-        """Tensors that are copied during training, each with its version when that began."""
+        """Tensors copied during training, each with its version at the start of the copy."""
         self._room = torch.empty(0, dtype=torch.uint8)
         self._targets: list[Tensor] = []
         self._num_helpers = min(num_threads - 1, _MOST_HELPERS)
@@ -60,16 +61,16 @@ class StagingBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that is kept."""
+        """Bytes of memory that are kept."""
         return self._room.numel()
 
     def missing_bytes(self, share: RankShard) -> int:
-        """Return the memory that a copy would take beyond what is kept."""
+        """Return the bytes that a copy needs beyond the memory that is kept."""
         sources = share.tensors()
         return 0 if self._fits(sources) else max(0, _needed_bytes(sources) - self.num_bytes)
 
     def prepare(self, share: RankShard) -> None:
-        """Get the memory that a copy takes, and let a thread touch it."""
+        """Allocate the memory for a copy, and let a thread touch it."""
         sources = share.tensors()
         if self._fits(sources):
             return
@@ -77,7 +78,7 @@ class StagingBuffer:
         self._touching = self._pool().submit(_touch, self._room.data_ptr(), self.num_bytes)
 
     def of(self, share: RankShard) -> RankShard:
-        """Return a share that is a copy once it is complete; valid until the next one is made."""
+        """Return a share that is a copy once `complete` was called; valid until the next copy."""
         self.complete()
         sources = share.tensors()
         if not self._fits(sources):
@@ -96,11 +97,11 @@ class StagingBuffer:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all that was copied may change."""
+        """Return whether all copied tensors may change."""
         return self._helping is None
 
     def complete(self) -> bool:
-        """Copy what is left, and return whether nothing has changed between the beginning and now."""
+        """Copy the rest, and return whether no tensor has changed since the copy began."""
         if self._helping is None:
             return True
         _copy_from(self._waiting)
@@ -111,7 +112,7 @@ class StagingBuffer:
         return all(source._version == version for source, version in begun)
 
     def close(self) -> None:
-        """Let go of memory and threads; what was copied is still valid for who holds it."""
+        """Release memory and threads; copies remain valid for their holders."""
         self.complete()
         if self._helpers is not None:
             self._helpers.shutdown()
@@ -119,7 +120,7 @@ class StagingBuffer:
         self._room, self._targets = torch.empty(0, dtype=torch.uint8), []
 
     def _fits(self, sources: list[Tensor]) -> bool:
-        """Return whether the last copy was of the same kind of tensors."""
+        """Return whether the last copy was of tensors with the same dtypes and shapes."""
         return len(sources) == len(self._targets) and all(
             source.dtype == target.dtype and source.shape == target.shape
             for source, target in zip(sources, self._targets, strict=True)
@@ -134,7 +135,7 @@ class StagingBuffer:
         self._await_touching()
         self._targets = []
         if _needed_bytes(sources) > self.num_bytes:
-            self._room = torch.empty(0, dtype=torch.uint8)  # the old one is free before the new one is there
+            self._room = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
             is_pinned = any(source.device.type == "cuda" for source in sources)
             self._room = _new_room(_needed_bytes(sources), is_pinned=is_pinned)
         begin = 0
@@ -144,7 +145,7 @@ class StagingBuffer:
             begin = _aligned(end)
 
     def _copy(self, sources: list[Tensor], steady: set[int]) -> None:
-        """Copy, and leave large tensors to a thread whose ids are among `steady`."""
+        """Copy tensors; leave large ones whose ids are in `steady` to a thread."""
         self._await_touching()
         large: list[Block] = []
         later: list[Block] = []
@@ -166,7 +167,7 @@ class StagingBuffer:
         self._copy_blocks(large)
         _await(devices)
         if later:
-            # one thread moves nearly as much as memory can; `complete` lends it a hand
+            # one thread nearly saturates the memory bandwidth; `complete` helps it
             self._waiting = iter(later)
             self._helping = self._pool().submit(_copy_from, self._waiting)
 
@@ -176,7 +177,7 @@ class StagingBuffer:
         helping = [self._pool().submit(_copy_from, waiting) for _ in range(num_helpers)]
         _copy_from(waiting)
         for help_ in helping:
-            # one that did not begin yet would find nothing
+            # a helper that has not started would find nothing to copy
             if not help_.cancel():
                 help_.result()
 
@@ -188,7 +189,7 @@ class StagingBuffer:
 
 def _copy_from(waiting: Iterator[Block]) -> None:
     for target, source, size in waiting:
-        ctypes.memmove(target, source, size)  # without the interpreter's lock
+        ctypes.memmove(target, source, size)  # without the GIL
 
 
 def _blocks(target: int, source: int, size: int) -> Iterator[Block]:
@@ -197,7 +198,7 @@ def _blocks(target: int, source: int, size: int) -> Iterator[Block]:
 
 
 def _await(devices: Iterable[torch.device]) -> None:
-    """Wait for the copies from each device: without a name torch waits for the current one alone."""
+    """Wait for the copies from each device; by default torch would wait for the current one only."""
     for device in devices:
         torch.accelerator.synchronize(device)
 
@@ -212,13 +213,13 @@ def _new_room(num_bytes: int, *, is_pinned: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the kernel may not support them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def steady_tensors(share: RankShard) -> Iterator[Tensor]:
-    """Yield the tensors on this host that only the optimiser's step changes."""
+    """Yield the tensors in host memory that only the optimiser's step changes."""
     for tensor, is_steady in zip(share.tensors(), share.steadiness(), strict=True):
         if is_steady and tensor.device.type == "cpu":
             yield tensor

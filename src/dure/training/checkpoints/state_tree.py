@@ -1,9 +1,9 @@
 """Nested state (an optimiser's, a scaler's) as JSON plus named tensors, and back, exactly and without pickle.
 
-Dictionaries with string keys, lists, strings, finite numbers, truth values and None are themselves in JSON. What JSON
-cannot say is an object with one key that begins with `$`: `$tensor`, `$tuple`, `$float`, `$pairs`, and for the types of
-other libraries `$ordered`, `$size`, `$dtype` and `$numpy`. A value of any other type is refused, subclasses included:
-code that asks for the type would go on differently with another one.
+Dictionaries with string keys, lists, strings, finite numbers, truth values and None are encoded directly. All other
+values are objects with one key that begins with `$`: `$tensor`, `$tuple`, `$float`, `$pairs`, and for types of other
+libraries `$ordered`, `$size`, `$dtype` and `$numpy`. Values of any other type, including subclasses, are refused: code
+that checks the type would behave differently with another one.
 """
 
 import math
@@ -32,15 +32,15 @@ class NamedTensors(dict[str, Tensor | TensorShard]):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[Any, str] = {}
-        """Names by the tensors' memory."""
+        """Names by tensor memory."""
 
     def name(self, tensor: Any, place: str) -> str:
-        """Return the name of a tensor, which it has already if its memory was named before, and keep it."""
+        """Add a tensor and return its name; a tensor whose memory has a name already keeps that one."""
         kept = as_shard(tensor)
         memory = memory_of(kept)
         if memory in self._names:
             return self._names[memory]
-        # names of modules and keys both contain dots, so two places can read the same
+        # names of modules and keys both contain dots, so two places can have the same name
         name, count = place, 1
         while name in self:
             count += 1
@@ -52,16 +52,16 @@ class NamedTensors(dict[str, Tensor | TensorShard]):
 
 
 def encode(value: Any, place: str, tensors: "NamedTensors | None" = None, is_tensor: Any = Tensor) -> Any:
-    """Return `value` as plain JSON values and put its tensors into `tensors`.
+    """Return `value` as plain JSON values, and add its tensors to `tensors`.
 
     Args:
         value: Nested dictionaries, lists, tuples, numbers, strings, None and tensors.
-        place: Where the value stands; the tensors' names begin with it and errors name it.
-        tensors: Receives the tensors under their names; None where a tensor has no business.
-        is_tensor: The type, or types, that count as a tensor.
+        place: Path of the value; the names of its tensors begin with it, and error messages name it.
+        tensors: Receives the tensors under their names; None to allow no tensors.
+        is_tensor: Type, or types, that count as a tensor.
 
     Raises:
-        TypeError: Something in it is of another type, named with its place.
+        TypeError: A value is of another type; the message names its path.
     """
     kind = type(value)
     if kind in _AS_IT_IS:
@@ -104,14 +104,14 @@ def _encode_pairs(
 
 
 def decode(value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
-    """Return what `encode` was given.
+    """Return the value that was passed to `encode`.
 
     Args:
-        value: The answer of `encode`.
-        tensor: Gives the tensor of a name.
+        value: Result of `encode`.
+        tensor: Returns the tensor of a name.
 
     Raises:
-        ValueError: The value is none that `encode` writes.
+        ValueError: `encode` never writes such a value.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -144,7 +144,7 @@ def _decode_pairs(pairs: Iterable[Any], tensor: Callable[[str], Any] | None) -> 
 
 
 def tensor_names(value: Any) -> set[str]:
-    """Return the names of all tensors in the answer of `encode`."""
+    """Return the names of all tensors in a result of `encode`."""
     names: set[str] = set()
     decode(value, names.add)
     return names

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: whatever happens, the newest whole one can be found and is what was written.
+"""Checkpoints of a run: at any time the newest complete one can be found and is known to be intact.
 
-A checkpoint is a fresh directory under a temporary name. Every rank writes its files and forces them to the disk; the
-manifest with their sizes and SHA-256 comes last; one rename makes the directory visible. So a crash at any moment
-leaves the older checkpoints and at most a `.writing-` directory, which is no checkpoint and is removed at the next
-start. Nothing is ever written into a directory that is a checkpoint already.
+A checkpoint starts as a new directory with a temporary name. Every rank writes its files and flushes them to disk; the
+manifest with their sizes and SHA-256 follows last; one rename makes the directory visible. A crash at any moment
+therefore leaves the old checkpoints and at most a `.writing-` directory, which is not a checkpoint and is removed at
+the next start. Nothing is ever written into an existing checkpoint directory.
 
     checkpoints/
       samples-000000001024/    manifest.json, model.safetensors, optimizer.safetensors, state.json, rank<r>.safetensors
@@ -25,18 +25,18 @@ TRASH = ".trash-"
 
 
 class CheckpointStore:
-    """The catalogue of one run's checkpoints. Nothing in it is collective: any one rank may ask."""
+    """Catalogue of one run's checkpoints. No method is collective: any one rank may call it."""
 
     def __init__(
         self, root: Path, keep: int, warn: Callable[[str], None], fence: Callable[[], None] = lambda: None
     ) -> None:
-        """Name the folder; nothing is read or written yet.
+        """Set the folder; nothing is read or written yet.
 
         Args:
-            root: The folder; it is made when the first checkpoint is saved.
-            keep: How many of the newest to keep, in addition to the best.
-            warn: Receives one sentence for each thing that is wrong without ending the run.
-            fence: Asked before a checkpoint is completed; raises where another has taken over the run.
+            root: Folder of the checkpoints, created when the first one is saved.
+            keep: Number of newest checkpoints to keep, in addition to the best.
+            warn: Receives one sentence for each problem that does not end the run.
+            fence: Called before a checkpoint is completed; raises if another node has taken over the run.
         """
         self.root = root
         self.fence = fence
@@ -45,7 +45,7 @@ class CheckpointStore:
         self._damaged: set[str] = set()
 
     def take_in(self, path: Path, *, is_best: bool) -> None:
-        """Point to a checkpoint that was written, and remove old ones. It is safe: what fails here is only told."""
+        """Point `latest` and `best` to a written checkpoint, and remove old ones; errors only cause a warning."""
         try:
             replace_file(self.root / "latest", f"{path.name}\n")
             if is_best:
@@ -57,8 +57,8 @@ class CheckpointStore:
     def _remove_old(self, newest: Path) -> None:
         """Keep the newest K positions up to the one just saved, and the best.
 
-        Those beyond it are left alone. They are of a run that was resumed from further back because they were damaged,
-        and must neither count as the newest nor be destroyed before a person has seen them.
+        Later positions are left alone: the run resumed before them because they are damaged. They must not count as the
+        newest, nor be deleted before a person has seen them.
         """
         marked = (path for path, manifest in self._readable() if manifest.is_best and _key(path) <= _key(newest))
         best = next((path for path in marked if self._looks_whole(path)), None)
@@ -69,18 +69,18 @@ class CheckpointStore:
             position = path.name.partition(".")[0]
             if position not in kept and len(kept) < self._keep and self._looks_whole(path):
                 kept.add(position)
-            elif path not in (best, newest):  # what was saved just now goes for no reason
+            elif path not in (best, newest):  # never remove what was just saved
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        # renamed first: a crash in the middle must not leave something that bears a checkpoint's name
+        # rename first: a crash during the removal must not leave a partial directory with a checkpoint's name
         trash = path.with_name(f"{TRASH}{path.name}")
         _discard(trash)
         path.rename(trash)
         _discard(trash)
 
     def remove_leftovers(self) -> None:
-        """Remove what saves that never ended, and removals that never ended, left behind. For rank 0, at the start."""
+        """Remove what interrupted saves and removals left behind; called on rank 0, at the start."""
         if not self.root.is_dir():
             return
         for path in [*self.root.glob(f"{WRITING}*"), *self.root.glob(f"{TRASH}*")]:
@@ -89,18 +89,18 @@ class CheckpointStore:
         sync_directory(self.root)
 
     def positions(self) -> list[tuple[Path, int]]:
-        """Return every checkpoint, good or not, with the samples seen by then; the newest first."""
+        """Return all checkpoints, valid or not, with their samples seen; the newest first."""
         return [(path, _key(path)[0]) for path in self._named()]
 
     def newest_valid(self) -> Path | None:
-        """Return the newest checkpoint of which every byte is what was written, or None when there is none.
+        """Return the newest checkpoint whose bytes are all as written, or None if there is none.
 
-        Each damaged one is reported by name with the reason, and then which one is taken instead.
+        A warning names each damaged one with the reason, and then the one used instead.
         """
         return self._first_valid(self._named(), "the newest good one")
 
     def best(self) -> Path | None:
-        """Return the checkpoint that was the best when it was saved; the newest good one when that cannot be used."""
+        """Return the checkpoint that was the best when saved; the newest valid one if that cannot be used."""
         declared = [path for path, manifest in self._readable() if manifest.is_best]
         found = self._first_valid(declared, "the best before it")
         if found is None and (found := self._first_valid(self._named())) is not None:
@@ -108,7 +108,7 @@ class CheckpointStore:
         return found
 
     def _first_valid(self, candidates: list[Path], what: str | None = None) -> Path | None:
-        """Return the first good one; say `what` it is if others came before it. Of each damaged one is told once."""
+        """Return the first valid one; warn that it is `what` if others were skipped. Warn once of each damaged one."""
         skipped = False
         for path in candidates:
             try:
@@ -126,7 +126,7 @@ class CheckpointStore:
         return None
 
     def _named(self) -> list[Path]:
-        """List everything that bears a checkpoint's name, the newest first."""
+        """Return all directories with a checkpoint's name, the newest first."""
         if not self.root.is_dir():
             return []
         found = [path for path in self.root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
@@ -142,19 +142,19 @@ class CheckpointStore:
         return found
 
     def _looks_whole(self, path: Path) -> bool:
-        """Tell from manifest and sizes, without reading it all, whether a checkpoint counts among the kept."""
+        """Return whether a checkpoint looks complete by its manifest and file sizes, without reading everything."""
         try:
             for name, entry in read_manifest(path).files.items():
                 os.close(open_regular(path / name, entry.num_bytes))
         except CheckpointDamaged:
             return False
         except CheckpointMismatch:
-            return True  # of a newer dure: not for this one to judge, nor to remove
+            return True  # of a newer dure, so not to be judged or removed by this one
         return path.name not in self._damaged
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder if it is there; of a link only the link, for what it leads to is not this run's."""
+    """Remove a folder if it exists; of a link only the link, because its target does not belong to this run."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

@@ -1,6 +1,6 @@
-"""Tensors of a safetensors file, read once from its beginning to its end: all is hashed, only what is needed is kept.
+"""Sequential reader of a safetensors file: everything is hashed, and only what is needed is kept.
 
-So a rank that needs a part of a file knows that the whole file is what was written, and holds that part and one block.
+A rank that needs a part of a file thus verifies the whole file, but holds only that part and one block.
 """
 
 import os
@@ -29,32 +29,32 @@ from dure.training.checkpoints.safetensors_file import (
 )
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are read and hashed at once."""
+"""Bytes that are read and hashed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Memory for a part of a tensor of a file."""
+    """Memory for a part of a tensor in a file."""
 
     part: Rectangle
-    """Rectangle in the tensor of the file."""
+    """Part as a rectangle in the tensor of the file."""
     values: Tensor
-    """Tensor of the part's sizes, on the CPU."""
+    """CPU tensor with the part's sizes."""
 
 
 def read_tensors(
     path: Path, file: FileEntry, held: Mapping[str, tuple[str, tuple[int, ...]]], targets: Mapping[str, Target]
 ) -> None:
-    """Read a file and fill the targets; they may be used when this returns, and not before.
+    """Read a file and fill the targets, which may be used only after this returns.
 
     Args:
-        path: The file.
+        path: Path of the file.
         file: Its size and hash.
-        held: What it must hold: dtype and sizes of each tensor, by name.
-        targets: Of some of these.
+        held: Tensors that it must hold: dtype and sizes, by name.
+        targets: Targets for some of these tensors, by name.
 
     Raises:
-        CheckpointDamaged: The file is missing, altered, or does not hold what it must.
+        CheckpointDamaged: The file is missing or altered, or does not hold what it must.
     """
     with _opened(path, file) as stream:
         fault = None
@@ -65,7 +65,7 @@ def read_tensors(
                 if place.name in targets and place.end > place.begin:
                     _fill(stream, place, targets[place.name])
         except _NotAsSaid as error:
-            fault = error  # which is what an altered file looks like, too
+            fault = error  # an altered file may look like this, too
         stream.skip_to(file.num_bytes)
         check_digest(path, stream.digest.hexdigest(), file.sha256)
         if fault is not None:
@@ -73,11 +73,11 @@ def read_tensors(
 
 
 class _NotAsSaid(Exception):
-    """The file is none that dure would write for this manifest."""
+    """The file is not one that dure would write for this manifest."""
 
 
 class _Stream:
-    """The bytes of a file in their order, each hashed as it comes."""
+    """Bytes of a file in order, each hashed as it is read."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.digest = sha256()
@@ -139,11 +139,11 @@ def _places(
 
 
 def _fill(stream: _Stream, place: TensorPlace, target: Target) -> None:
-    """Read a tensor of the file, and keep the part that the target is of."""
+    """Read a tensor of the file, and keep the target's part of it."""
     if target.part.sizes == place.shape and target.values.is_contiguous():
         stream.read_into(bytes_of(target.values).numpy().data)
         return
-    # blocks of rows of the outermost dimension of which a row fits into a block
+    # read in blocks of rows, in the outermost dimension whose rows fit into a block
     sizes, last = place.shape, len(place.shape) - 1
     row_bytes = [prod(sizes[dim + 1 :]) * place.dtype.itemsize for dim in range(last + 1)]
     cut = next(dim for dim in range(last + 1) if row_bytes[dim] <= BLOCK_BYTES or dim == last)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: a temporary directory, every rank's part, the manifest last, and the rename."""
+"""Files of a checkpoint: a temporary directory, every rank's part, the manifest last, and the rename."""
 
 import fcntl
 import json
@@ -41,29 +41,30 @@ from dure.training.checkpoints.state_tree import encode
 from dure.units import format_bytes
 
 NAME = re.compile(r"samples-(\d{12,})(?:\.(\d+))?")
-"""Sorts by position. `.2` is a later one at the same position, because one that is there is never touched."""
+"""Name of a checkpoint; names sort by position. `.2` is a later one at the same position: existing ones are never
+touched."""
 WRITING = ".writing-"
 _LOCK_PATIENCE_SECONDS = 2.0
-"""Seconds in which rank 0, if it lives, has locked the directory."""
+"""Seconds within which a living rank 0 has locked the directory."""
 
 
 @dataclass(kw_only=True)
 class Target:
-    """Place that a checkpoint is saved to, and what it needs there."""
+    """Destination of a checkpoint, and the space that it needs there."""
 
     root: Path
     """Folder of the run's checkpoints."""
     position: Position
     fence: Callable[[], None]
-    """Function that raises where another has taken over the run."""
+    """Function that raises if another node has taken over the run."""
     needed_bytes: int = 0
-    """Bytes of all ranks' files, as soon as they are known."""
+    """Bytes of all ranks' files, once they are known; 0 before."""
 
     def attempt(self, action: Callable[[], Any]) -> Any:
-        """Return what an action returns, and turn what the system says into a sentence.
+        """Return the result of an action, and turn errors of the system into sentences.
 
         Raises:
-            DiskFull: There is no room; with the bytes needed.
+            DiskFull: There is no space; the message gives the bytes needed.
             CheckpointNotWritten: The system refuses for another reason.
         """
         place = self.root / base_name(self.position)
@@ -84,12 +85,13 @@ class Target:
             raise DiskFull(f"a checkpoint needs {needed}, and {error}; {_words_of_others(self.root)}") from error
 
     def writing_name(self) -> str:
-        """Choose the temporary directory's name when there is room for all that will be in it.
+        """Choose the temporary directory's name, if there is space for its future contents.
 
-        It is not made here: while a disk is busy with what was written before, that alone may take longer than a step.
+        The directory is not created here: while a disk is busy with earlier writes, that alone may take longer than a
+        step.
 
         Raises:
-            DiskFull: The room is too little.
+            DiskFull: There is not enough space.
         """
         make_folder(self.root, exist_ok=True)
         free = shutil.disk_usage(self.root).free
@@ -105,20 +107,20 @@ class Target:
 class CheckpointWriter:
     """Writer of one rank's files into a temporary directory, and on rank 0 of the manifest, which ends with a rename.
 
-    It exchanges nothing with other ranks but through that directory, so a thread may use it while training goes on.
+    It communicates with other ranks only through that directory, so a thread may use it while training continues.
     """
 
     def __init__(
         self, target: Target, writing_name: str, share: RankShard, pieces: list[PieceTable], world_size: int
     ) -> None:
-        """Prepare; nothing is done yet.
+        """Prepare the writer; nothing is done yet.
 
         Args:
-            target: Where to.
+            target: Destination of the checkpoint.
             writing_name: Name of the temporary directory, the same on every rank.
-            share: What this rank writes.
+            share: Shard that this rank writes.
             pieces: Pieces of sharded tensors, by rank.
-            world_size: How many ranks write.
+            world_size: Number of ranks that write.
         """
         self.share = share
         self._target = target
@@ -129,7 +131,7 @@ class CheckpointWriter:
         self._lock: int | None = None
 
     def _make_directory(self) -> Path:
-        """Make the directory, on whatever rank comes first, and lock it on rank 0."""
+        """Create the directory, on whichever rank comes first, and lock it on rank 0."""
         assert self._directory is not None
         make_folder(self._directory, exist_ok=True)
         if self.share.rank == 0:
@@ -140,12 +142,12 @@ class CheckpointWriter:
         """Write this rank's files, and return their sizes and hashes as plain JSON values.
 
         Args:
-            between: Called after every few megabytes; what it raises ends the writing.
+            between: Called after every few megabytes; an exception from it ends the writing.
 
         Raises:
-            DiskFull: There is no room.
+            DiskFull: There is no space.
             CheckpointNotWritten: The system refuses.
-            WeightsNotFinite: The weights are none to go on from.
+            WeightsNotFinite: No run could continue from the weights.
         """
         position = self._target.position
         try:
@@ -159,18 +161,18 @@ class CheckpointWriter:
         return {file: entry.model_dump() for file, entry in written.items()}
 
     def leave_word(self, word: Mapping[str, Any]) -> None:
-        """Tell rank 0, by a file in the directory, how this rank's part has ended."""
+        """Report the outcome of this rank's part to rank 0, by a file in the directory."""
         assert self._directory is not None
         new = self._directory / f"{_word_name(self.share.rank)}.writing"
-        with suppress(OSError):  # rank 0 hears of it when all meet
+        with suppress(OSError):  # rank 0 learns of a failure when all ranks meet
             with open(new, "w", encoding="utf-8", opener=open_own) as file:
                 file.write(json.dumps(word))
             new.rename(self._directory / _word_name(self.share.rank))
 
     def words(self) -> list[Any] | None:
-        """Return what the other ranks left, in the order of ranks, or None as long as one is missing.
+        """Return the statuses that the other ranks left, in the order of ranks, or None while one is missing.
 
-        A rank that failed is not waited for: with its word alone the others are none.
+        A failed rank ends the wait: its status is returned although others are missing.
         """
         assert self._directory is not None
         found = []
@@ -185,13 +187,13 @@ class CheckpointWriter:
     def commit(self, files: Sequence[Mapping[str, Any]], metrics: Any, is_best: bool) -> str:
         """Write the manifest and make the checkpoint visible, on rank 0; return its name.
 
-        The order is the whole protection: files and manifest are on the disk before the name is, and the name is
-        before any rank is told of it.
+        The order provides the protection: files and manifest are on disk before the name is, and the name is on disk
+        before any rank learns of it.
 
         Args:
-            files: What `write` returned, of every rank.
-            metrics: For the manifest.
-            is_best: For the manifest.
+            files: Results of `write` of all ranks.
+            metrics: Metrics for the manifest.
+            is_best: Whether the manifest marks it as the best.
         """
         return str(self._target.attempt(lambda: self._commit(files, metrics, is_best)))
 
@@ -230,13 +232,13 @@ class CheckpointWriter:
         )
 
     def is_still_written(self) -> bool:
-        """Return whether rank 0 is still at it, as the others can tell from the directory."""
+        """Return whether rank 0 is still writing, judging by the directory."""
         if self._directory is None or not self._directory.exists():
             return False
         return time.monotonic() - self._begun_at < _LOCK_PATIENCE_SECONDS or is_being_written(self._directory)
 
     def abandon(self) -> None:
-        """Leave nothing half-written behind; after a rename there is nothing to leave."""
+        """Remove a half-written directory; after the rename there is none."""
         if self._directory is not None and self.share.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock is not None:
@@ -249,10 +251,10 @@ def _word_name(rank: int) -> str:
 
 
 def lock_writing_directory(directory: Path) -> int:
-    """Lock the temporary directory of a save, as long as the returned descriptor is open.
+    """Lock the temporary directory of a save until the returned descriptor is closed.
 
-    The lock ends with the process, whatever ends it: so a leftover is told from a save in progress without trusting
-    process ids, which are used again and mean nothing in another container.
+    The lock ends with the process, whatever ends it. It distinguishes a leftover from a save in progress without
+    process ids, which are reused and mean nothing in another container.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -260,7 +262,7 @@ def lock_writing_directory(directory: Path) -> int:
 
 
 def is_being_written(directory: Path) -> bool:
-    """Say whether a live process is saving into a temporary directory."""
+    """Return whether a live process is saving into a temporary directory."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -275,19 +277,19 @@ def is_being_written(directory: Path) -> bool:
 
 
 def base_name(position: Position) -> str:
-    """Name a checkpoint by its position."""
+    """Return the name of a checkpoint at a position."""
     return f"samples-{position.samples_seen:012d}"
 
 
 def _words_of_others(root: Path) -> str:
-    """Return the clause about the checkpoints of a folder, for one that could not be written."""
+    """Return the clause about existing checkpoints for the message that one could not be written."""
     if any(root.glob("samples-*")):
         return "the checkpoints before it are untouched"
     return "there is no checkpoint before it"
 
 
 def free_name(root: Path, position: Position) -> str:
-    """Return the first name for a position that is not taken."""
+    """Return the first free name for a position."""
     base, revision = base_name(position), 1
     name = base
     while os.path.lexists(root / name):

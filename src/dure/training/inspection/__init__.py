@@ -1,1 +1,1 @@
-"""Trials of a task's loss that find what would depend on the division of its batches."""
+"""Trials of a task's loss, to find anything that depends on how batches are divided."""

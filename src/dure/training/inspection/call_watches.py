@@ -1,4 +1,4 @@
-"""Watches over calls of a loss: which plain state changes inside the model's own calls, and which outside of them."""
+"""Watches over calls of a loss: which plain state changes inside the model's own calls, and which outside them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from dure.torchcompat import is_transforming
 
 
 class StateOfModules:
-    """A context that notes which plain state and buffers of a model are changed outside of the model's own calls."""
+    """Context that records the plain state and buffers of a model changed outside the model's own calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -43,12 +43,12 @@ class StateOfModules:
         self._found |= {f"model.{name}": None for name, (now, before) in buffers if not is_equal(now, before)}
 
     def changed(self) -> dict[str, Any]:
-        """Return what was changed by its path."""
+        """Return the changed values by path."""
         return self._found
 
 
 class StateOfForward:
-    """A context that notes which plain state outside a model is changed within the model's own calls."""
+    """Context that records the plain state outside a model changed within the model's own calls."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class StateOfForward:
         self.changed: dict[str, Any] = {}
 
     def __enter__(self) -> "StateOfForward":
-        # functions, which a deep copy of the model takes as they are, and not methods, with which it would copy this
+        # functions, which a deep copy of the model shares, and not methods, with which it would copy this object
         self._handles = [
             self._model.register_forward_pre_hook(lambda *_: self._begin()),
             self._model.register_forward_hook(lambda *_: self._end()),
@@ -75,7 +75,7 @@ class StateOfForward:
 
 
 class FedState:
-    """A context that notes which tensors that calls of the loss left in objects later ones hand to the model."""
+    """Context that records tensors which calls of the loss left in objects, and which later calls pass to the model."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._model = model
@@ -102,7 +102,7 @@ class FedState:
                     self.names.add(name)
 
     def _held(self) -> dict[Any, tuple[str, int]]:
-        """Return the names and versions of tensors in attributes of the objects, by their memory."""
+        """Return the names and versions of tensors in attributes of the objects, by tensor memory."""
         return {
             memory[:2]: (f"{root}.{name}", version_of(tensor))
             for root, value in self._objects.items()

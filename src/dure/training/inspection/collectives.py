@@ -1,4 +1,4 @@
-"""Refusal of collective operations in calls that one rank makes alone: the others would not answer them."""
+"""Refusal of collectives in calls that one rank makes alone: the other ranks would not join them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from dure.torchcompat import replaced_collectives
 
 
 class CollectiveCalled(BaseException):
-    """Call of a collective by a task that only one rank is running; no task catches it."""
+    """Call of a collective by a task that runs on one rank only; a BaseException, so that no task catches it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -17,10 +17,10 @@ class CollectiveCalled(BaseException):
 
 @contextmanager
 def no_collectives() -> Iterator[None]:
-    """Refuse collectives inside, before they send anything.
+    """Refuse collectives inside the context, before they send anything.
 
     Raises:
-        CollectiveCalled: One was called.
+        CollectiveCalled: A collective was called.
     """
     calls: list[CollectiveCalled] = []
 
@@ -35,5 +35,5 @@ def no_collectives() -> Iterator[None]:
         with replaced_collectives(refusing):
             yield
     finally:
-        if calls:  # a backward pass may have made another error of it
+        if calls:  # a backward pass may have turned it into another error
             raise calls[0]

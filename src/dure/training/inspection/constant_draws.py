@@ -1,7 +1,7 @@
-"""Random tensors without randomness: every draw of torch gives one value, whatever its shape.
+"""Constant draws: every random operation of torch returns one value, whatever its shape.
 
-A loss that draws gives another value at each call, so the loss of a batch cannot be compared with those of its parts.
-With constant draws it can.
+A loss that draws returns another value at each call, so that the loss of a batch cannot be compared with those of its
+parts. With constant draws it can.
 """
 
 import math
@@ -16,27 +16,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 
 _MOST_DRAWS = 10_000
-"""Most draws of one call of a loss; one that draws until a condition holds would go on for ever."""
+"""Maximum draws in one call of a loss; a call that draws until a condition holds would never end."""
 _MOST_SECONDS = 4.0
-"""Most time of such a call, where much is computed between two draws."""
+"""Maximum seconds of such a call, for losses that compute a lot between two draws."""
 
 
 class TooManyDraws(BaseException):
-    """The end of a call that draws on and on: no `except Exception` of a task may keep it from ending."""
+    """End of a call that keeps drawing; a BaseException, so that no `except Exception` of a task prevents it."""
 
 
 class ConstantDraws(TorchDispatchMode):
-    """A context in which torch's random operations give constants and leave generators alone.
+    """Context in which torch's random operations return constants and leave generators alone.
 
-    Operations that are not known here, and draws of Python and NumPy, are made as always: generators show them.
-    Code that draws until a condition holds ends by `TooManyDraws`.
+    Unknown operations, and draws of Python and NumPy, run as always and are visible in the generators. Code that draws
+    until a condition holds ends with `TooManyDraws`.
     """
 
     def __init__(self, quantile: float) -> None:
         """Choose the constants.
 
         Args:
-            quantile: Of each distribution, the value at this fraction is drawn; above 0 and below 1.
+            quantile: Fraction, above 0 and below 1, at which the value of each distribution is taken.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._quantile = quantile
@@ -45,7 +45,7 @@ class ConstantDraws(TorchDispatchMode):
         self._begun_at = time.monotonic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make one operation, or give its constant."""
+        """Run one operation, or return its constant."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             drawn = self._drawn(func, args, kwargs)
@@ -57,7 +57,7 @@ class ConstantDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation gives, or None where it is not known."""
+        """Return the constant result of an operation, or None if it is unknown."""
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         if "out" in given:
             return None
@@ -77,7 +77,7 @@ class ConstantDraws(TorchDispatchMode):
         return None
 
     def _fill(self, kind: Any, target: Tensor, given: dict[str, Any]) -> Any:
-        """Write the constant of a distribution, with its parameters, into a tensor."""
+        """Fill a tensor with the constant of a distribution with given parameters."""
         quantile = self._quantile
         if kind in (aten.rand, aten.rand_like):
             return target.fill_(quantile)
@@ -86,7 +86,7 @@ class ConstantDraws(TorchDispatchMode):
         if kind in (aten.randint, aten.randint_like):
             low, high = given.get("low", 0), given["high"]
             return target.fill_(low + int(quantile * (high - low)))
-        if kind is aten.randperm:  # a turn by one, for a constant is no permutation
+        if kind is aten.randperm:  # a rotation by one, because a constant is no permutation
             return target.copy_(torch.arange(len(target)).roll(1))
         if kind is aten.uniform_:
             begin, end = given.get("from", 0.0), given.get("to", 1.0)
@@ -98,7 +98,7 @@ class ConstantDraws(TorchDispatchMode):
         return target.copy_(torch.as_tensor(quantile < given.get("p", 0.5)))  # bernoulli_
 
     def _from_parameters(self, kind: Any, given: dict[str, Any]) -> Any:
-        """Return draws of a distribution whose parameters are tensors, each element for itself."""
+        """Return draws of a distribution whose parameters are tensors, element by element."""
         if kind is aten.normal:
             mean, std = given.get("mean", 0.0), given.get("std", 1.0)
             if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
@@ -123,6 +123,6 @@ _BY_SIZE = (aten.rand, aten.randn, aten.randint, aten.randperm)
 
 
 def _options(given: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Return the options of a new tensor."""
+    """Return the dtype and device of a new tensor."""
     dtype = given.get("dtype") or (torch.int64 if kind in (aten.randint, aten.randperm) else None)
     return {"dtype": dtype, "device": given.get("device")}

@@ -1,4 +1,4 @@
-"""The loss of the first samples as each rank computes it: what depends on the rank shows before training."""
+"""Loss of the first samples as each rank computes it, to find a dependence on the rank before training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FirstLoss:
-    """The first samples' loss on one rank. JSON values only; None where it is not finite or could not be computed."""
+    """Loss of the first samples on one rank, as JSON values; None if not finite or if it could not be computed."""
 
     value: float | None = None
-    """Sum over the samples, from one state of the random number generators."""
+    """Sum over the samples, computed from one fixed state of the random number generators."""
     gradient: float | None = None
-    """Norm of its gradient."""
+    """Norm of the sum's gradient."""
     tolerance: float = 0.0
-    """Relative difference of a value that is rounding; that of the gradient is ten times as large."""
+    """Relative difference of a value that counts as rounding; ten times as much for the gradient."""
 
 
 def difference_of_ranks(everyones: Sequence[FirstLoss]) -> str | None:
-    """Return figures of a loss that is another one on another rank, or None.
+    """Return how the loss differs between ranks, or None.
 
     Args:
-        everyones: By rank.
+        everyones: First losses by rank.
     """
     known = [(rank, one) for rank, one in enumerate(everyones) if one.value is not None]
     for rank, one in known[1:]:
@@ -30,11 +30,11 @@ def difference_of_ranks(everyones: Sequence[FirstLoss]) -> str | None:
 
 
 def difference_of_worlds(here: FirstLoss, alone: FirstLoss) -> str | None:
-    """Return figures of a loss that is another one where the process is alone, or None.
+    """Return how the loss differs if the process is alone, or None.
 
     Args:
-        here: With the run's ranks.
-        alone: Without.
+        here: First loss among the run's ranks.
+        alone: First loss in one process.
     """
     return _difference(here, alone, "here", "in one process")
 

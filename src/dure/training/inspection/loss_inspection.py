@@ -1,8 +1,8 @@
 """Inspection of the task's loss on a few samples before training, for traits that make dividing a batch matter.
 
-Nothing is concluded from the classes of modules. The loss is called in a `Trial`, which leaves no trace, and whatever
-moved is noted: generators, buffers, parameters, plain state. Called on eight samples, and on the same eight in three
-parts, it shows whether it is a mean over samples.
+Nothing is concluded from the classes of modules. The loss is called in a `Trial`, which leaves no trace, and all
+changes are recorded: generators, buffers, parameters, plain state. A call on eight samples, and calls on the same eight
+in three parts, show whether it is a mean over samples.
 """
 
 import contextlib
@@ -30,36 +30,36 @@ from dure.training.inspection.first_loss import FirstLoss
 
 NUM_SAMPLES = 8
 _PART_ENDS = (1 / 8, 1 / 2, 1)
-"""Ends of the parts that a group of samples is divided into."""
+"""Ends of the parts into which a group of samples is divided, as fractions."""
 _MOST_SECONDS = 5.0
-"""Time in which all of the inspection is expected to be done; if it is not, there is no second look."""
+"""Seconds in which the whole inspection should end; if it takes longer, later calls are not tried."""
 _SLOWEST_CALL_SECONDS = 4.0
-"""Time of a call on half of the first samples, beyond which no further call is made."""
+"""Seconds of a call on half of the first samples beyond which no further call is made."""
 _LATER_CALLS = 12
-"""Calls that are made before a second look at the loss, which may change its ways after a few."""
+"""Calls made before the loss is inspected again, because its behaviour may change after a few."""
 _LATER_GROUPS = 3
 """Further groups of samples on which a loss is compared with its parts: the first ones may not be typical."""
 _FEW = NUM_SAMPLES * (1 + _LATER_GROUPS)
-"""Samples on which all of a loss is looked at."""
+"""Number of samples on which all traits of a loss are inspected."""
 _WIDE_SAMPLES = 256
-"""Samples after these on which losses alone are compared, for what is rare: a mask that leaves out one in a hundred."""
+"""Number of later samples on which only losses are compared, for rare cases: a mask that omits one in a hundred."""
 _WIDE_GROUP = 64
-"""Most of them at once."""
+"""Maximum number of these samples at once."""
 _WIDE_SECONDS = 1.0
-"""Time in which comparisons of them begin."""
+"""Seconds within which their comparisons must begin."""
 _LATE_SECONDS = 0.1
-"""Time in which comparisons of further samples begin, each time that losses are compared during the run."""
+"""Seconds within which comparisons of further samples must begin, each time losses are compared during the run."""
 _GRADIENT_SCALES = (2.0**-8, 2.0**8)
-"""Factors on a loss under which gradients are compared."""
+"""Factors on a loss for which gradients are compared."""
 _QUANTILES = (0.03, 0.5)
-"""Fractions of a distribution below the constants that stand for random numbers: a rare event happens, or does not."""
+"""Quantiles of the constants that replace random numbers: a rare event either happens or does not."""
 _LATER_SECONDS = 2.0
-"""Time in which the calls for a second look begin."""
+"""Seconds within which the calls for the later inspection must begin."""
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
-"""Relative rounding of a loss in parts, by its dtype; halves and autocast round more."""
+"""Relative rounding of a loss in parts, by its dtype; half precision and autocast round more."""
 _OTHER_TOLERANCE = 5e-2
 _ROUNDED = 1e3
-"""Size of a gradient that is rounding, in units in the last place of the largest parameter's."""
+"""Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
 
 
 class LossInspection:
@@ -78,18 +78,18 @@ class LossInspection:
         is_alone: bool = False,
         most_at_once: int = _WIDE_GROUP,
     ) -> None:
-        """Prepare.
+        """Prepare the inspection.
 
         Args:
-            loss: Of the task.
-            model: Whole, on the device of the batches.
+            loss: Loss of the task.
+            model: Whole model, on the device of the batches.
             fetch: Returns the batch of some of the first samples, by their places in the order of training.
-            objects: What the loss may keep state in, by name.
-            autocast: The context of a forward pass.
+            objects: Objects in which the loss may keep state, by name.
+            autocast: Context of a forward pass.
             is_exact: Whether forward passes are in full precision.
-            is_divided: Whether the loss will see batches in parts; only then there is a second look.
-            is_alone: Whether other ranks make no calls meanwhile, so that a collective of the loss would wait for them.
-            most_at_once: The samples that it will see at once, for which there is memory.
+            is_divided: Whether the loss will see batches in parts; only then is it inspected again later.
+            is_alone: Whether the other ranks make no calls meanwhile, so that a collective of the loss would block.
+            most_at_once: Number of samples per call in training, for which there is memory.
         """
         self._loss = loss
         self._model = model
@@ -104,13 +104,13 @@ class LossInspection:
         self.first_loss = FirstLoss()
         """Result of the first call."""
         self._quantiles: tuple[float, ...] = ()
-        """Constants with which a loss that draws is compared; none where a call of it takes too long."""
+        """Quantiles of the constants with which a loss that draws is compared; empty if a call takes too long."""
 
     def traits(self, num_samples: int) -> LossTraits:
-        """Call the loss and return what was seen; never raises what the loss raises, for training will.
+        """Call the loss and return its traits; errors of the loss are not raised, because training will raise them.
 
         Args:
-            num_samples: Samples that there are, at least 1.
+            num_samples: Number of available samples, at least 1.
         """
         try:
             with self._alone():
@@ -142,7 +142,7 @@ class LossInspection:
             not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
             later = self._later(num_samples) if is_quick and self._is_divided else _Later()
             remembered = self._remembered(range(half), range(half, few), first) if few > half and not is_slow else ()
-        except Exception as error:  # more samples at once may take more memory than there is
+        except Exception as error:  # more samples at once may need more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
             return LossTraits(reason_unknown=why, draws=first.trial.has_drawn)
         buffers = first.buffers(self._model), second.buffers(self._model)
@@ -185,10 +185,10 @@ class LossInspection:
         )
 
     def call_once(self, num_samples: int) -> None:
-        """Call the loss on the samples of `first_loss` alone; never raises what it raises.
+        """Call the loss on the samples of `first_loss` only; errors of the loss are not raised.
 
         Args:
-            num_samples: Samples that there are, at least 1.
+            num_samples: Number of available samples, at least 1.
         """
         if not self._opaque():
             with contextlib.suppress(Exception, CollectiveCalled), self._alone():
@@ -217,7 +217,7 @@ class LossInspection:
         )
 
     def _has_copies(self) -> bool:
-        """Return whether objects seem to hold copies of parameters: a teacher that follows a pupil begins as one."""
+        """Return whether objects seem to hold copies of parameters, as a teacher does that starts as its student."""
         own = {id(parameter): parameter for parameter in self._model.parameters()}
         held = ObjectState(self._objects).first.values()
         modules = [module for module in held if isinstance(module, nn.Module)]
@@ -234,28 +234,28 @@ class LossInspection:
         return None
 
     def _repeated_writes(self, places: Sequence[int]) -> Iterator[str]:
-        """Yield the parameters that a second call of the loss changes after the first one has."""
+        """Yield the parameters that a second call of the loss changes after the first."""
         batches = self._fetch(places), self._fetch(places)
         with silent(), Trial(self._model, self._objects, seed=0, watches_writes=False), self._autocast():
             self._model.train()
-            perturb(self._model)  # a teacher may begin as its pupil's copy
+            perturb(self._model)  # a teacher may start as a copy of its student
             self._loss(self._model, batches[0])
             once = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
             try:
                 self._loss(self._model, batches[1])
             except Exception:
-                return  # training will meet it
+                return  # training will raise it
             for name, parameter in self._model.named_parameters():
                 if name in once and not is_equal(parameter.detach(), once[name]):
                     yield name
 
     def _is_nonlinear(self, places: Sequence[int], first: "_Tried") -> bool:
-        """Return whether a smaller or larger loss has other gradients than so many times those that it has."""
+        """Return whether the gradients of a scaled loss differ from the scaled gradients of the loss."""
         for scale in _GRADIENT_SCALES:
             try:
                 scaled = self._tried(places, as_in_training=True, scale=scale).gradients
             except Exception:
-                return False  # training will meet it
+                return False  # training will raise it
             for name, gradient in first.gradients.items():
                 other = scaled.get(name)
                 size, tolerance = float(gradient.norm()), 10 * self._tolerance(gradient.dtype)
@@ -264,7 +264,7 @@ class LossInspection:
         return False
 
     def _uses_gradients(self, places: Sequence[int], first: "_Tried") -> bool:
-        """Return whether the loss changes gradients that parameters have already, or is another one, or fails."""
+        """Return whether the loss changes existing gradients of parameters, depends on them, or fails with them."""
         try:
             beside = self._tried(places, as_in_training=True, gradients=first.gradients)
         except Exception:
@@ -276,10 +276,10 @@ class LossInspection:
         try:
             return not self._is_other(first.value, self._tried(places, as_in_training=True).value)
         except Exception:
-            return False  # it differs and fails as it likes
+            return False  # it differs and fails irregularly
 
     def _remembered(self, places: range, others: range, first: "_Tried") -> Sequence[str]:
-        """Return the functions whose caches, filled by other samples, make it another loss."""
+        """Return the functions whose caches change the loss if they were filled by other samples."""
         if not first.trial.filled:
             return ()
         with Trial(self._model, self._objects, seed=0, watches_writes=False):
@@ -292,7 +292,7 @@ class LossInspection:
         return not is_close and math.isfinite(one.total + other.total)
 
     def _later(self, num_samples: int) -> "_Later":
-        """Look once more, at other samples and after some calls."""
+        """Inspect the loss again, on other samples and after several calls."""
         deadline = time.monotonic() + _LATER_SECONDS
         groups = [
             range(begin, min(begin + NUM_SAMPLES, num_samples))
@@ -302,7 +302,7 @@ class LossInspection:
         batches: list[Any] = []
         found: dict[str, Any] = {}
         while len(batches) < _LATER_CALLS and time.monotonic() < deadline:
-            batches.append(self._fetch(groups[len(batches) % len(groups)]))  # what reading changes is not to be undone
+            batches.append(self._fetch(groups[len(batches) % len(groups)]))  # changes made by reading stay
         written = Trial(self._model, self._objects, seed=1, watches_writes=False)
         with silent(), written:
             self._model.train()
@@ -331,7 +331,7 @@ class LossInspection:
         )
 
     def _additivity(self, places: range) -> str | None:
-        """Return figures of a loss whose parts do not add up, or None."""
+        """Return the figures of a loss whose parts do not add up, or None."""
         whole, *parts = (self._tried(part, as_in_training=False) for part in (places, *_parts_of(places)))
         if any(one.trial.has_drawn for one in (whole, *parts)):
             return self._additivity_of_constants(places)
@@ -339,20 +339,20 @@ class LossInspection:
         return difference or self._difference_of_gradients(whole, parts)
 
     def _additivity_of_constants(self, places: range) -> str | None:
-        """Return figures of a loss whose parts do not add up though constants stand for its random numbers, or None."""
+        """Return the figures of a loss whose parts do not add up even with constant draws, or None."""
         for quantile in self._quantiles:
             if (tried := self._tried_with_constants(places, quantile)) is None:
                 continue
             whole, *parts = tried
             if any(one.trial.has_drawn for one in (whole, *parts)):
-                return None  # by other means than torch's, so that it is another loss each time
+                return None  # by other means than torch's, so that the loss differs each time
             difference = self._difference(whole.value, [part.value for part in parts])
             if difference := difference or self._difference_of_gradients(whole, parts):
                 return f"{difference} (with constants for its random numbers)"
         return None
 
     def _tried_with_constants(self, places: range, quantile: float) -> "list[_Tried] | None":
-        """Try the loss of samples, and of their parts; None where it fails, for it was written for random numbers."""
+        """Try the loss of samples, and of their parts; return None if it fails, because it expects random numbers."""
         try:
             return [
                 self._tried(part, as_in_training=False, draws=ConstantDraws(quantile))
@@ -365,11 +365,11 @@ class LossInspection:
         """Compare the losses of samples with those of their parts, during the run.
 
         Args:
-            begin: Place of the first of them.
-            num_samples: Samples that there are.
+            begin: Place of the first sample.
+            num_samples: Number of available samples.
 
         Returns:
-            Figures, or None, and the place after the last sample that was looked at.
+            Figures of a difference, or None, and the place after the last sample inspected.
         """
         try:
             with self._alone():
@@ -378,15 +378,15 @@ class LossInspection:
             return None, num_samples  # the other ranks make that call in their steps
 
     def _wide(self, begin: int, end: int, seconds_each: float) -> tuple[str | None, int]:
-        """Compare the loss of more samples with those of their parts, without gradients, for as long as there is time.
+        """Compare the loss of more samples with those of their parts, without gradients, while time remains.
 
         Args:
-            begin: Place of the first of them.
-            end: Place after the last.
-            seconds_each: That a sample takes at most.
+            begin: Place of the first sample.
+            end: Place after the last sample.
+            seconds_each: Maximum seconds per sample.
 
         Returns:
-            As `late_difference` does.
+            The same as `late_difference`.
         """
         started = time.monotonic()
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
@@ -405,15 +405,15 @@ class LossInspection:
                     at = places.stop
                     whole, *parts, again = [self._value(part) for part in (places, *_parts_of(places), places)]
                     if self._is_other(whole, again):
-                        break  # it draws, or follows what it keeps, which is looked for elsewhere
+                        break  # it draws, or depends on its own state, both of which are detected elsewhere
                     if difference := self._difference(whole, parts):
                         return difference, at
         except Exception:
-            return None, at  # training will meet it, or there is no memory for so many
+            return None, at  # training will raise it, or there is not enough memory
         return None, at
 
     def _difference(self, whole: "_Value", parts: "Sequence[_Value]") -> str | None:
-        """Return figures of a loss that differs from that of the parts, or None."""
+        """Return the figures of a loss that differs from that of its parts, or None."""
         if not (math.isfinite(whole.total) and math.isfinite(whole.items) and whole.items):
             return None
         total, count = exact_sum(part.total for part in parts), exact_sum(part.items for part in parts)
@@ -431,14 +431,14 @@ class LossInspection:
         return max(rounding, tolerance_of(self._model, is_exact=self._is_exact))
 
     def _difference_of_gradients(self, whole: "_Tried", parts: "Sequence[_Tried]") -> str | None:
-        """Return figures of gradients that do not add up though their losses do, or None."""
+        """Return the figures of gradients that do not add up although the losses do, or None."""
         tolerance = 10 * self._tolerance(whole.value.dtype)  # a gradient is rounded more often than the loss
         largest = max((float(gradient.norm()) for gradient in whole.gradients.values()), default=0.0)
         for name, gradient in whole.gradients.items():
             others = [part.gradients[name] for part in parts if name in part.gradients]
             scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
             if scale < _ROUNDED * torch.finfo(gradient.dtype).eps * largest:
-                continue  # it is zero: a layer before a softmax or a norm that takes its mean away
+                continue  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
             difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
             if math.isfinite(difference) and difference > tolerance * scale:
                 return (
@@ -479,12 +479,12 @@ class LossInspection:
                 has_gradients=gradients is None and bool(found),
                 has_changed_gradients=gradients is not None and not _are_equal(found, gradients),
             )
-            # in training too: hooks and recomputation may draw
+            # in training mode too, because hooks and recomputation may draw
             tried.gradients.update(self._gradients(result, len(places), scale))
             return tried
 
     def _set_modes(self, *, as_in_training: bool) -> None:
-        """Put the model into training; unless all is to be as in training, what has words of its own stays out."""
+        """Put the model into training mode, without BatchNorm and dropout unless everything is to be as in training."""
         self._model.train()
         if not as_in_training:
             for module in self._model.modules():
@@ -492,26 +492,26 @@ class LossInspection:
                     module.eval()
 
     def _value(self, places: Sequence[int]) -> "_Value":
-        """Return the loss of some samples; to be called within a trial."""
+        """Return the loss of some samples; called within a trial."""
         batch = self._fetch(places)
         with torch.enable_grad(), self._autocast():
             return _Value.of(self._loss(self._model, batch), len(places))
 
     def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:
-        """Return the gradients of a loss summed over its items, and scaled; none where it has none."""
+        """Return the gradients of a loss summed over its items and scaled; none if it has none."""
         total: Any = result.total * scale if isinstance(result, Sum) else result * (num_samples * scale)
         for parameter in self._model.parameters():
             parameter.grad = None
         try:
-            total.backward()  # into `.grad`, for recomputation knows no other way
+            total.backward()  # into `.grad`, because recomputation supports nothing else
         except Exception:
-            return {}  # training will meet it
+            return {}  # training will raise it
         named = self._model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
 
 
 def recomputed_weights(model: nn.Module) -> set[str]:
-    """Return the paths of weights that each forward pass computes of others (torch.nn.utils: norms, pruning)."""
+    """Return the paths of weights that each forward pass computes from others (torch.nn.utils: norms, pruning)."""
     found = set()
     for path, module in model.named_modules():
         where = f"model.{path}." if path else "model."
@@ -524,14 +524,14 @@ def recomputed_weights(model: nn.Module) -> set[str]:
 
 
 def _beginning(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return shape and first values of a tensor, None for one that no parameter can equal."""
+    """Return shape, dtype and first values of a tensor; None if no parameter can equal it."""
     if tensor.layout != torch.strided or not tensor.is_floating_point() or not tensor.numel():
         return None
     return (tensor.shape, tensor.dtype, *tensor.detach().flatten()[:NUM_SAMPLES].tolist())
 
 
 def perturb(model: nn.Module) -> None:
-    """Change all parameters a little, by random numbers; to be called within a trial."""
+    """Change all parameters slightly by random factors; called within a trial."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -539,10 +539,10 @@ def perturb(model: nn.Module) -> None:
 
 
 def tolerance_of(model: nn.Module, *, is_exact: bool) -> float:
-    """Return the relative rounding of a loss: that of the coarsest numbers that it is computed from.
+    """Return the relative rounding of a loss, which is that of the least precise numbers it is computed from.
 
     Args:
-        model: With the numbers.
+        model: Model with the numbers.
         is_exact: Whether forward passes are in full precision.
     """
     numbers = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
@@ -555,7 +555,7 @@ def _are_equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
 
 
 class _Later(NamedTuple):
-    """Findings of a second look at a loss."""
+    """Findings of the later inspection of a loss."""
 
     draws: bool = False
     not_additive: str | None = None
@@ -572,13 +572,13 @@ class _Value(NamedTuple):
 
     total: float
     items: float
-    """Items that the total is over."""
+    """Items over which the total is summed."""
     dtype: torch.dtype
     num_samples: int
 
     @classmethod
     def of(cls, result: Any, num_samples: int) -> "_Value":
-        """Take what the task's loss returned."""
+        """Convert the return value of the task's loss."""
         is_sum = isinstance(result, Sum)
         loss = torch.as_tensor(result.total if is_sum else result).detach()
         count = float(result.count) if is_sum else float(num_samples)
@@ -592,14 +592,14 @@ class _Tried(NamedTuple):
     value: _Value
     gradients: dict[str, Tensor]
     forward_state: tuple[str, ...]
-    """Paths of plain state outside the model that its calls changed."""
+    """Paths of plain state outside the model that the model's calls changed."""
     has_gradients: bool
-    """True if parameters that had no gradients had some when the loss returned."""
+    """True if parameters without gradients had some when the loss returned."""
     has_changed_gradients: bool
-    """True if the gradients that parameters already had were different when the loss returned."""
+    """True if existing gradients of parameters were different when the loss returned."""
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the buffers that changed, those of BatchNorm left out, which is known by its own name."""
+        """Return the changed buffers, except those of BatchNorm, which has its own trait."""
         known = {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules()
@@ -610,30 +610,30 @@ class _Tried(NamedTuple):
 
 
 def _num_first(num_samples: int) -> int:
-    """Return how many of the first samples are one of two groups: another number than the rest, if there are enough.
+    """Return the size of the first of two groups of samples, different from that of the second if there are enough.
 
-    What is counted by samples is told from what is counted by calls.
+    Unequal sizes distinguish state that counts samples from state that counts calls.
     """
     return (num_samples + 1) // 2 + (num_samples >= 6)
 
 
 def _parts_of(places: range) -> list[range]:
-    """Return a group of samples in three unequal parts, or two of a few."""
+    """Split a group of samples into three unequal parts, or fewer if it is small."""
     ends = [places.start + max(1, round(len(places) * share)) for share in _PART_ENDS]
     starts = [places.start, *ends[:-1]]
     return [range(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _is_same_in(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    """Return whether something changed to the same value on other samples."""
+    """Return whether a value changed to the same value on other samples."""
     if one is other or name not in other:
-        return False  # of one call alone there is no telling
+        return False  # a single call does not show it
     is_tensor = isinstance(one[name], Tensor)
     return is_equal(one[name], other[name]) if is_tensor else bool(one[name] == other[name])
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Discard what a loss prints: it is to be seen once, in the step that it is of."""
+    """Discard what a loss prints in a trial; it is shown once, in the step that it belongs to."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -1,1 +1,1 @@
-"""State in Python objects of a task that restarts and resumes bring back."""
+"""State in Python objects of a task that restarts and resumes restore."""

@@ -1,4 +1,4 @@
-"""Hooks of modules, optimisers and parameters, and modules' functions, of which a change during the run is seen."""
+"""Detection of changed hooks of modules, optimisers and parameters, and of replaced module functions."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -13,10 +13,10 @@ from dure.torchcompat import gradient_hooks_of
 
 
 class HookWatch:
-    """The hooks, and the functions and classes of modules, that objects had when this was made."""
+    """Hooks, functions and classes of modules at the time of construction, for later comparison."""
 
     def __init__(self, owners: Mapping[str, object], parameters: Mapping[str, Tensor]) -> None:
-        """Look at hooks.
+        """Record the present hooks.
 
         Args:
             owners: Modules and optimisers by their paths.
@@ -36,11 +36,11 @@ class HookWatch:
         self._users = {path: _users(hooks) for path, hooks in self._registers.items()}
 
     def changed(self, *, is_thorough: bool = False) -> list[str]:
-        """Return the registers in which the user's own hooks are no longer as they were.
+        """Return the registers in which the user's own hooks have changed.
 
         Args:
-            is_thorough: Whether hooks on the gradients of parameters, of which there are many, and functions that are
-                attributes are looked at too.
+            is_thorough: Whether to check hooks on the gradients of parameters, which are many, and functions that are
+                attributes as well.
         """
         found = []
         if is_thorough:
@@ -82,5 +82,5 @@ def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> list[s
 
 
 def _users(hooks: Mapping[int, Any]) -> list[int]:
-    # torch and strategies have hooks of their own
+    # torch and strategies register hooks of their own
     return [number for number, hook in hooks.items() if is_users(hook)]

@@ -1,4 +1,4 @@
-"""Plain Python state as tensors and plain values: counters and the like that no `state_dict` knows."""
+"""Plain Python state as tensors and plain values: counters and similar state that no `state_dict` contains."""
 
 import ctypes
 import io
@@ -35,28 +35,28 @@ MAPPINGS: dict[str, Any] = {
 }
 FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, int, float, str, list, tuple, set, dict)}
 _VALUES = (*ATOMS, np.generic, tuple, frozenset)
-"""Kinds of values of which it does not matter which object they are."""
+"""Types of values whose identity does not matter."""
 
 
 class CannotKeep(TypeError):
-    """State of a kind that cannot be written without pickle; the message says where it is and of which kind."""
+    """State of a type that cannot be written without pickle; the message gives its path and type."""
 
 
 class KnownObjects:
-    """Objects that are there whenever a session is built, by their paths."""
+    """Objects that exist whenever a session is built, by their paths."""
 
     def __init__(self, objects: Mapping[str, object] | None = None, elsewhere: Collection[int] = ()) -> None:
-        """Take objects.
+        """Register objects.
 
         Args:
-            objects: By their paths. Of several paths of one object the first is used.
-            elsewhere: The `id` of those whose content is kept in another place, such as the model's parts.
+            objects: Objects by their paths. If an object has several paths, the first is used.
+            elsewhere: The `id` of objects whose content is kept in another place, such as the model's parts.
         """
         self.objects = dict(objects or {})
         self.elsewhere = elsewhere
         self.paths: dict[int, str] = {}
         self.kinds: dict[type, str] = {}
-        """Path of an object of each type."""
+        """Path of one object of each type."""
         for path, value in self.objects.items():
             self.kinds.setdefault(type(value), path)
             if not isinstance(value, _VALUES):
@@ -64,7 +64,7 @@ class KnownObjects:
         self._memory: dict[int, list[Tensor]] | None = None
 
     def sharing_memory(self, tensor: Tensor) -> list[Tensor]:
-        """Return the known tensors that are in the same storage as another one."""
+        """Return the known tensors in the same storage as another tensor."""
         if self._memory is None:
             self._memory = {}
             for value in self.objects.values():
@@ -74,25 +74,25 @@ class KnownObjects:
 
 
 class Keeper:
-    """Maker of plain values from state. An object has one entry, wherever it is named."""
+    """Converter of state into plain values. An object has one entry, wherever it is referenced."""
 
     def __init__(self, known: KnownObjects | None = None) -> None:
-        """Make nothing yet.
+        """Start without entries.
 
         Args:
-            known: Objects that will be there. State of an object goes back into such a one, for none can be made; a
-                tensor or a container that is one of them is filled where it is, any other is made again.
+            known: Objects that will exist at the restore. The state of an object is restored into one of these, because
+                objects cannot be created; known tensors and containers are filled in place, all others are created.
         """
         self._known = known or KnownObjects()
         self.objects: dict[str, Any] = {}
-        """Content of the objects that entries name: known ones by their paths, others by numbers."""
+        """Content of the objects that entries reference: known ones by path, others by number."""
         self._new: dict[int, tuple[str, object]] = {}
 
     def entry(self, value: Any, path: str) -> Any:
-        """Return what stands for a value, from which `Restorer` finds or makes it.
+        """Return the entry of a value, from which `Restorer` finds or creates it.
 
         Raises:
-            CannotKeep: It holds something of a kind that cannot be kept; nothing of it is kept then.
+            CannotKeep: The value contains something that cannot be kept; nothing of it is kept then.
         """
         before = len(self.objects)
         try:
@@ -113,7 +113,7 @@ class Keeper:
             return {"ref": known}
         name = known or self._new.setdefault(id(value), (f"#{len(self._new)}", value))[0]
         if name not in self.objects:
-            self.objects[name] = None  # for one that leads to itself
+            self.objects[name] = None  # for an object that refers to itself
             self.objects[name] = self._content(value, path, is_known=known is not None)
         return {"ref": name}
 
@@ -130,7 +130,7 @@ class Keeper:
 
     def _enum(self, value: Enum, path: str) -> Any:
         content = value.value
-        # a combination of flags has a value and no name
+        # a combination of flags has a value but no name
         how = {"value": content} if type(content) in JSON_TYPES else {"enum": value.name}
         return {**how, "of": self._alike(value, path)}
 
@@ -211,7 +211,7 @@ class Keeper:
         return {"pairs": pairs, "type": kind.__name__, **self._factory(value, path, is_known)}
 
     def _factory(self, value: Any, path: str, is_known: bool) -> dict[str, Any]:
-        """Return how a missing entry is made, by name; nothing if that is known where the mapping is."""
+        """Return how a missing entry is created, by name; empty if the restored mapping knows it."""
         if type(value) is not defaultdict or is_known:
             return {}
         factory = value.default_factory
@@ -300,7 +300,7 @@ class Keeper:
         owner = None if is_opaque else with_dict(value)
         if owner is None and (is_opaque or not _has_state_dict(value)):
             if is_known:
-                return None  # a function or a lock, say
+                return None  # such as a function or a lock
             raise _unknown(value, path)
         if _has_state_dict(value):
             if not is_known:
@@ -314,7 +314,7 @@ class Keeper:
         return {"object": {name: self._entry(item, f"{path}.{name}") for name, item in vars(owner).items()}, **like}
 
     def _alike(self, value: Any, path: str) -> str:
-        """Return the path of a known object of the same type: of the one that was in the same place if there is."""
+        """Return the path of a known object of the same type, preferably the one at the same path."""
         if type(self._known.objects.get(path)) is type(value):
             return path
         if type(value) not in self._known.kinds:
@@ -356,17 +356,17 @@ class Keeper:
 
 
 def packed(value: Any, path: str) -> Any:
-    """Return a value as tensors and plain values by itself: nothing of it is a known object.
+    """Return a value as tensors and plain values on its own, without references to known objects.
 
     Raises:
-        CannotKeep: It holds something of a kind that cannot be kept.
+        CannotKeep: The value contains something that cannot be kept.
     """
     keeper = Keeper()
     return {"value": keeper.entry(value, path), "objects": keeper.objects}
 
 
 def _has_state_dict(value: Any) -> bool:
-    cls = type(value)  # an object's own `__getattr__` may raise anything
+    cls = type(value)  # the object's own `__getattr__` may raise anything
     return cls is not type and hasattr(cls, "state_dict") and hasattr(cls, "load_state_dict")
 
 

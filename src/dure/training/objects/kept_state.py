@@ -1,7 +1,7 @@
-"""Plain state of the task, its modules and the optimiser, for checkpoints: counters and the like that change.
+"""Plain state of the task, its modules and the optimiser, for checkpoints: counters and similar state that changes.
 
-What a module or an optimiser has in its `state_dict` is kept there. Here is the rest: attributes that are no longer as
-they were when the session was built.
+State in the `state_dict` of a module or an optimiser is kept there. This module keeps the rest: attributes that have
+changed since the session was built.
 """
 
 import json
@@ -26,19 +26,19 @@ from dure.training.objects.restored_objects import Restorer, unpacked
 from dure.training.task.task import Task
 
 PREFIX = "kept."
-"""Beginning of the names under which this state stands among a rank's own."""
+"""Prefix of the names of this state among a rank's own."""
 _TREE = f"{PREFIX}tree"
 _ABSENT = "absent"
 _FLAGS = "requires_grad"
 _MOST_SHOWN = 80
-"""Characters of a path that a sentence shows."""
+"""Maximum characters of a path in a sentence."""
 
 
 class KeptState:
-    """The attributes of a session's objects that have changed since it was built."""
+    """Attributes of a session's objects that have changed since it was built."""
 
     def __init__(self, task: Task, model: nn.Module, optimizer: Optimizer) -> None:
-        """Note how everything is before anything is restored or trained."""
+        """Record the initial state, before anything is restored or trained."""
         modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
         used = used_globals(type(task), *dict.fromkeys(type(module) for module in modules.values()))
         self._task = task
@@ -48,7 +48,7 @@ class KeptState:
         self._built = self.state_now()
         self._owners = self._built.owners
         self.generators = self._built.generators()
-        """Paths of the generators of random numbers."""
+        """Paths of the random number generators."""
         self._model = model
         self._unsaved = {f"{path}._buffers": UnsavedBuffers(module) for path, module in modules.items()}
         self._unsaved_names = [*map(_NON_PERSISTENT, modules.values())]
@@ -63,7 +63,7 @@ class KeptState:
         )
         self._changed: set[Holder] = set()
         self.lost = {path: f"{path} is an iterator, whose position cannot be kept" for path in self._built.opaque}
-        """State that cannot be kept, by its path, and why."""
+        """Reasons why state cannot be kept, by its path."""
         self.lost |= {path: f"{path} is an object whose changes cannot be seen" for path in self._built.hidden}
         if (unseen := self._built.unseen) is not None:
             shown = unseen if len(unseen) < _MOST_SHOWN else f"{unseen[:_MOST_SHOWN]}..."
@@ -72,11 +72,11 @@ class KeptState:
             )
 
     def state_now(self) -> ObjectState:
-        """Return the state of all that is watched, to be compared with later."""
+        """Return the state of all watched objects, for a later comparison."""
         return ObjectState(self._watched, sees_data=True, sees_unsaved_buffers=True)
 
     def _known_objects(self) -> KnownObjects:
-        """Return the objects that an attribute may name; those of the model and the owners have their own places."""
+        """Return the objects that an attribute may reference; the contents of model and owners are kept elsewhere."""
         buffers = {f"model.{name}": buffer for name, buffer in self._model.named_buffers()}
         own = [*self._model.modules(), *self._model.parameters(), *buffers.values(), *self._owners.values()]
         unsaved = {id(buffer) for each in self._unsaved.values() for buffer in each.values()}
@@ -84,10 +84,10 @@ class KeptState:
         return KnownObjects(objects, {id(self._task), id(self._built.first["optimizer"]), *map(id, own)} - unsaved)
 
     def look(self, *, is_thorough: bool = False) -> None:
-        """Find the attributes that have changed; those found once are kept from then on.
+        """Find the attributes that have changed; once found, an attribute stays included.
 
         Args:
-            is_thorough: Whether large values are compared as a whole too.
+            is_thorough: Whether to compare large values completely.
         """
         self._changed |= self._built.take_changed(is_thorough=is_thorough)
         if self._count_unsaved() != self._num_unsaved:
@@ -104,19 +104,19 @@ class KeptState:
         return sum(map(len, self._unsaved_names))
 
     def changed_since(self, known: Iterable[str]) -> list[str]:
-        """Return the attributes that have changed, without those that lie on the way to known paths of plain state.
+        """Return the changed attributes, except those that are, or contain, known paths of plain state.
 
-        Attributes of the optimiser are left out: its own steps change them; and so are buffers.
+        Attributes of the optimiser are omitted, because its own steps change them; buffers are omitted as well.
         """
         elsewhere = {"optimizer", *self._unsaved}
         paths, found = list(known), sorted(_path(holder) for holder in self._changed if holder[0] not in elsewhere)
         return [path for path in found if not any(is_inside(path, other) for other in paths)]
 
     def tensors(self, *, is_thorough: bool = False) -> dict[str, Tensor]:
-        """Return the state as tensors by name: none as long as nothing has changed.
+        """Return the state as tensors by name; empty as long as nothing has changed.
 
         Args:
-            is_thorough: As `look` takes it.
+            is_thorough: Passed to `look`.
         """
         self.look(is_thorough=is_thorough)
         flags: dict[str, bool] = {}
@@ -137,7 +137,7 @@ class KeptState:
         state |= {"attributes": entries, "objects": keeper.objects}
         found = NamedTensors()
         text = json.dumps(encode(state, "tree", found), allow_nan=False).encode()
-        # of a length that seldom changes, so that snapshots need not be laid out again for every digit
+        # padded to a length that seldom changes, so that snapshots are not laid out again for every digit
         room = 1 << (len(text) - 1).bit_length()
         tree = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8)
         return {_TREE: tree, **{f"{PREFIX}{name}": value for name, value in found.items() if isinstance(value, Tensor)}}
@@ -172,10 +172,10 @@ class KeptState:
         return vars(self._owners[owner])
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned.
+        """Restore the state that `tensors` returned.
 
         Raises:
-            CheckpointMismatch: It is of another task: an object that had state is not there.
+            CheckpointMismatch: The state is of another task: an object that had state does not exist.
         """
         if _TREE not in tensors:
             return
@@ -183,7 +183,7 @@ class KeptState:
         state = decode(
             parse_json(bytes(own.pop("tree").tolist()), may_repeat_keys=True, most_depth=None), own.__getitem__
         )
-        self._known = self._known_objects()  # buffers may be others now
+        self._known = self._known_objects()  # buffers may be other objects now
         device = next((parameter.device for parameter in self._model.parameters()), None)
         restorer = Restorer(state["objects"], self._known.objects, device)
         try:
@@ -215,5 +215,5 @@ def _path(holder: Holder) -> str:
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
-    """Return which parameters are trained: a task may freeze and unfreeze them on the way."""
+    """Return whether each parameter is trained; a task may freeze and unfreeze parameters during the run."""
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}

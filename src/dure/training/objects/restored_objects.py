@@ -1,4 +1,4 @@
-"""Plain Python state brought back from the tensors and plain values that `kept_objects` made of it."""
+"""Plain Python state restored from the tensors and plain values that `kept_objects` made of it."""
 
 import copy
 import io
@@ -20,17 +20,17 @@ from dure.training.objects.kept_objects import FACTORIES, MAPPINGS, SEQUENCES, C
 
 
 class Restorer:
-    """Finder and maker of values from the entries of a `Keeper`."""
+    """Finder and creator of values from the entries of a `Keeper`."""
 
     def __init__(
         self, objects: Mapping[str, Any], there: Mapping[str, Any] | None = None, device: torch.device | None = None
     ) -> None:
-        """Bring nothing back yet.
+        """Prepare; nothing is restored yet.
 
         Args:
             objects: `Keeper.objects`.
-            there: The known objects of this session by their paths.
-            device: Device of tensors that were on one that is no CPU.
+            there: Known objects of this session by their paths.
+            device: Device for tensors that were not on the CPU.
         """
         self._objects = objects
         self._there = there or {}
@@ -38,10 +38,10 @@ class Restorer:
         self._done: dict[str, Any] = {}
 
     def value(self, entry: Any) -> Any:
-        """Return the value of an entry: a known object is filled with the content that it had.
+        """Return the value of an entry; a known object is filled with the content that it had.
 
         Raises:
-            CannotKeep: An object that had state is not there now, or is another.
+            CannotKeep: An object that had state does not exist now, or is of another type.
         """
         match entry:
             case {"ref": name}:
@@ -123,7 +123,7 @@ class Restorer:
     def _fill_tensor(self, target: Tensor, content: Mapping[str, Any]) -> None:
         saved = _saved_tensor(content)
         if target.shape == saved.shape and target.dtype == saved.dtype:
-            # expanded ones have several elements in one place
+            # expanded tensors have several elements in one place
             at = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
             target.detach()[at].copy_(saved[at])
         else:
@@ -223,7 +223,7 @@ _FILLS: dict[str, Callable[[Restorer, Any, Mapping[str, Any]], None]] = {
 
 
 def unpacked(state: Mapping[str, Any]) -> Any:
-    """Return what `packed` was given."""
+    """Return the value that was passed to `packed`."""
     return Restorer(state["objects"]).value(state["value"])
 
 
@@ -242,7 +242,7 @@ def _array(content: Mapping[str, Any]) -> Any:
 
 
 def _as_descr(descr: Any) -> Any:
-    """Return a description of a dtype as NumPy made it, before it went through JSON."""
+    """Convert a description of a dtype back from JSON to the form that NumPy gave it."""
     if not isinstance(descr, list):
         return descr
     return [tuple(_as_descr(part) if i == 1 else _as_shape(part) for i, part in enumerate(field)) for field in descr]

@@ -1,4 +1,4 @@
-"""Quick test for a session's state: the same tensors in the same memory, and the same plain values, as before.
+"""Quick test whether a session's state still has the same tensors in the same memory, and the same plain values.
 
 Building the state of a checkpoint takes microseconds for each tensor and each module. Comparing the objects that it is
 built from takes a tenth of that, so a snapshot is built again only after one of them has changed.
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dure.torchcompat import MODULE_CONTENTS, has_plain_optimizer_state, has_plain_state, local_tensor
 
 _IMMUTABLE = {int, float, bool, str, type(None)}
-"""Types of which the same object is the same value."""
+"""Types for which the same object always has the same value."""
 _VALUES = dict.values
 _PARAMETERS = itemgetter("params")
 _NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
@@ -22,15 +22,15 @@ _KIND = attrgetter("shape", "dtype")
 
 
 class StateWatch:
-    """The objects that a state was built from, for comparison with those that are there later."""
+    """Objects from which a state was built, for comparison with the current ones."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Look at a state that is being built.
+        """Record a state that is being built.
 
         Args:
-            model: Whose `state_dict` is taken.
-            optimizer: Whose `state` is taken.
-            groups: The parameter groups that are taken. Their plain values are not compared, nor are those in the
+            model: Model whose `state_dict` is taken.
+            optimizer: Optimiser whose `state` is taken.
+            groups: Parameter groups that are taken. Their plain values are not compared, nor are those in the
                 optimiser's state.
         """
         self._modules = list(model.modules())
@@ -43,7 +43,7 @@ class StateWatch:
             and not {*map(type, optimizer.state.values())} - {dict}
             and all(isinstance(v, Tensor) or type(v) in _IMMUTABLE for v in _leaves(optimizer))
         )
-        """True if a change shows by other objects. If not, nothing counts as the same."""
+        """True if every change replaces an object. If not, no state counts as the same."""
         if self.is_plain:
             self._names, self._objects = self._look(groups)
             leaves = _leaves(optimizer)

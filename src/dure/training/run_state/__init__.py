@@ -1,1 +1,1 @@
-"""State of a run over time: what is saved when, and whether replicas agree."""
+"""State of a run over time: checkpoints, snapshots, and comparison of replicas."""

@@ -17,25 +17,25 @@ from dure.training.session.session import Session
 from dure.training.task.identity import refusal
 
 _OWN = "strategy."
-"""Prefix of the names of what a strategy keeps for one rank."""
+"""Prefix of the names of a strategy's state for one rank."""
 _STREAM = "stream"
-"""Name under which a rank keeps which ranks it draws alike with: `Strategy.random_stream`."""
+"""Name of a rank's `Strategy.random_stream`, which says with which ranks it draws alike."""
 
 
 @dataclass
 class Progression:
-    """Progress of a run, and the state that it carries from step to step and from attempt to attempt."""
+    """Progress of a run, and the state carried from step to step and from attempt to attempt."""
 
     samples_seen: int = 0
     step: int = 0
     best: dict[str, Any] | None = None
     """The best evaluation so far: `metric`, `value`, `samples_seen`."""
     best_before: dict[str, Any] | None = None
-    """The best before `best`, which holds again if no checkpoint of `best` comes about."""
+    """Best evaluation before `best`; it applies again if no checkpoint of `best` is completed."""
     evaluated_samples: int = -1
-    """Position of the last evaluation."""
+    """Position of the last evaluation; -1 before the first."""
     loss_sum: float = 0.0
-    """Sum of the losses since the last evaluation, as is the count."""
+    """Sum of the losses since the last evaluation; `loss_count` is its count."""
     loss_count: float = 0.0
 
 
@@ -50,10 +50,10 @@ def snapshot_of(
     """Return a session's state as a snapshot.
 
     Args:
-        session: Whose state it is.
-        progression: How far the run is.
-        state: Of its strategy.
-        own: The `rank_state`.
+        session: Session whose state is captured.
+        progression: Progress of the run.
+        state: State of the session's strategy.
+        own: This rank's `rank_state`.
     """
     return Snapshot(
         model=state.model,
@@ -66,7 +66,7 @@ def snapshot_of(
 
 
 def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
-    """Return what is the same on all ranks, no tensor, and may change from step to step."""
+    """Return the state without tensors that is equal on all ranks and may change from step to step."""
     strategy = session.strategy
     return {
         "precision": strategy.precision.state(),
@@ -77,11 +77,11 @@ def plain_state(session: Session, progression: Progression) -> dict[str, Any]:
 
 
 def rank_state(session: Session, *, is_thorough: bool = False) -> dict[str, Tensor]:
-    """Return what this rank alone has: its generators, and what its strategy keeps for it.
+    """Return the state of this rank alone: its generators, and its strategy's state for this rank.
 
     Args:
-        session: Whose state it is.
-        is_thorough: As `KeptState.look` takes it.
+        session: Session whose state is captured.
+        is_thorough: Passed to `KeptState.look`.
     """
     strategy = session.strategy
     return {
@@ -98,7 +98,7 @@ def _stream(number: int) -> Tensor:
 
 
 def restore(session: Session, progression: Progression, checkpoint: Checkpoint) -> None:
-    """Put a session and its progression back to where they were captured.
+    """Restore a session and its progression to where they were captured.
 
     Communication: one gathered JSON message.
     """
@@ -113,12 +113,13 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     drew = -1 if state is None else int(state.pop(_STREAM, torch.tensor([group.rank])))
     kept = checkpoint.of_rank0() if state is None else state
     if any(tensor.is_meta for tensor in kept.values()):
-        # snapshots in memory of several hosts bring each what its ranks need of weights and optimiser
+        # of snapshots of several hosts, each rank receives only what it needs of weights and optimiser
         session.kept.lost["plain state"] = "plain state of task and modules was in the memory of another host"
     else:
         session.kept.restore(kept)
-    # a generator whose draws cannot be continued is seeded from this position: all of them where there are other
-    # ranks, or ranks that draw otherwise together; one of a device that was not there
+    # A generator whose draws cannot be continued is seeded from this position. That applies to all generators if there
+    # are other ranks, or ranks that share draws differently, and to the generator of a device that was not there
+    # before.
     seed_rank(session.spec.seed + progression.samples_seen, strategy.random_stream)
     generators = capture_random_state(strategy.devices).keys()
     digest = "" if state is None else _digest(state[name] for name in generators if name in state)
@@ -132,7 +133,7 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
     if strategy.draws and session.draws_anew:
         session.notes.append(session.draws_anew)
     if state is not None and is_continued:
-        # where draws have no effect (Dropout(0.0)) all ranks count as drawing alike, and some may still have drawn more
+        # if draws have no effect (Dropout(0.0)), all ranks count as drawing alike, yet some may have drawn more
         are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
         if strategy.draws or are_alike:
             restore_random_state(state, strategy.devices)
@@ -148,10 +149,10 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _compare_identity(session: Session, checkpoint: Checkpoint) -> None:
-    """Refuse to go on with other code or data than those that a checkpoint was saved of.
+    """Refuse to continue with code or data other than those of the checkpoint.
 
     Raises:
-        TaskInvalid: They differ, and that was not accepted.
+        TaskInvalid: They differ, and the change was not accepted.
     """
     changes = session.identity.changes_since(checkpoint.extra.get("identity", {}))
     if not changes:

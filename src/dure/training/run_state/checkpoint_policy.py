@@ -1,4 +1,4 @@
-"""A run's checkpoints as the run uses them: when to save, what to save, and where to go on."""
+"""Checkpoint policy of a run: when to save, what to save, and where to resume."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -36,10 +36,10 @@ def _plain(metrics: Mapping[str, Metric] | None) -> dict[str, Any] | None:
 
 
 class Checkpointer:
-    """Saves and restores a session together with its progression.
+    """Saving and restoring of a session together with its progression.
 
-    One checkpoint at a time is on its way to the disk while training goes on. The next one waits for it, so does the
-    end of the run; the last one is written straight from the tensors, because nothing changes them any more.
+    At most one checkpoint is being written while training continues. The next save, and the end of the run, wait for
+    it. The last checkpoint is written directly from the tensors, because nothing changes them any more.
     """
 
     def __init__(
@@ -59,20 +59,19 @@ class Checkpointer:
         self.copies = StagingBuffer(session.place.threads) if session.spec.checkpoint.background else None
         self.pending: AsyncSave | None = None
         self._watched: tuple[list[Tensor], int] | None = None
-        """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
-        backward."""
+        """Tensors expected to change only in the optimiser's step, and their checksum before a forward and backward."""
         self._is_full_told = False
         self._finite = finite_parameters(session.strategy.model)
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank speaks for all; another may after the first was lost."""
+        """Return whether this rank acts for all ranks; another one does after the first was lost."""
         return self.session.group.rank == 0
 
     def is_asking(self) -> bool:
-        """Return whether this rank asks all to save, or to hear that the save under way has failed.
+        """Return whether this rank requests a save, or that all ranks learn of the failure of the current one.
 
-        Only the first's clock is asked, so that clocks need not agree.
+        Only the clock of the first rank is read, so that clocks need not agree.
         """
         if self.pending is not None and self.pending.has_failed:
             return True
@@ -81,14 +80,14 @@ class Checkpointer:
         return time.monotonic() - self.last_time >= self.interval_seconds
 
     def save(self, metrics: Mapping[str, Metric] | None, *, is_last: bool = False) -> None:
-        """Save a checkpoint, unless this very position is saved already.
+        """Save a checkpoint, unless one of this very position is saved already.
 
         Args:
-            metrics: Of the last evaluation; they are kept if it was at this position.
-            is_last: Return only when it is on the disk, and let a full disk be an error.
+            metrics: Metrics of the last evaluation; they are saved if it was at this position.
+            is_last: Whether to return only when the checkpoint is on disk, and to raise an error if the disk is full.
         """
         now, strategy, group = self.progression, self.session.strategy, self.session.group
-        # one that all were waiting for when a rank was lost is begun again
+        # a save that all ranks were waiting for when a rank was lost is started again
         is_beside = self.pending is None or self.pending.is_copied
         if now.samples_seen == self.last_samples and not is_last and is_beside:
             return
@@ -127,12 +126,12 @@ class Checkpointer:
         self.settle(is_last=is_last)
 
     def prepare(self) -> None:
-        """Get the memory for copies early, during the next steps: new pages cost more than the copying itself.
+        """Allocate the memory for copies early, during the next steps: new pages cost more than the copying itself.
 
-        To be called once, after a first step, when the optimiser has its state.
+        Called once, after a first step, when the optimiser has its state.
 
         Raises:
-            TaskInvalid: No checkpoint could hold the state: better now than at the end of the run.
+            TaskInvalid: No checkpoint could hold the state; raised here rather than at the end of the run.
         """
         session, spec, seen = self.session, self.session.spec, self.progression.samples_seen
         if not session.strategy.is_synchronous:
@@ -153,11 +152,11 @@ class Checkpointer:
         return replace(captured(self.session, self.progression), finite=self._finite)
 
     def before_change(self) -> float:
-        """Be done with reading what the optimiser's step is about to change; return the seconds that took.
+        """Finish pending reads of tensors before the optimiser changes them; return the seconds waited.
 
-        To be called between each step's forward and backward and its optimiser. In the first one after `prepare`, what
-        is said to be steady is looked at: a task may change weights by itself, in its loss, and then they are copied
-        at once. Whether it did so later on shows by torch's count of changes.
+        Called between the forward and backward of each step and its optimiser. The first call after `prepare` compares
+        the checksum of the steady tensors: a task may change weights itself, in its loss, and then they are copied at
+        once. Later changes are detected by torch's version counter.
         """
         if self._watched is None and (self.pending is None or self.pending.is_whole):
             return 0.0
@@ -171,10 +170,10 @@ class Checkpointer:
         return time.perf_counter() - started
 
     def settle(self, *, is_last: bool = False) -> bool | None:
-        """Wait for the save under way; return whether it is on the disk, and None when there is none.
+        """Wait for the save in progress; return whether it is on disk, or None if there is none.
 
-        There is none either if it was left out because what it copied did not stay as it was: now is the time for
-        another. All ranks call it at the same step, and get the same answer.
+        The result is also None if the save was dropped because a copied tensor changed; another save may then start
+        now. All ranks call this at the same step, and get the same result.
 
         Args:
             is_last: Whether a full disk is an error.
@@ -186,7 +185,7 @@ class Checkpointer:
         try:
             saved = pending.settle(self.session.group)
         except GroupShrank:
-            raise  # and again, without the rank that was lost
+            raise  # and settle again, without the rank that was lost
         except DiskFull as error:
             self.pending = None
             self._go_on_without(seen, error, is_last=is_last)
@@ -209,7 +208,7 @@ class Checkpointer:
         return True
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Let go of threads and memory; by an error, complete the save under way, unless a second signal came."""
+        """Release threads and memory; after an error, first complete the current save, unless a second signal came."""
         if self.pending is not None:
             self.pending.leave(is_hurried=kind is not None and issubclass(kind, StoppedAtOnce))
             self.pending = None
@@ -217,7 +216,7 @@ class Checkpointer:
             self.copies.close()
 
     def _go_on_without(self, samples_seen: int, error: DiskFull, *, is_last: bool) -> None:
-        """Let training go on where a checkpoint found no room, and say so once."""
+        """Continue training without a checkpoint for which there was no space, and warn once."""
         self._forget(samples_seen)
         if is_last:
             raise error
@@ -226,7 +225,7 @@ class Checkpointer:
         self._is_full_told = True
 
     def _forget(self, samples_seen: int) -> None:
-        """Take a checkpoint for one that was never begun: what it was the best of is not there."""
+        """Treat a checkpoint as never started, and restore the best evaluation before it."""
         now = self.progression
         self.last_samples, self.last_step = -1, now.step
         if now.best is not None and now.best["samples_seen"] == samples_seen:
@@ -242,7 +241,7 @@ class Checkpointer:
         )
 
     def _say_saved(self, saved: SavedCheckpoint) -> None:
-        with suppress(DiskFull):  # it is saved all the same
+        with suppress(DiskFull):  # it is saved even if this fails
             self.event(
                 events.CheckpointSaved(
                     path=saved.path.name,
@@ -257,7 +256,7 @@ class Checkpointer:
             )
 
     def resume(self) -> None:
-        """Take up the newest good checkpoint, on every rank the same one, and undo the records of what came after."""
+        """Load the newest valid checkpoint, the same on every rank, and undo the records after it."""
         group = self.session.group
         if self.is_first:
             self.store.remove_leftovers()
@@ -274,11 +273,12 @@ class Checkpointer:
         self._undo_records()
 
     def go_on(self, memory: MemorySaver, trusted_samples: int | None = None) -> None:
-        """Take up the snapshot in memory, unless the newest checkpoint is of a later step, or there is none.
+        """Load the newest snapshot in memory, or resume from a checkpoint if that is newer or there is no snapshot.
 
         Args:
-            memory: Where the snapshots are.
-            trusted_samples: None of a later position is to be taken up; checkpoints are written of trusted ones only.
+            memory: Snapshots in memory.
+            trusted_samples: Position after which no snapshot may be used; None for no limit. Checkpoints are always
+                trusted.
         """
         group = self.session.group
         if trusted_samples is not None:
@@ -298,12 +298,12 @@ class Checkpointer:
         memory.take_at_once()
 
     def newest_name(self) -> str | None:
-        """Return the name of the newest checkpoint, on the first rank."""
+        """Return the name of the newest checkpoint on the first rank; None on other ranks, or if there is none."""
         found = self.store.positions() if self.is_first else []
         return found[0][0].name if found else None
 
     def _drop_lost_best(self) -> None:
-        """Forget a best whose checkpoint was still being written when the ranks ended."""
+        """Forget a best evaluation whose checkpoint was still being written when the ranks ended."""
         best = self.progression.best
         if best is None:
             return
@@ -333,8 +333,8 @@ class Checkpointer:
         self.event(events.Resumed(checkpoint=name, samples_seen=now.samples_seen, step=now.step))
 
     def warn(self, message: str) -> None:
-        """Say one sentence of what is wrong without ending the run, on the first rank, and write it down."""
-        with suppress(DiskFull):  # of which this may be the warning
+        """Record a problem that does not end the run, and print it on the first rank."""
+        with suppress(DiskFull):  # the full disk may be the reason for the warning
             self.event(events.Warned(message=message))
         if self.is_first:
             tell(message)

@@ -1,6 +1,6 @@
-"""Divergence between ranks that must hold the same: which rank, in which tensor, at which element.
+"""Divergence between ranks that must hold equal state: which rank, which tensor, which element.
 
-Ranks exchange checksums only, of ever smaller pieces: a tensor never travels.
+Ranks exchange only checksums, of ever smaller pieces; no tensor is sent.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.state.checksum import checksum
 
 _PIECES = 64
-"""Pieces into which a tensor is cut in each round: five rounds find one of 10^9 elements."""
+"""Number of pieces into which a tensor is cut in each round; five rounds find one of 10^9 elements."""
 _SHOWN_TENSORS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Replicas of one part of the state that are not the same."""
+    """Replicas of one part of the state that differ."""
 
     holders: tuple[int, ...]
     """Ranks that hold the part."""
@@ -31,12 +31,12 @@ class Divergence:
     tensors: tuple[str, ...]
     """Names of the tensors that differ."""
     element: str
-    """First element that differs, as `weight[3, 0]`; only the name if shapes differ."""
+    """First element that differs, such as `weight[3, 0]`; only the name if shapes differ."""
     values: Mapping[int, str]
     """Value on each holder, by rank."""
 
     def in_words(self, step: int) -> str:
-        """Say it, without a full stop."""
+        """Return the divergence as a sentence without a full stop."""
         if self.odd:
             others = [rank for rank in self.holders if rank not in self.odd]
             verb = "hold" if len(self.odd) > 1 else "holds"
@@ -59,7 +59,7 @@ class Divergence:
 
 
 def common_parts(said: Sequence[str | None]) -> dict[str, list[int]]:
-    """Return the parts that several ranks hold, with these ranks, from what every rank says it holds."""
+    """Return the parts that several ranks hold, with these ranks, given the part that every rank holds."""
     parts: dict[str, list[int]] = {}
     for rank, part in enumerate(said):
         if part is not None:
@@ -68,20 +68,20 @@ def common_parts(said: Sequence[str | None]) -> dict[str, list[int]]:
 
 
 def minority(digests: Mapping[int, Any]) -> tuple[int, ...]:
-    """Return the ranks whose digest is not that of more than half of them; none if no digest is."""
+    """Return the ranks whose digest is not that of the majority; none if there is no majority."""
     most, count = Counter(digests.values()).most_common(1)[0]
     return tuple(rank for rank, digest in digests.items() if digest != most) if 2 * count > len(digests) else ()
 
 
 def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int, int]) -> Divergence:
-    """Find out what differs.
+    """Find the ranks, the tensors and the first element that differ.
 
     Args:
-        group: All ranks; every one takes part, also those that hold something else.
-        own: What this rank holds; None if it is no holder of the part.
-        digests: Of the part, by the ranks that hold it.
+        group: Process group of all ranks; ranks that hold another part take part as well.
+        own: Replica of this rank; None if it does not hold the part.
+        digests: Digests of the part, by the ranks that hold it.
 
-    Communication: some gathered JSON messages, the first of about 100 bytes per tensor, the others of 1 KiB.
+    Communication: several gathered JSON messages, the first of about 100 bytes per tensor, the others of 1 KiB.
     """
     sums = None if own is None else {name: checksum([tensor]) for name, tensor in own.tensors.items()}
     said = group.all_gather_json(sums)
@@ -101,7 +101,7 @@ def find_divergence(group: Group, own: ReplicaState | None, digests: Mapping[int
 
 
 def _first_element(group: Group, tensor: Tensor | None, holders: Sequence[int]) -> tuple[str, list[str]]:
-    """Return the place of the first element that differs, as `[3, 0]`, and what every rank has there."""
+    """Return the index of the first element that differs, such as `[3, 0]`, and every rank's value there."""
     flat = None if tensor is None else tensor.detach().reshape(-1)
     said = group.all_gather_json(None if tensor is None else list(tensor.shape))
     shapes = [said[rank] for rank in holders]

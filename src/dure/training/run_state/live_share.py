@@ -1,7 +1,7 @@
-"""The share of a checkpoint that this rank would write now, built again only where something in it has changed.
+"""Share of a checkpoint that this rank would write now, rebuilt only where something has changed.
 
-Everything plain (positions, learning rates, what optimisers and modules keep, tensors apart) is encoded as it is now.
-Tensors are those that are there now. What stays the same from step to step is their names and places.
+Everything plain (positions, learning rates, state of optimisers and modules except tensors) is encoded with its current
+value. Tensors are the current ones. Only their names and places stay the same from step to step.
 """
 
 import json
@@ -26,7 +26,7 @@ _BUFFER = "buffer."
 """Prefix of the names of buffers that each rank keeps for itself (BatchNorm's statistics between two broadcasts)."""
 _KIND = attrgetter("shape", "dtype")
 _FIXED = (int, float, bool, str, type(None))
-"""Types of which the same object is the same value."""
+"""Types for which the same object always has the same value."""
 _as_json = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -34,23 +34,23 @@ class LiveShare:
     """A rank's share of the state between two steps: layout, tensors and plain state."""
 
     layout: ShareLayout
-    """Names and places of the tensors; the same object as long as they stay."""
+    """Names and places of the tensors; the same object as long as they do not change."""
     tensors: list[Tensor]
-    """The tensors in the order of the layout; the same object as long as they stay in their memory."""
+    """Tensors in the order of the layout; the same object as long as they stay in their memory."""
     own: list[Tensor]
-    """The last ones, others each time: of this rank's generators, and what its strategy keeps for it."""
+    """Tensors at the end of the layout, new ones each time: this rank's generators and its strategy's state for it."""
     steady: list[bool]
     """True for each tensor that only the optimiser's step changes."""
     state: bytes
-    """`RankShard.state`: everything that is no tensor, as it is now."""
+    """`RankShard.state`: the current state without tensors."""
 
     def __init__(self, session: Session, progression: Progression, *, is_whole: bool) -> None:
         """Build the share for the first time.
 
         Args:
-            session: Whose state it is.
-            progression: How far the run is.
-            is_whole: As `shard_of` takes it.
+            session: Session whose state is captured.
+            progression: Progress of the run.
+            is_whole: Passed to `shard_of`.
         """
         self._session = session
         self._progression = progression
@@ -58,7 +58,7 @@ class LiveShare:
         self._build(rank_state(session), None)
 
     def update(self) -> None:
-        """Bring everything up to now."""
+        """Update everything to the current state."""
         own = rank_state(self._session)
         strategy = self._session.strategy
         is_same = _kinds(own) == self._own_kinds and self._watch.is_same(strategy.optimizer.param_groups)
@@ -84,7 +84,7 @@ class LiveShare:
         self._keep_constant(share)
 
     def _keep_constant(self, share: RankShard) -> None:
-        """Encode once what stays the same as long as the watch sees no change."""
+        """Encode once the parts that stay the same as long as the watch sees no change."""
         self._groups: list[tuple[str, _PlainText]] | None = None
         self._extra, self._far = _PlainText(), _PlainText()
         if not self._watch.is_plain or not share.state:
@@ -102,7 +102,7 @@ class LiveShare:
         return [*self._session.strategy.stepped.state.values()]
 
     def _plain_now(self) -> bytes | None:
-        """Return the plain state as it is now, or None where it has to be built again."""
+        """Return the current plain state, or None if it must be rebuilt."""
         if not self.state:
             return b""
         if self._groups is None:
@@ -114,7 +114,7 @@ class LiveShare:
                 for (params, text), group in zip(self._groups, live, strict=True)
             ]
             state = self._state.now(self._live_state())
-        except TypeError:  # a tensor has its name in the whole
+        except TypeError:  # a new tensor needs a name within the whole state
             return None
         optimizer, model_extra, identity = self._constant
         plain = plain_state(self._session, self._progression)
@@ -127,18 +127,18 @@ class LiveShare:
 
 
 class _PlainText:
-    """The JSON of a dictionary, of which only values that are other objects are encoded again."""
+    """JSON of a dictionary, in which only values that are new objects are encoded again."""
 
     def __init__(self, keys: Iterable[str] | None = None) -> None:
-        """Name the keys that are encoded; None: all."""
+        """Select the keys to encode; None for all."""
         self._keys = None if keys is None else [*keys]
         self._known: dict[str, tuple[Any, str]] = {}
 
     def now(self, values: Mapping[str, Any]) -> str:
-        """Return the members of the object, each with a comma in front.
+        """Return the members of the JSON object, each preceded by a comma.
 
         Raises:
-            TypeError: A value is none that can be kept, or a tensor.
+            TypeError: A value is of a type that cannot be kept, or is a tensor.
         """
         known = self._known
         for key in values if self._keys is None else self._keys:
@@ -150,18 +150,18 @@ class _PlainText:
 
 
 class _StateText:
-    """The JSON of the parameters' state in an optimiser: mostly tensors, whose names stay."""
+    """JSON of the parameters' state in an optimiser: mostly tensors, whose names stay the same."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
         """Constant texts before, between and after the plain values."""
         self._plain: list[tuple[int, _PlainText, int]] = []
-        """Number of the parameter, text of its plain values, and characters to leave out in front where these come
+        """Number of a parameter with plain values, their text, and the characters to drop in front if they come
         first."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], live: Sequence[Mapping[str, Any]]) -> "_StateText | None":
-        """Separate the plain values of saved state from the rest; None if it is not the live state, entry by entry."""
+        """Separate the plain values of saved state from the rest; return None if it does not match the live state."""
         text, constant = cls(), ""
         if len(saved) != len(live):
             return None
@@ -180,7 +180,7 @@ class _StateText:
         return text
 
     def now(self, live: Sequence[Mapping[str, Any]]) -> str:
-        """Return the members of the object."""
+        """Return the members of the JSON object."""
         plain = [text.now(live[number])[begin:] for number, text, begin in self._plain]
         return "".join(chain.from_iterable(zip(self._parts, [*plain, ""], strict=True)))
 
@@ -193,7 +193,7 @@ def _text(value: Any, key: str) -> str:
 
 
 def own_buffers(session: Session) -> dict[str, Tensor]:
-    """Return the buffers that this rank has for itself: those of the first rank are the model's."""
+    """Return the buffers that this rank has for itself; none on the first rank, whose buffers are the model's."""
     if session.group.rank == 0:
         return {}
     model = session.strategy.model
@@ -202,7 +202,7 @@ def own_buffers(session: Session) -> dict[str, Tensor]:
 
 
 def restore_own_buffers(session: Session, saved: Mapping[str, Tensor]) -> None:
-    """Put this rank's own buffers back."""
+    """Restore this rank's own buffers."""
     model = session.strategy.model
     device = next((parameter.device for parameter in model.parameters()), None)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def restore_own_buffers(session: Session, saved: Mapping[str, Tensor]) -> None:
                 value = saved.get(f"{_BUFFER}{path}.{name}" if path else f"{_BUFFER}{name}")
                 if value is None:
                     continue
-                if buffer is None or buffer.shape != value.shape:  # one that grew, or came on the way
+                if buffer is None or buffer.shape != value.shape:  # a buffer that grew, or was added later
                     module._buffers[name] = value.to(device if buffer is None else buffer.device)
                 else:
                     buffer.copy_(value)

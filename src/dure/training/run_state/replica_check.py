@@ -1,8 +1,7 @@
-"""Compares what ranks hold alike, from time to time and before every checkpoint: a flipped bit does not stay unnoticed.
+"""Comparison of replicas, at intervals and before every checkpoint, so that no flipped bit goes unnoticed.
 
-One number of each rank is exchanged: a checksum of its replica. What follows when they differ (decision 18): the run
-ends and names the rank, or all ranks go back to where they agreed, for what came after has the wrong rank's gradients
-in it.
+Each rank sends one number: a checksum of its replica. If they differ (decision 18), either the run ends and names the
+rank, or all ranks go back to where they agreed, because all later steps contain the wrong rank's gradients.
 """
 
 import math
@@ -21,34 +20,34 @@ from dure.training.run_state.divergence import Divergence, common_parts, find_di
 from dure.training.session.session import Session
 
 MOST_FRACTION = 0.01
-"""Fraction of the run's time that comparisons may take if nothing else is asked for."""
+"""Maximum fraction of the run's time for comparisons at an automatic interval."""
 _AIMED_FRACTION = 0.7 * MOST_FRACTION
-"""Fraction that the interval is chosen for. The times of comparisons and steps are known to a third at best if others
-use the machine too."""
+"""Fraction for which the interval is chosen; on a shared machine the times of comparisons and steps are only known to a
+third at best."""
 _SLOWEST_GROWTH = 4
-"""Largest growth from one interval to the next, so that one slow comparison does not put off all others for long."""
+"""Maximum growth from one interval to the next, so that one slow comparison does not delay the others for long."""
 _REMEMBERED = 5
-"""Number of comparisons whose cost decides the next interval."""
+"""Number of recent comparisons whose cost determines the next interval."""
 _CAUSE = (
     "likelier than broken hardware is code that does something on some ranks only (under a condition on the rank, or "
     "with draws, files or a clock of its own): run again, and if the same tensor differs at the same step it is the "
     "code, if another does it is the hardware of a device; --check-replicas-every 1 tells the step exactly"
 )
-"""Cause of most divergences, and the way to confirm it."""
+"""Most common cause of a divergence, and how to confirm it."""
 _SETTINGS = ("check_replicas_every", "on_divergence")
 
 
 class Pace:
-    """Number of steps after which to compare again."""
+    """Number of steps between comparisons."""
 
     def __init__(self, every: int | None) -> None:
-        """Take a given number of steps, or None for as many as keep it below `MOST_FRACTION` of the time."""
+        """Use a fixed number of steps; None for as many as keep comparisons below `MOST_FRACTION` of the time."""
         self.every = every or 1
         self._is_given = every is not None
         self._costs: deque[float] = deque(maxlen=_REMEMBERED)
 
     def note(self, cost_seconds: float, step_seconds: float) -> None:
-        """Take note of what a comparison cost, and a step before it; all ranks are told the same."""
+        """Record the seconds of a comparison and of a step before it, with the same values on all ranks."""
         if self._is_given:
             return
         self._costs.append(cost_seconds)
@@ -57,7 +56,7 @@ class Pace:
 
 
 class ReplicaCheck:
-    """Compares the replicas of a session between steps."""
+    """Comparison of a session's replicas between steps."""
 
     def __init__(
         self,
@@ -66,12 +65,12 @@ class ReplicaCheck:
         event: Callable[[events.Event], None],
         checkpoint: Callable[[], str | None],
     ) -> None:
-        """Prepare; `begin` is called once the session is where it goes on.
+        """Prepare the check; `begin` is called once the session is at the position from which it continues.
 
         Args:
-            session: Whose ranks are compared.
-            progression: Where they are.
-            event: Writes down an event, on the first rank.
+            session: Session whose replicas are compared.
+            progression: Progress of the run.
+            event: Records an event, on the first rank.
             checkpoint: Returns the name of the newest checkpoint, on the first rank.
         """
         spec, strategy = session.spec, session.strategy
@@ -87,18 +86,18 @@ class ReplicaCheck:
         """Position in samples and in steps at which all ranks last agreed."""
         self.count = 0
         self.seconds = 0.0
-        """Seconds that comparisons took, including the wait for other ranks."""
+        """Seconds spent on comparisons, including the wait for other ranks."""
         self._checked = self._next = -1
         self._exchange_seconds = 0.0
         self._begun = self._last = time.perf_counter()
 
     def begin(self) -> None:
-        """Note where the ranks agree by having taken up the same state, and whether any hold the same.
+        """Record the position as agreed, because all ranks loaded the same state, and find out whether replicas exist.
 
         Communication: one gathered JSON message.
 
         Raises:
-            SpecInvalid: Comparisons were asked for, and no two ranks hold the same.
+            SpecInvalid: Comparisons were requested, and no two ranks hold equal state.
         """
         now, spec = self.progression, self.session.spec
         self.agreed_samples, self.agreed_step = now.samples_seen, now.step
@@ -116,20 +115,20 @@ class ReplicaCheck:
         self._begun = self._last = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Return whether this boundary is one for a comparison."""
+        """Return whether a comparison is due at this step boundary."""
         return self.is_on and self.progression.step >= self._next
 
     def check(self, *, again: bool = False) -> None:
-        """Compare now, unless that was done after this very step.
+        """Compare now, unless this step has been compared already.
 
         Args:
-            again: Also if it was.
+            again: Whether to compare even then.
 
         Communication: one gathered JSON message of 100 bytes.
 
         Raises:
-            ReplicasDiverged: Ranks that must hold the same do not.
-            TaskInvalid: The same, by settings of the optimiser that differ.
+            ReplicasDiverged: Ranks that must hold equal state do not.
+            TaskInvalid: They differ because settings of their optimisers differ.
         """
         now, group = self.progression, self.session.group
         if not self.is_on or (now.step == self._checked and not again):
@@ -157,12 +156,12 @@ class ReplicaCheck:
         self._agree(said)
 
     def _refuse_unlike_settings(self) -> None:
-        """Refuse a schedule, or an optimiser, that goes by what each rank saw: going back would not help.
+        """Refuse a schedule or optimiser that depends on each rank's own data: going back would not help.
 
         Communication: one gathered JSON message.
 
         Raises:
-            TaskInvalid: Names the setting and both values.
+            TaskInvalid: Settings differ; the message names the setting and both values.
         """
         everyones = self.session.group.all_gather_json(plain_settings(self.session.strategy.optimizer))
         for rank, settings in enumerate(everyones):
@@ -176,7 +175,7 @@ class ReplicaCheck:
         now = self.progression
         self.agreed_samples, self.agreed_step, self._checked = now.samples_seen, now.step, now.step
         summing, exchanging, stepping = zip(*(one["seconds"] for one in said), strict=True)
-        # waiting for the last to come is counted too, though part of it would be waited for in the next step anyway
+        # the wait for the last rank is included, although part of it would otherwise occur in the next step
         self.pace.note(max(map(sum, zip(summing, exchanging, strict=True))), min(stepping))
         self._next = now.step + self.pace.every
         self.count += 1
@@ -210,7 +209,7 @@ class ReplicaCheck:
         raise ReplicasDiverged(f"{seen}; {_CAUSE}; {cure} (--on-divergence heal does that by itself)")
 
     def close(self) -> None:
-        """Write down what the comparisons took of the time."""
+        """Record the share of the time that comparisons took."""
         if self.count:
             spent = time.perf_counter() - self._begun
             fraction = self.seconds / spent

@@ -1,7 +1,7 @@
-"""Snapshots of a run in memory, step by step: after the death of a rank all go on from the step before it.
+"""Snapshots of a run in memory, step by step: after a rank has died, all ranks continue from the step before.
 
-What a rank puts there is what it would write of a checkpoint, so that a snapshot is taken up as one. Nothing is
-exchanged for it; only how often it is worth while is agreed on, at a few early steps and then ever more rarely.
+A snapshot holds what the rank would write of a checkpoint, so that it is loaded like one. Taking one requires no
+communication; ranks agree only on the interval, at a few early steps and then ever more rarely.
 """
 
 import math
@@ -32,22 +32,22 @@ from dure.training.snapshots.writer import SnapshotWriter
 from dure.units import format_bytes
 
 MOST_FRACTION = 0.02
-"""Fraction of the run's time that snapshots may take if nothing else is asked for."""
+"""Maximum fraction of the run's time for snapshots at an automatic interval."""
 MOST_FOR_EVERY_STEP = 0.04
-"""Fraction that they may take if it is enough for one after each step: then at most one step is ever done again."""
+"""Maximum fraction if it allows a snapshot after each step, so that at most one step is ever repeated."""
 MOST_OF_MEMORY = 0.5
-"""Fraction of the host's free memory that snapshots may take."""
+"""Maximum fraction of the host's free memory for snapshots."""
 _FIRST_AGREEMENT = 8
-"""Steps after which ranks agree on how often to take one, for the first time; then after four times as many, …"""
+"""Steps before ranks first agree on the interval; the next agreement follows after four times as many, and so on."""
 
 
 def steps_between(cost: float, step: float) -> int:
-    """Return how many steps of `step` seconds go by from one snapshot to the next, at `cost` seconds each."""
+    """Return the number of steps between snapshots that take `cost` seconds, for steps of `step` seconds."""
     return 1 if cost <= MOST_FOR_EVERY_STEP * step else math.ceil(cost / (MOST_FRACTION * step))
 
 
 class MemorySaver:
-    """Takes snapshots of a session between steps, and gives back the newest that all ranks have."""
+    """Snapshots of a session between steps, and access to the newest one that all ranks have."""
 
     def __init__(
         self,
@@ -61,13 +61,14 @@ class MemorySaver:
         """Prepare to take snapshots; nothing is written yet.
 
         Args:
-            session: What to take them of.
-            progression: Where it is.
-            descriptors: Of every rank of this host, the memory that the supervisor keeps; empty: none are taken.
-            every: Steps from one to the next; None: as often as `MOST_FRACTION` of the time allows.
-            warn: Receives a sentence if there can be none.
-            trusted_samples: Tells up to where the run is known to be right: the newest snapshot of there is kept. None:
-                no rank will ask for it.
+            session: Session whose state is captured.
+            progression: Progress of the run.
+            descriptors: Descriptors of the supervisor's memory, one for each rank of this host; empty to take no
+                snapshots.
+            every: Steps between snapshots; None for as often as `MOST_FRACTION` of the time allows.
+            warn: Receives a sentence if no snapshots can be taken.
+            trusted_samples: Returns the position up to which the run is known to be correct; the newest snapshot up to
+                there is kept. None if no rank will need it.
         """
         self._trusted_samples = trusted_samples
         self._num_places = NUM_PLACES if trusted_samples is None else MOST_PLACES
@@ -75,15 +76,16 @@ class MemorySaver:
         self.session = session
         self.progression = progression
         self._least = 2 if any(device.type == "cuda" for device in session.strategy.devices) else 1
-        """Steps between two, at least, if nothing else is asked for. What is copied during a step is whole in the next
-        one only, where another rank may not be yet: a snapshot after each step could leave no step that all have."""
+        """Minimum steps between snapshots at an automatic interval. A copy made during a step is complete only in the
+        next one, which another rank may not have reached. A snapshot after each step could therefore leave no step that
+        all ranks have."""
         self.every = every or self._least
         self._is_given = every is not None
         self._descriptors = tuple(descriptors) if session.strategy.is_synchronous else ()
         self._place = session.place
         self._survey: Survey | None = None
         self.must_take = False
-        """True if a snapshot must be taken before the first step, because hosts have come that hold none."""
+        """True if a snapshot must be taken before the first step, because new hosts hold none."""
         self._writer: SnapshotWriter | None = None
         self._went_on_from: Position | None = None
         self._share: LiveShare | None = None
@@ -92,15 +94,14 @@ class MemorySaver:
         self._seconds: list[float] = []
         """Seconds of each snapshot since ranks last agreed."""
         self._step_seconds: list[float] = []
-        """Seconds of each step since then."""
+        """Seconds of each step since ranks last agreed."""
         self._is_beside: bool | None = None
         """True if tensors on devices are copied during the next forward and backward; None before the first copy."""
         self._watched: tuple[list[Tensor], int] | None = None
-        """Tensors that are said to change only in the optimiser's step, and their checksum before a forward and
-        backward."""
+        """Tensors expected to change only in the optimiser's step, and their checksum before a forward and backward."""
 
     def is_due(self) -> bool:
-        """Return whether this boundary is one for a snapshot; to be asked once at each.
+        """Return whether a snapshot is due at this step boundary; called once at each.
 
         Communication: at few steps, one gathered JSON message.
         """
@@ -114,11 +115,13 @@ class MemorySaver:
         return self._steps % self.every == 0
 
     def _has_room(self) -> bool:
-        """Lay out the first snapshot, and take none at all where two of all ranks' would fill the host's memory.
+        """Lay out the first snapshot; disable snapshots if a host lacks free memory for those of its ranks.
+
+        The limit is `MOST_OF_MEMORY` of the free memory of the host with the least.
 
         Communication: one gathered JSON message.
         """
-        # a host that is left alone must have all that ranks have alike
+        # a host that remains alone must have all state that ranks have in common
         is_whole = self._place.is_on_several_hosts and self._place.rank.local_rank == 0
         self._share = LiveShare(self.session, self.progression, is_whole=is_whole)
         mine = [self._place.rank.node_rank, self._share.layout.num_bytes, psutil.virtual_memory().available]
@@ -138,7 +141,7 @@ class MemorySaver:
         cost = median(self._seconds) if self._seconds else 0.0
         step = median(self._step_seconds) if self._step_seconds else 1.0
         if self.every == 1:
-            step = max(step - cost, step / 10)  # it is a part of each
+            step = max(step - cost, step / 10)  # each step includes a snapshot
         said = self.session.group.all_gather_json([cost, step])
         self.every = max(self._least, steps_between(max(one[0] for one in said), min(one[1] for one in said)))
         self._next_agreement *= 4
@@ -150,7 +153,7 @@ class MemorySaver:
         """Take a snapshot of this position.
 
         Args:
-            settle: Writes out the records up to it, and waits for the steps that are launched.
+            settle: Writes the records up to this position, and waits for launched steps.
         """
         settle()
         begun = time.perf_counter()
@@ -175,17 +178,17 @@ class MemorySaver:
         self._seconds.append(time.perf_counter() - begun)
 
     def _watch(self, share: LiveShare) -> None:
-        """Note what is said to change in the optimiser's step only, where copies during training depend on that."""
+        """Record which tensors should change only in the optimiser's step, if copies during training depend on that."""
         self._is_beside = False
         steady = zip(share.tensors, share.steady, strict=False)
         watched = [tensor for tensor, is_steady in steady if is_steady and can_copy_beside(tensor)]
         self._watched = (watched, checksum(watched)) if watched else None
 
     def before_change(self) -> float:
-        """Be done with copying what the optimiser's step is about to change; return the seconds that took.
+        """Finish copying tensors before the optimiser changes them; return the seconds waited.
 
-        To be called between each step's forward and backward and its optimiser. In the first after a snapshot what is
-        said to change in the optimiser's step only is looked at: a task may change weights by itself, in its loss.
+        Called between the forward and backward of each step and its optimiser. The first call after a snapshot compares
+        the checksum of the steady tensors, because a task may change weights itself, in its loss.
         """
         if self._watched is None and (self._writer is None or self._writer.is_complete):
             return 0.0
@@ -194,34 +197,34 @@ class MemorySaver:
             watched, before = self._watched
             self._is_beside, self._watched = checksum(watched) == before, None
         if self._writer is not None and not self._writer.complete():
-            self._is_beside = False  # that one is lost, and the others wait
+            self._is_beside = False  # that snapshot is lost, and later ones are copied at once
         waited = time.perf_counter() - begun
         if self._seconds:
             self._seconds[-1] += waited
         return waited
 
     def note(self, step_seconds: float) -> None:
-        """Take in how long a step has lasted."""
+        """Record the duration of a step."""
         if self._descriptors and not self._is_given:
             self._step_seconds.append(step_seconds)
 
-    # taking one up
+    # loading a snapshot
 
     @property
     def _own_descriptor(self) -> int:
         return self._descriptors[self._place.rank.local_rank]
 
     def forget_after(self, samples_seen: int) -> None:
-        """Forget this rank's snapshots of later positions; every rank does, before any goes on."""
+        """Forget this rank's snapshots of later positions; every rank does so before any continues."""
         if self._descriptors:
             forget_after(self._own_descriptor, samples_seen)
 
     def newest(self, has_records: Callable[[int, int], bool]) -> Found | None:
-        """Return the newest snapshot that all can go on from; the same on every rank.
+        """Return the newest snapshot from which all ranks can continue; the same on every rank.
 
         Args:
-            has_records: Whether the records of so many ranks reach a position, in samples: of a host that is gone, the
-                last may be missing. Asked on the first rank.
+            has_records: Returns whether the records of a number of ranks reach a position in samples; the last ones of
+                a lost host may be missing. Called on the first rank only.
 
         Communication: on several hosts, two gathered JSON messages.
         """
@@ -240,9 +243,9 @@ class MemorySaver:
         return found_all[chosen] if found_all else None
 
     def load(self, found: Found) -> None:
-        """Put the session back to a snapshot.
+        """Restore the session to a snapshot.
 
-        Communication: one gathered JSON message; on several hosts, shares that one of them has not.
+        Communication: one gathered JSON message; on several hosts also the shares that one of them lacks.
         """
         if self._survey is None:
             checkpoint = self._read(found.position)
@@ -255,7 +258,7 @@ class MemorySaver:
         self._went_on_from = found.position
 
     def take_at_once(self) -> None:
-        """Take a snapshot before the first step, where there is room: hosts that came hold none yet.
+        """Take a snapshot before the first step, if there is room, because new hosts hold none yet.
 
         Communication: one gathered JSON message.
         """

@@ -1,1 +1,1 @@
-"""One training's objects on a rank: model, data, order of samples, evaluation."""
+"""Objects of one training run on a rank: model, data, sample order, evaluation."""

@@ -1,4 +1,4 @@
-"""Parts that a task builds as the only process of a run, to find data and a model that follow the number of ranks."""
+"""Second build of a task's parts as if in one process, to find data and models that depend on the number of ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +23,7 @@ from dure.training.task.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class TaskParts:
-    """Task, and what it built."""
+    """A task and the parts that it built."""
 
     task: Task
     train_data: Any
@@ -32,7 +32,7 @@ class TaskParts:
 
     @classmethod
     def build(cls, spec: RunSpec) -> "TaskParts":
-        """Build all of them once more, without preparing the data again."""
+        """Build all parts again, without preparing the data again."""
         seed_everything(spec.seed)
         task = make_task(spec.task, spec.task_options, is_another=True)
         seed_everything(spec.seed)
@@ -43,18 +43,18 @@ class TaskParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """The process as the only one of a run, for a task that has counted the ranks."""
+    """Differences between a task built in this run and the same task built in one process."""
 
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    """Plain attributes of the task that have other values there."""
+    """Plain attributes of the task whose values differ in one process, with those values."""
     difference: str | None = None
-    """Figures of data or a model that are others there."""
+    """Description of the first difference in data or model; None if there is none."""
     failure: str | None = None
-    """Class of the error with which the task could not be built there."""
+    """Class of the error raised by the build in one process; None if it succeeded."""
 
     @contextmanager
     def entered(self, task: Task) -> Iterator[None]:
-        """Let the task's code see the environment of one process, and the attributes that it has there."""
+        """Run the task's code with the environment and the attributes that it has in one process."""
         before = {name: value for name, value in vars(task).items() if name in self.attributes}
         vars(task).update(self.attributes)
         try:
@@ -65,14 +65,14 @@ class Alone:
 
 
 def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
-    """Build a task's parts once more, as one process would, and compare them.
+    """Build a task's parts again, as one process would, and compare them with those of this run.
 
-    Where they differ they are built again as they were here: what differs then too follows the number of builds, as
-    where a task changes in place what it was given.
+    If they differ, they are built once more in the original environment. A difference that appears there too is caused
+    by building twice, for example by a task that changes its input in place.
 
     Args:
-        spec: What is run.
-        here: What the task built among the run's ranks.
+        spec: Spec of the run.
+        here: Parts that the task built as one of the run's ranks.
     """
     alone = _built_again(spec, here, as_one_process())
     if alone == Alone():
@@ -90,7 +90,7 @@ def built_alone(spec: RunSpec, here: TaskParts) -> Alone:
 
 
 def _built_again(spec: RunSpec, here: TaskParts, surroundings: AbstractContextManager[object]) -> Alone:
-    """Build a task's parts in other surroundings, and return what differs from those here."""
+    """Build a task's parts in another environment, and return their differences from the original ones."""
     try:
         with silent(), kept_global_randomness(), surroundings, no_collectives():
             there = TaskParts.build(spec)

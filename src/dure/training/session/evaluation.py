@@ -1,4 +1,4 @@
-"""Exact evaluation: every sample once, the same batches and the same result on any number of ranks."""
+"""Exact evaluation: each sample once, in the same batches and with the same result on any number of ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ _LEAST_BATCHES = 16
 
 
 def evaluation_batch_size(num_samples: int, asked: int | None) -> int:
-    """Return the samples per evaluation batch: never a function of the number of ranks.
+    """Return the samples per evaluation batch, which never depends on the number of ranks.
 
-    The same batches at any world size make every batch's float32 arithmetic the same too. Sixteen batches or more
-    spread evenly over a few ranks.
+    Equal batches at any world size also make each batch's float32 arithmetic equal. Sixteen or more batches spread
+    evenly over a few ranks.
     """
     if asked is not None:
         return asked
@@ -50,24 +50,25 @@ def evaluate(
 ) -> dict[str, Metric]:
     """Evaluate loss and metrics over all samples of the evaluation data.
 
-    Whole batches are dealt to the ranks in turn. Every batch's sums are gathered and added with `exact_sum`, whose
-    result does not depend on the order, so it is bit-equal at any world size if the batches' own sums are. A batch's
-    random numbers come from its own seed, and those of training go on as if there had been no evaluation.
+    Whole batches are assigned to the ranks in turn. The sums of all batches are gathered and added with `exact_sum`,
+    whose result does not depend on the order. The result is therefore bit-equal at any world size if the batches' own
+    sums are. The random numbers of a batch come from its own seed; those of training continue as if there had been no
+    evaluation.
 
     Args:
-        task: With loss and metrics.
-        strategy: With the models.
-        loader: Of the data.
-        num_samples: That there are, or the first so many.
-        batch_size: Of each batch but the last.
-        has_metrics: Whether the task's metrics are asked for, too.
-        seed: Of what model, loss and metrics draw; that of the run by default.
+        task: Task whose loss and metrics are evaluated.
+        strategy: Strategy that holds the models.
+        loader: Loader of the evaluation data.
+        num_samples: Number of samples to evaluate, from the first one.
+        batch_size: Samples per batch; the last batch may be smaller.
+        has_metrics: Whether to evaluate the task's metrics as well as its loss.
+        seed: Seed for the draws of model, loss and metrics; None for the seed of the run.
         on_batch: Called before each batch.
 
     Returns:
-        `loss` and the task's metrics, each a value and the count it was divided by.
+        `loss` and the task's metrics, each as a value and the count it was divided by.
 
-    Communication: one gathered JSON message of every batch's sums, about 40 bytes per batch and metric.
+    Communication: one gathered JSON message with the sums of every batch, about 40 bytes per batch and metric.
     """
     strategy.before_reading()
     models = strategy.evaluation_models()
@@ -106,7 +107,7 @@ def evaluate(
 
 
 def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Put modules back into their modes, by `train`, which some do work in (LoRA takes its merged weights apart)."""
+    """Restore the modes of modules by `train`, in which some modules do work (LoRA unmerges its weights there)."""
     before = {id(module): mode for module, mode in modes}
     for model in models if strategy.takes_samples else ():
         strategy.computed(model.train, before[id(model)])
@@ -116,11 +117,11 @@ def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple
 
 
 _doubted: set[tuple[int, str]] = set()
-"""Metrics that were told of, by their task's identity: a task need not be hashable."""
+"""Task identity and name of each metric already reported; identities because a task need not be hashable."""
 
 
 def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], num_samples: int) -> None:
-    """Tell people, once per metric, of a value that it can hardly have."""
+    """Print each implausible metric value, once per metric."""
     for name in sorted({name for batch in batches for name in batch}):
         words = doubt(name, [batch[name] for batch in batches if name in batch], num_samples)
         if words is not None and (id(task), name) not in _doubted:
@@ -129,15 +130,15 @@ def _say_doubts(task: Task, batches: Sequence[dict[str, tuple[float, float]]], n
 
 
 def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], num_samples: int) -> None:
-    """Refuse a metric whose totals add up over batches though its counts do not: nothing is a mean of that.
+    """Refuse a metric whose totals add up over batches while its counts do not, which gives no meaningful mean.
 
     Args:
-        at_once: Metrics of some samples in one batch.
-        in_parts: Metrics of the same samples in several.
-        num_samples: How many they are.
+        at_once: Metrics of some samples, evaluated as one batch.
+        in_parts: Metrics of the same samples, evaluated as several batches.
+        num_samples: Number of these samples.
 
     Raises:
-        TaskInvalid: Such a count is of batches. It is right with a total that is a mean over its batch.
+        TaskInvalid: The metric counts batches, which is right only for a total that is a mean over its batch.
     """
     for name, metric in at_once.items():
         parts = in_parts.get(name, metric)
@@ -152,7 +153,7 @@ def check_counts(at_once: Mapping[str, Metric], in_parts: Mapping[str, Metric], 
 
 
 class _SeededCalls:
-    """Runs one call per device at once, each with random numbers of its own batch."""
+    """Runner of one call per device at a time, each with the random numbers of its own batch."""
 
     def __init__(self, devices: Sequence[torch.device], seed: int) -> None:
         self._devices = devices
@@ -162,7 +163,7 @@ class _SeededCalls:
         self._is_first = True
 
     def run(self, calls: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
-        """Run the calls of some batches, given by number; return their results in order."""
+        """Run the calls of some batches, given with their batch numbers; return their results in order."""
         drew: list[bool] = []
 
         def seeded(number: int, call: Callable[[], Any], device: torch.device) -> Any:
@@ -178,19 +179,19 @@ class _SeededCalls:
         pairs = zip(calls, self._devices, strict=False)
         results = threads.run([partial(seeded, number, call, device) for (number, call), device in pairs])
         if self._is_first and len(set(self._devices)) > 1 and not any(drew):
-            # virtual devices have nothing to gain; threads share generators, so those who draw go one after the other
+            # virtual devices gain nothing; threads share generators, so calls that draw run one after the other
             self._together = DeviceThreads(self._devices, in_order=False)
         self._is_first = False
         return results
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._together is not None:
             self._together.close()
 
 
 def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
-    """Return the batches that this rank evaluates; where all must take part in each forward, some of them in vain."""
+    """Return the batches that this rank evaluates, padded with batch 0 if all ranks must join each forward."""
     if not strategy.takes_samples:
         return []
     mine = list(range(strategy.data_rank, num_batches, strategy.data_world_size))
@@ -199,7 +200,7 @@ def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
 
 
 def _num_own(strategy: Strategy, num_batches: int) -> int:
-    """Return how many of them count: of ranks that share their samples only the first's do."""
+    """Return how many of those batches count; of ranks that share their samples, only those of the first count."""
     return len(range(strategy.data_rank, num_batches, strategy.data_world_size)) if strategy.leads_share else 0
 
 

@@ -23,14 +23,14 @@ from dure.training.session.odd_samples import odd_samples
 from dure.training.task.task import Task
 
 NO_BATCH = object()
-"""Placeholder for the batch of a rank that takes no samples."""
+"""Placeholder batch of a rank that takes no samples."""
 
 _PROBED_FETCHES = 8
 _MOST_NAMED = 64
 
 
 class FetchRequest(NamedTuple):
-    """Samples to be fetched as one batch. It is what the sampler hands to a loader worker."""
+    """Samples to fetch as one batch; passed from the sampler to a loader worker."""
 
     epoch: int
     indices: np.ndarray
@@ -38,10 +38,10 @@ class FetchRequest(NamedTuple):
 
 
 def check_dataset(data: Any, source: str) -> None:
-    """Refuse what a run cannot be defined on.
+    """Refuse data on which no run can be defined.
 
     Raises:
-        DataInvalid: Iterable-style, without a length, or empty.
+        DataInvalid: The data are iterable-style, have no length, or are empty.
     """
     kind = type(data).__name__
     if isinstance(data, IterableDataset):
@@ -58,14 +58,14 @@ def check_dataset(data: Any, source: str) -> None:
 
 
 class SampleFetch(Dataset[Any]):
-    """Fetches batches so that what is drawn for a sample depends on (seed, epoch, sample index) alone.
+    """Fetcher of batches in which the draws for a sample depend only on (seed, epoch, sample index).
 
-    What `collate` draws depends on the seed, the epoch and the batch's samples: not on loader processes, restarts or
-    what was drawn before, but on how the global batch is divided.
+    The draws of `collate` depend on the seed, the epoch and the samples of the batch. They do not depend on loader
+    processes, restarts or earlier draws, but they do depend on how the global batch is divided.
 
-    Data sets with a batched `__getitems__` are asked once per batch. Whether such a call draws from the global
-    generators (a `Subset` over random transforms does) is probed on the first fetches and at every power of two; if it
-    does, this and all later batches are fetched sample by sample, each under its own seed.
+    A data set with a batched `__getitems__` is called once per batch. The first fetches, and every fetch whose number
+    is a power of two, check whether such a call draws from the global generators (a `Subset` over random transforms
+    does). If it does, this and all later batches are fetched sample by sample, each under its own seed.
     """
 
     def __init__(self, data: Any, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:
@@ -75,7 +75,7 @@ class SampleFetch(Dataset[Any]):
         self.columns = _plain_columns(data, collate)
         self.is_batched = hasattr(data, "__getitems__")
         self.has_collate_drawn = False
-        """True once `collate` was seen to draw random numbers in this process."""
+        """True once `collate` has drawn random numbers in this process."""
         self._num_fetches = 0
 
     def __getitems__(self, request: FetchRequest) -> Any:
@@ -104,7 +104,7 @@ class SampleFetch(Dataset[Any]):
         return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
 
     def sample(self, index: int) -> Any:
-        """Return one sample as it is in the first epoch, not collated."""
+        """Return one sample as in the first epoch, not collated."""
         with kept_global_randomness(), at_epoch(self.seed, 0):
             seed_for_sample(self.seed, 0, index)
             return self.data[index]
@@ -120,7 +120,7 @@ class SampleFetch(Dataset[Any]):
         return self._collate(samples, indices, request.epoch)
 
     def _collate(self, samples: Sequence[Any], indices: Sequence[int], epoch: int) -> Any:
-        if _is_default(self.collate):  # which draws nothing, and seeding takes longer than a small batch
+        if _is_default(self.collate):  # the default draws nothing, and seeding takes longer than a small batch
             with _naming("collating", indices, samples):
                 return self.collate(samples)
         with kept_global_randomness(), _naming("collating", indices, samples):
@@ -132,28 +132,28 @@ class SampleFetch(Dataset[Any]):
             return batch
 
     def _is_probed(self) -> bool:
-        """Return whether draws are looked for in this fetch: in the first ones, and in every power of two."""
+        """Return whether this fetch is checked for draws: the first few are, and every power of two."""
         fetches = self._num_fetches
         return fetches <= _PROBED_FETCHES or not fetches & (fetches - 1)
 
 
 @contextmanager
 def _naming(doing: str, indices: Sequence[int], samples: Sequence[Any] = ()) -> Iterator[None]:
-    """Say in the traceback with which samples it failed, and which of them are unlike the others."""
+    """Add to an exception the indices of the samples being processed, and the samples that differ from the rest."""
     try:
         yield
     except Exception as error:
         named = ", ".join(map(str, indices[:_MOST_NAMED]))
         more = f" and {len(indices) - _MOST_NAMED} more" if len(indices) > _MOST_NAMED else ""
         error.add_note(f"while {doing} sample{'s' if len(indices) > 1 else ''} {named}{more} of the data")
-        with suppress(Exception):  # samples of a class of their own, of which only the task's error counts
+        with suppress(Exception):  # samples of unusual classes may fail here; only the task's error matters
             if samples and (text := odd_samples(samples, indices)) is not None:
                 error.add_note(text)
         raise
 
 
 def _plain_columns(data: Any, collate: Callable[[Sequence[Any]], Any]) -> Sequence[torch.Tensor] | None:
-    """Return the tensors of data that is nothing but tensors in host memory: a batch of it is one index operation."""
+    """Return the tensors of data made of host tensors only, whose batches are one index operation; None otherwise."""
     is_plain = (type(data) is TensorDataset and _is_default(collate)) or (
         type(data) is TensorData and data.transform is None
     )
@@ -171,7 +171,7 @@ def _next_draws() -> tuple[float, float, int]:
 
 
 class Loader:
-    """Turns requests into batches on the device, in order, with or without loader processes."""
+    """Source of batches on the device for a sequence of requests, in order, with or without loader processes."""
 
     def __init__(self, fetch: SampleFetch, device: torch.device, num_workers: int) -> None:
         self._fetch = fetch
@@ -185,25 +185,25 @@ class Loader:
 
     @property
     def data(self) -> Any:
-        """The data set."""
+        """Data set."""
         return self._fetch.data
 
     @property
     def has_workers(self) -> bool:
-        """Return whether loader processes fetch, each from a copy of the data set."""
+        """Return whether loader processes fetch the batches, each from its own copy of the data set."""
         return self._num_workers > 0
 
     @property
     def has_collate_drawn(self) -> bool:
-        """Return whether `collate` was seen to draw random numbers in this process."""
+        """Return whether `collate` has drawn random numbers in this process."""
         return self._fetch.has_collate_drawn
 
     def sample(self, index: int) -> Any:
-        """Return one sample as it is in the first epoch, not collated."""
+        """Return one sample as in the first epoch, not collated."""
         return self._fetch.sample(index)
 
     def without_data(self) -> "Loader":
-        """Return a loader for a rank that takes no samples: its batches are empty hands."""
+        """Return a loader of placeholder batches, for a rank that takes no samples."""
         return _EmptyHanded(self._fetch, self._device, 0)
 
     def without_workers(self) -> "Loader":
@@ -227,13 +227,14 @@ class Loader:
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_loading, os.getpid()),
             pin_memory=self._device.type == "cuda",
-            # whatever the program or Python 3.14 prefers: data need not be picklable, a fork server is not the rank's
-            # child, and a fresh interpreter could not import the task's file by the name that it has here
+            # regardless of the start method of the program or Python 3.14: data need not be picklable, a fork server is
+            # not the rank's child, and a fresh interpreter could not import the task's file under its name here
             multiprocessing_context="fork",
-            # by default it draws its workers' seeds from the generator that dropout draws from
+            # by default the workers' seeds are drawn from the generator that dropout uses
             generator=torch.Generator().manual_seed(self._fetch.seed),
         )
-        # a signal to the whole group would kill a loader that has just begun: torch gives SIGTERM its default there
+        # a signal to the whole group would kill a loader that has just started: torch resets SIGTERM to its default
+        # there
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return iter(loader)
@@ -247,7 +248,7 @@ class _EmptyHanded(Loader):
 
 
 def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Copy the next batch in a stream of its own while the device computes on this one."""
+    """Copy the next batch on a separate stream while the device computes on this one."""
     stream = torch.Stream(device)
 
     def begin_copy(batch: Any) -> Any:
@@ -261,13 +262,13 @@ def _copied_ahead(host_batches: Iterable[Any], device: torch.device) -> Iterator
     waiting = waiting if waiting is _END else begin_copy(waiting)
     while waiting is not _END:
         torch.accelerator.current_stream(device).wait_stream(stream)
-        # the copy was allocated in the other stream: its memory must not be reused there while it is used here
+        # the copy was allocated on the other stream, which must not reuse its memory while it is in use here
         for tensor in tensors_in(waiting):
             tensor.record_stream(torch.accelerator.current_stream(device))
         ready, following = waiting, next(source, _END)
         waiting = following if following is _END else begin_copy(following)
         yield ready
-        # while the batch after the next is fetched, this one's memory should not be held any more
+        # release this batch's memory before the batch after the next is fetched
         del ready, following
 
 
@@ -279,7 +280,7 @@ _END = object()
 
 
 class _Requests:
-    """The sampler of a DataLoader that is asked for whole batches."""
+    """Sampler that makes a DataLoader fetch whole batches."""
 
     def __init__(self, requests: Iterable[FetchRequest]) -> None:
         self._requests = requests
@@ -293,9 +294,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _begin_loading(rank_pid: int, worker_id: int) -> None:
-    # a signal to the whole terminal group is for the rank, which ends its loaders after its checkpoint
+    # a signal to the whole terminal group is meant for the rank, which stops its loaders after its checkpoint
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # what arrived meanwhile is discarded by being ignored
+    # signals that arrived meanwhile are discarded, because they are ignored now
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(rank_pid)

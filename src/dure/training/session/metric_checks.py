@@ -1,4 +1,4 @@
-"""Checks of what a task measures: values that no sum has, and values that a metric of such a name cannot have."""
+"""Checks of a task's metrics: invalid sums, and values that are implausible for the metric's name."""
 
 import math
 import numbers
@@ -17,24 +17,24 @@ _FRACTIONS = frozenset(
 )
 _NOT_FRACTIONS = frozenset(("percent", "percentage", "pct", "loss", "error", "count", "num", "total", "log"))
 _FEWEST_SAMPLES = 8
-"""Samples of a batch from which a total below 1 is no sum of hits."""
+"""Minimum samples of a batch for which a total below 1 cannot be a sum of hits."""
 
 
 def check_name(name: object) -> None:
-    """Refuse a name that records cannot have.
+    """Refuse a metric name that cannot be recorded.
 
     Raises:
-        TaskInvalid: It is no string, or one that no file can hold.
+        TaskInvalid: The name is not a string, or has characters that are not printable.
     """
     if not isinstance(name, str) or not name.isprintable():
         raise TaskInvalid(f"the task's metrics have one named {name!a:.60}: a name is a string of printable characters")
 
 
 def check_sum(name: str, measured: Sum) -> None:
-    """Refuse a sum of something that is no number. Nothing is read from a device.
+    """Refuse a sum whose parts are not numbers, without reading from a device.
 
     Raises:
-        TaskInvalid: Total or count is no number, or a truth value.
+        TaskInvalid: The total or the count is not a number, or is a truth value.
     """
     for part, value in (("total", measured.total), ("count", measured.count)):
         if isinstance(value, Tensor):
@@ -51,10 +51,10 @@ def check_sum(name: str, measured: Sum) -> None:
 
 
 def check_count(name: str, count: float) -> float:
-    """Return a metric's count of one batch, if something can be counted so.
+    """Return a metric's count of one batch after checking its range.
 
     Raises:
-        TaskInvalid: It is negative, infinite or not a number.
+        TaskInvalid: The count is negative, infinite or NaN.
     """
     if not math.isfinite(count) or count < 0:
         raise TaskInvalid(
@@ -65,12 +65,15 @@ def check_count(name: str, count: float) -> float:
 
 
 def doubt(name: str, sums: Sequence[tuple[float, float]], num_samples: int) -> str | None:
-    """Return what speaks against a metric whose name says that it is a fraction; None for nothing, or another name.
+    """Return an objection to a metric that is a fraction by its name but not by its value.
 
     Args:
-        name: The metric's.
+        name: Name of the metric.
         sums: Total and count of each batch.
-        num_samples: Of all batches.
+        num_samples: Number of samples of all batches.
+
+    Returns:
+        The objection; None if there is none, or if the name does not say that the metric is a fraction.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if not words & _FRACTIONS or words & _NOT_FRACTIONS:

@@ -1,4 +1,4 @@
-"""Search for the samples of a batch that are unlike the others, to explain a collate that failed."""
+"""Search for samples that differ from the rest of their batch, to explain a failed collate."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,15 @@ import numpy as np
 from torch import Tensor
 
 _MOST_NAMED = 3
-"""Samples that are named: where more differ, samples are meant to."""
+"""Maximum number of differing samples to name; if more differ, the difference is taken as intended."""
 
 
 def odd_samples(samples: Sequence[Any], indices: Sequence[int]) -> str | None:
-    """Return a sentence about the few samples whose shapes or types differ from most others', or None.
+    """Return a sentence on the few samples whose shapes or types differ from most of the others, or None.
 
     Args:
-        samples: Of one batch, before they are collated.
-        indices: Their indices in the data.
+        samples: Samples of one batch, before they are collated.
+        indices: Indices of the samples in the data.
     """
     found = [dict(_description(sample, "")) for sample in samples]
     usual, count = Counter(tuple(described.items()) for described in found).most_common(1)[0]
@@ -33,7 +33,7 @@ def odd_samples(samples: Sequence[Any], indices: Sequence[int]) -> str | None:
 
 
 def _description(value: Any, path: str) -> "list[tuple[str, str]]":
-    """Return what must be alike in samples of one batch: kinds, lengths and shapes, by path."""
+    """Return the properties in which samples of a batch must agree (types, lengths and shapes), by path."""
     if isinstance(value, Tensor | np.ndarray):
         return [(path, f"{type(value).__name__} of shape {tuple(value.shape)}")]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Order of samples, which no machine may change."""
+"""Order of samples, independent of the machines."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,22 +9,22 @@ from dure.errors import SpecInvalid
 
 
 class GlobalBatch(NamedTuple):
-    """The samples of one optimiser step, over all ranks."""
+    """Samples of one optimiser step, over all ranks."""
 
     epoch: int
     indices: np.ndarray
     """Data indices `(B,)`; the last batch of an epoch may be shorter."""
     samples_seen: int
-    """Number of samples of the whole run, after this batch."""
+    """Number of samples of the run up to and including this batch."""
     epoch_samples: int
-    """Number of samples of this epoch, after this batch."""
+    """Number of samples of this epoch up to and including this batch."""
 
 
 class SampleOrder:
-    """The order of samples as a function of (data length, global batch size, seed, epoch) and nothing else.
+    """Order of samples as a function of (data length, global batch size, seed, epoch) and nothing else.
 
-    Epoch `e`'s permutation comes from `(seed, e)` alone; step `t` of it takes positions `[t*B, (t+1)*B)`. A position in
-    the run is a number of samples, so a checkpoint needs nothing but that number to go on.
+    The permutation of epoch `e` comes from `(seed, e)` alone; step `t` takes its positions `[t*B, (t+1)*B)`. A position
+    in the run is a number of samples, so a checkpoint needs only that number to continue.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.epoch_samples = num_samples - num_samples % global_batch_size if drop_last else num_samples
-        """Samples of an epoch that are used."""
+        """Number of samples used per epoch."""
         if self.epoch_samples == 0:
             raise SpecInvalid(
                 [
@@ -47,8 +47,8 @@ class SampleOrder:
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the data indices of an epoch in order, `(num_samples,)` int64.
 
-        Philox (Salmon et al. 2011) is counter-based: epoch `e` needs no walk through the epochs before it. The order
-        is that of its raw bits, which NumPy keeps for ever; what a `Generator` makes of them may change (NEP 19).
+        Philox (Salmon et al. 2011) is counter-based: epoch `e` does not require the epochs before it. The order is
+        derived from its raw bits, which NumPy guarantees to keep; the output of a `Generator` may change (NEP 19).
         """
         if not self.shuffle:
             return np.arange(self.num_samples)
@@ -66,7 +66,7 @@ class SampleOrder:
                 yield GlobalBatch(epoch, indices[offset - size : offset], samples_seen, offset)
 
     def batch_sizes(self, samples_seen: int, total_samples: int) -> set[int]:
-        """Return the sizes that the batches from a position to the end of the run have."""
+        """Return the sizes of the batches from a position to the end of the run."""
         sizes = set()
         while samples_seen < total_samples:
             left = min(self.epoch_samples - samples_seen % self.epoch_samples, total_samples - samples_seen)

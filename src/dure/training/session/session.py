@@ -1,4 +1,4 @@
-"""Session of a rank: all that it needs to train or evaluate, made from a spec in the order in which it must happen."""
+"""Session of a rank: everything it needs to train or evaluate, built from a spec in the required order."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ from dure.training.task.task import Task
 
 @dataclass(kw_only=True)
 class Session:
-    """One rank's task, data, model and strategy, ready to go."""
+    """Task, data, model and strategy of one rank, ready to use."""
 
     spec: RunSpec
     place: Place
@@ -57,23 +57,24 @@ class Session:
     eval_samples: int
     eval_batch_size: int
     identity: TaskIdentity
-    """Identity of the trained task, to be compared with that of a checkpoint."""
+    """Identity of the trained task, compared with that in a checkpoint."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """Further differences from the undisturbed one-process run, found on the way."""
+    """Further differences from the undisturbed one-process run, found while the session was built."""
     draws_anew: str = ""
-    """Declaration about the generators, if a checkpoint could not bring them back; it applies once the task draws."""
+    """Declaration for generators that a checkpoint could not restore; it applies once the task draws. Empty if all
+    were."""
     alone: Alone = dataclasses.field(default_factory=Alone)
-    """The process as the only one of a run, as far as the task's code can tell."""
+    """Differences between this task and the same task built in one process."""
     kept: KeptState
-    """Plain state, apart from that of model and optimiser."""
+    """Plain state other than that of model and optimiser."""
 
 
 def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.device, ...]]:
-    """Choose this rank's devices and join the others.
+    """Choose this rank's devices, and join the process group.
 
     Raises:
-        SpecInvalid: More devices than are visible.
-        EnvironmentLacks: The wanted kind of device is not here.
+        SpecInvalid: The spec asks for more devices than are visible.
+        EnvironmentLacks: The requested kind of device is not available.
     """
     info = STRATEGIES[spec.strategy]
     # parameter servers are the last ranks and have no device
@@ -83,7 +84,7 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
     devices = _devices(kind, spec, place, one_process=info.one_process)
     if kind == "cuda":
         torch.accelerator.set_device_index(devices[0])
-        # before the task's own code, which may switch it off
+        # before the task's own code, which may disable it
         torch.backends.cudnn.benchmark = not spec.deterministic
     if spec.deterministic:
         make_deterministic()
@@ -100,7 +101,7 @@ def open_rank_group(spec: RunSpec, place: Place) -> tuple[Group, tuple[torch.dev
 
 
 def _backend(spec: RunSpec, place: Place) -> str:
-    """Return torch's word for how ranks talk: through shared memory wherever they have it in common."""
+    """Return torch's name of the backend; shared memory if all ranks are on one host and compute on its CPU."""
     rank, kind, info = place.rank, resolve_device(spec.device), STRATEGIES[spec.strategy]
     chosen: str = spec.backend
     if chosen == "auto":
@@ -113,7 +114,7 @@ def _backend(spec: RunSpec, place: Place) -> str:
 
 def _devices(kind: str, spec: RunSpec, place: Place, *, one_process: bool) -> tuple[torch.device, ...]:
     if kind != "cuda":
-        # on the CPU (and MPS, which has one device) the replicas of one process are virtual devices
+        # on the CPU (and on MPS, which has one device) the replicas of one process are virtual devices
         return (torch.device(kind),) * (spec.nproc if one_process else 1)
     if one_process:
         return tuple(torch.device(kind, index % count_accelerators(kind)) for index in range(spec.nproc))
@@ -128,20 +129,20 @@ def open_session(
     around_loss: Callable[[LossFunction], LossFunction] | None = None,
     traits: LossTraits | None = None,
 ) -> Session:
-    """Build task, data, model and strategy; every rank builds the same, and checks that it did.
+    """Build task, data, model and strategy, and check that every rank built the same.
 
     Args:
-        spec: What is run.
-        place: Which rank this is.
-        group: All of them.
-        devices: This rank's.
-        around_loss: Changes the task's loss, for failures on purpose.
-        traits: Traits of the loss that are known already; None to find them.
+        spec: Spec of the run.
+        place: Context of this rank.
+        group: Process group of all ranks.
+        devices: Devices of this rank.
+        around_loss: Wrapper of the task's loss, for fault injection.
+        traits: Traits of the loss if they are known; None to find them.
 
     Raises:
-        TaskInvalid: A method of the task returns what it must not.
-        DataInvalid: Data that is empty or of a kind that a run cannot be defined on.
-        RanksDisagree: Ranks that did not build the same.
+        TaskInvalid: A method of the task returns an invalid value.
+        DataInvalid: The data are empty, or of a kind on which no run can be defined.
+        RanksDisagree: The ranks did not build the same.
     """
     startup = group.startup(None if spec.quiet else tell)
     with reads_of_world_size() as reads:
@@ -173,7 +174,7 @@ def open_session(
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
-        strategy.random_stream = 0  # what the optimiser draws, all ranks draw alike, as one process does
+        strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
     identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
     data.refuse_unlike(group, identity)
     return Session(
@@ -197,7 +198,7 @@ def open_session(
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    """A task's data, and how a run reads it."""
+    """Data of a task, and how a run reads them."""
 
     order: SampleOrder
     train_loader: Loader
@@ -206,10 +207,10 @@ class _Data:
 
     @classmethod
     def of(cls, spec: RunSpec, task: Task, train_data: Any, eval_data: Any, device: torch.device) -> "_Data":
-        """Check what a task returned.
+        """Check the data that a task returned, and build their loaders and order.
 
         Raises:
-            DataInvalid: It is of a kind that a run cannot be defined on, or empty.
+            DataInvalid: The data are empty, or of a kind on which no run can be defined.
         """
 
         def loader(data: Any, method: str) -> Loader:
@@ -227,12 +228,12 @@ class _Data:
         )
 
     def refuse_unlike(self, group: Group, identity: TaskIdentity) -> None:
-        """Refuse data of which ranks do not read the same samples.
+        """Refuse data of which the ranks do not read the same samples.
 
         Communication: one gathered JSON message.
 
         Raises:
-            DataInvalid: Names the kind of data, the sample and the rank.
+            DataInvalid: The data differ; the message names the kind of data, the sample and the rank.
         """
         if group.world_size == 1:
             return
@@ -252,7 +253,7 @@ def _traits(
     known: LossTraits | None,
     alone: Alone,
 ) -> LossTraits:
-    """Return the traits of the task's loss on all ranks, those that are known or those that are found now."""
+    """Return the traits of the task's loss on all ranks, either the known ones or those of a new inspection."""
 
     def shared() -> LossTraits:
         if known is None:
@@ -263,7 +264,7 @@ def _traits(
     if not traits.has_failed and not traits.needs_optimizer:
         return traits
     with without_new_hooks(model):
-        task.build_optimizer(model)  # for what it sets in the task; the strategy builds its own
+        task.build_optimizer(model)  # for its side effects on the task; the strategy builds its own
     if known is not None:
         return traits
     again = shared()
@@ -275,14 +276,16 @@ def _first_samples(loader: Loader, num_samples: int) -> Any:
 
 
 def check_parts(session: Session, samples_seen: int) -> None:
-    """Refuse parts of batches that the loss does not take as it takes whole ones.
+    """Refuse parts of batches that the loss does not treat as it treats whole batches.
 
     Args:
-        samples_seen: Position at which the run goes on; batches before it do not matter.
+        session: Session of this rank.
+        samples_seen: Position from which the run continues; earlier batches do not matter.
 
     Raises:
-        SpecInvalid: The loss sets gradients, and sees batches in parts; it reads them, and is called several times a
-            step; or it takes no sample alone, and a batch, of which the size is named, has a part of one.
+        SpecInvalid: The loss sets gradients, and sees batches in parts; or it reads gradients, and is called several
+            times a step; or it fails on a single sample, and a batch has a part of one sample. The message names that
+            batch size.
     """
     is_in_parts = len(session.strategy.parts_of(session.spec.global_batch_size)) > 1
     if session.strategy.traits.sets_gradients and is_in_parts:
@@ -322,7 +325,7 @@ def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ..
 
 
 def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder, eval_samples: int) -> dict[str, Any]:
-    """Return what must be the same on every rank, about 100 bytes per parameter."""
+    """Return what must be equal on every rank, about 100 bytes per parameter."""
     return {
         "Python version": platform.python_version(),
         "torch version": torch.__version__,
@@ -336,12 +339,12 @@ def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder
 
 
 def check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
-    """Compare what every rank built, or was asked for, before a difference becomes silent nonsense or an abort.
+    """Compare what the ranks built, or were asked for, before a difference causes silently wrong results or an abort.
 
     Communication: one gathered JSON message.
 
     Raises:
-        RanksDisagree: Names the first field that differs, and both values.
+        RanksDisagree: The ranks differ; the message names the first field that differs, and both values.
     """
     if group.world_size == 1:
         return
@@ -363,13 +366,14 @@ def check_ranks_agree(group: Group, mine: Mapping[str, Any]) -> None:
 
 
 def check_sync_batchnorm(session: Session, samples_seen: int) -> None:
-    """Refuse a batch that leaves a rank without samples: a stand-in would enter the statistics.
+    """Refuse a batch that leaves a rank without samples, because its padding would enter the statistics.
 
     Args:
-        samples_seen: Where the run goes on; batches before that do not matter.
+        session: Session of this rank.
+        samples_seen: Position from which the run continues; earlier batches do not matter.
 
     Raises:
-        SpecInvalid: Names the size of the smallest such batch.
+        SpecInvalid: There is such a batch; the message names the size of the smallest.
     """
     spec, world_size = session.spec, session.strategy.data_world_size
     if not spec.sync_batchnorm:

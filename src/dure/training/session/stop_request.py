@@ -1,4 +1,4 @@
-"""The wish to stop, as a signal leaves it."""
+"""Request to stop a run, made by a signal."""
 
 import signal
 import threading
@@ -9,11 +9,12 @@ from typing import Self
 from dure.process.stop_signals import end_if_unanswered, heeded_signals, is_said_again
 
 _SECOND_AFTER_SECONDS = 0.5
-"""Time within which a second signal is the same wish: torchrun and a terminal both deliver one Ctrl-C to every rank."""
+"""Seconds within which a second signal is the same request: torchrun and a terminal deliver one Ctrl-C to every
+rank."""
 
 
 class StoppedAtOnce(BaseException):
-    """A signal came where there is nothing to save, or a second one where there is no supervisor."""
+    """Signal received while there is nothing to save, or second signal received without a supervisor."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -21,22 +22,22 @@ class StoppedAtOnce(BaseException):
 
 
 class StopSignals:
-    """Turns a stop signal into a wish that the loop sees between two steps.
+    """Conversion of stop signals into a request that the loop checks between steps.
 
-    Before training begins there is nothing to save, and a signal stops this rank where it arrives. After `defer` it is
-    never acted on where it arrives: ranks would stop at different steps. The loop makes all ranks agree.
+    Before training begins there is nothing to save, and a signal stops this rank immediately. After `defer` no signal
+    takes effect where it arrives, because ranks would stop at different steps. The loop makes all ranks agree instead.
     """
 
     def __init__(self, *, is_supervised: bool = False) -> None:
         self.received: int | None = None
-        """The first signal's number."""
+        """Number of the first signal; None if none was received."""
         self._received_at = 0.0
         self._is_supervised = is_supervised
         self._is_deferred = False
         self._before: dict[int, object] = {}
 
     def defer(self) -> None:
-        """Let signals wait for the next step, from here on."""
+        """Defer signals from now on to the next step."""
         self._is_deferred = True
 
     def __enter__(self) -> Self:
@@ -48,7 +49,7 @@ class StopSignals:
 
     def __exit__(self, *exception: object) -> None:
         if self._is_supervised:
-            return  # this process only ends now, and nothing may disturb that
+            return  # this process is about to exit, and nothing may interrupt that
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

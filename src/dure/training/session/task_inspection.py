@@ -1,4 +1,4 @@
-"""Inspection of a task before training: its loss, its data, and what it does in an evaluation."""
+"""Inspection of a task before training: its loss, its data, and its behaviour in an evaluation."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,23 +27,23 @@ from dure.training.session.sample_order import SampleOrder
 from dure.training.task.task import Task
 
 _MOST_PARTS = 100
-"""Items of a container in a data set in which generators are looked for."""
+"""Maximum items of a container in a data set that are searched for generators."""
 _COPIED = "data"
-"""Beginning of the paths of state in a data set of which loader processes have copies."""
+"""First path component of data set state that loader processes have copies of."""
 
 
 def inspected(
     strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder, alone: Alone
 ) -> LossTraits:
-    """Inspect the task's loss on rank 0, call it once on the others, and tell all.
+    """Inspect the task's loss on rank 0, call it once on the other ranks, and return the traits on all of them.
 
     Args:
-        strategy: Not prepared yet, with its `objects`.
-        task: With the loss.
-        model: Whole, on the CPU, where it is again afterwards.
-        loader: Of the training data.
-        order: Of the training data; its first samples are those of the first step.
-        alone: The process as the only one of a run, on rank 0.
+        strategy: Strategy with its `objects`, not prepared yet.
+        task: Task whose loss is inspected.
+        model: Whole model on the CPU; it is there again afterwards.
+        loader: Loader of the training data.
+        order: Order of the training data; its first samples are those of the first step.
+        alone: Differences from a build in one process, on rank 0.
 
     Communication: two gathered JSON messages.
     """
@@ -52,7 +52,7 @@ def inspected(
     if group.rank == 0:
         traits, first = _inspected_alone(strategy, task, model, loader, order, alone)
     traits = LossTraits.from_json(group.all_gather_json(asdict(traits))[0])
-    # what is the same no two times need not be the same on two ranks, and ranks would write to the same files
+    # a loss that does not repeat its value need not agree on two ranks; ranks would also write to the same files
     if group.world_size == 1 or traits.reason_unknown or traits.data_changes or traits.outer_state:
         return traits
     is_server = bool(strategy.info.extra_processes) and not strategy.takes_samples
@@ -85,12 +85,12 @@ def _inspected_alone(
                 with alone.entered(task):
                     difference = _difference_of_worlds(strategy, task, model, inspection, order, settings)
                 traits = replace(traits, differs_by_world=difference)
-    # after the loss, which may have written into what the data set holds
+    # after the loss, which may have modified the data set in place
     again = list(tensors_in(fetch(range(min(2, order.num_samples)))))
     is_same = len(once) == len(again) and all(map(is_equal, once, again))
     has_drawn = states != [*_generator_states(loader.data)]
     state = (*traits.learned_state, *traits.counted_state)
-    if has_drawn or not is_same:  # of samples that are never twice the same nothing can be compared
+    if has_drawn or not is_same:  # nothing can be compared on samples that differ each time
         traits = replace(traits, not_additive=None, differs_by_world=None)
     traits = replace(
         traits,
@@ -102,7 +102,7 @@ def _inspected_alone(
 
 
 def _fits(strategy: Strategy, model: nn.Module) -> bool:
-    """Return whether the device has memory for the whole model, its gradients and what trials copy."""
+    """Return whether the device has memory for the whole model, its gradients and the copies that trials make."""
     device = strategy.device
     return device.type == "cpu" or 4 * _num_bytes(model) <= torch.accelerator.get_memory_info(device)[0]
 
@@ -119,16 +119,16 @@ def _on_device(strategy: Strategy, model: nn.Module) -> Iterator[None]:
 def _rehearsed_optimizer(
     strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
 ) -> tuple[Any, LossTraits | None]:
-    """Build the optimiser in a trial; return its settings, and the loss's traits once it is built.
+    """Build the optimiser in a trial; return its settings, and the traits of the loss after the build.
 
-    Building it may register hooks, freeze parameters, or set what the loss reads. There are no traits if it does none
-    of these, and neither settings nor traits if it fails: the strategy will meet that.
+    The build may register hooks, freeze parameters, or set state that the loss reads. Traits are None if it does none
+    of these. Both are None if the build fails; the strategy will fail in the same way.
     """
     with silent(), Trial(model, strategy.objects):
         before = ObjectState({**strategy.objects, "model": model})
         found = _hooks_and_frozen(model)
         try:
-            with no_collectives():  # other ranks build none now
+            with no_collectives():  # other ranks build no optimiser now
                 settings = plain_settings(task.build_optimizer(model))
         except (Exception, CollectiveCalled):
             return None, None
@@ -140,7 +140,7 @@ def _rehearsed_optimizer(
 def _difference_of_worlds(
     strategy: Strategy, task: Task, model: nn.Module, inspection: LossInspection, order: SampleOrder, settings: Any
 ) -> str | None:
-    """Return figures of a loss, or of an optimiser's settings, that are others in this environment, or None."""
+    """Return how the loss, or the optimiser's settings, differ in the current environment, or None."""
     here = inspection.first_loss
     inspection.call_once(order.num_samples)
     alone, inspection.first_loss = inspection.first_loss, here
@@ -162,14 +162,14 @@ def _hooks_and_frozen(model: nn.Module) -> list[Any]:
 def inspection_of(
     strategy: Strategy, task: Task, model: nn.Module, loader: Loader, order: SampleOrder
 ) -> LossInspection:
-    """Return an inspection of the task's loss on the first samples of training.
+    """Return an inspection of the task's loss on the first training samples.
 
     Args:
-        strategy: The one that divides batches, with its `objects`.
-        task: With the loss.
-        model: Whole, on the strategy's device.
-        loader: Of the training data.
-        order: Of the training data.
+        strategy: Strategy that divides batches, with its `objects`.
+        task: Task whose loss is inspected.
+        model: Whole model on the strategy's device.
+        loader: Loader of the training data.
+        order: Order of the training data.
     """
     copied = {_COPIED: loader.data} if loader.has_workers else {}
     even = -(-strategy.spec.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
@@ -193,7 +193,7 @@ def _fetch_of(loader: Loader, order: SampleOrder) -> Callable[[Sequence[int]], A
 
 
 def _generator_states(data: Any, depth: int = 4) -> Iterator[str]:
-    """Yield the states of the generators that a data set keeps, or what it is made of does."""
+    """Yield the states of the generators in a data set and its parts."""
     if isinstance(data, GENERATORS):
         yield repr(generator_state(data))
     elif depth and isinstance(data, list | tuple | dict):
@@ -207,14 +207,14 @@ def _generator_states(data: Any, depth: int = 4) -> Iterator[str]:
 def _tried_in_evaluation(
     strategy: Strategy, task: Task, model: nn.Module, fetch: Callable[[Sequence[int]], Any]
 ) -> dict[str, Any]:
-    """Return which parameters loss and metrics write to in an evaluation, and whether they take training samples."""
+    """Return the parameters that loss and metrics write in an evaluation, and whether they accept training samples."""
     alone = no_collectives if strategy.group.world_size > 1 else contextlib.nullcontext
     written: dict[str, None] = {}
     try:
         for call in (task.metrics, task.loss):
             with silent(), Trial(model, strategy.objects, seed=0, watches_writes=False), alone():
                 model.eval()
-                perturb(model)  # a momentum encoder that begins as a copy would be written the values that it has
+                perturb(model)  # a momentum encoder may start as a copy: a write of equal values is not seen
                 before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
                 with torch.no_grad(), strategy.precision.autocast():
                     call(model, fetch(range(2)))
@@ -224,7 +224,7 @@ def _tried_in_evaluation(
     except CollectiveCalled as called:
         return {"collective": called.name}
     except Exception:
-        return {}  # the evaluation's own data may be of another kind
+        return {}  # the evaluation data may be of another kind
     return {"writes_in_evaluation": tuple(written), "is_evaluable": True}
 
 

@@ -1,4 +1,4 @@
-"""Model and optimiser as a task builds them, and why some cannot be trained."""
+"""Model and optimiser as a task builds them, and checks that they can be trained."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def built_model(task: Task) -> nn.Module:
     """Build a task's model.
 
     Raises:
-        TaskInvalid: It is none, or of a kind that cannot be trained here.
+        TaskInvalid: The result is not a module, or is of a kind that cannot be trained here.
     """
     model = task.build_model()
     name = f"{type(task).__name__}.build_model"
@@ -34,11 +34,11 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
     """Refuse a model with lazy modules, whose parameters get their shapes from the first batch.
 
     Args:
-        model: As a task built it.
-        name: Of the method that built it.
+        model: Model as a task built it.
+        name: Name of the method that built it.
 
     Raises:
-        TaskInvalid: Names the first such parameter.
+        TaskInvalid: The model has lazy modules; the message names the first such parameter.
     """
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
@@ -49,18 +49,18 @@ def refuse_lazy(model: nn.Module, name: str) -> None:
 
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch, by name because importing some takes long, that divide work themselves."""
+"""Torch classes that divide work themselves; by name, because importing some of them is slow."""
 
 
 def refuse_scripted(model: nn.Module, name: str) -> None:
-    """Refuse a model with TorchScript modules, whose attributes and hooks live outside of Python.
+    """Refuse a model with TorchScript modules, whose attributes and hooks live outside Python.
 
     Args:
-        model: As a task built it.
-        name: Of the method that built it.
+        model: Model as a task built it.
+        name: Name of the method that built it.
 
     Raises:
-        TaskInvalid: Names the first such module.
+        TaskInvalid: The model has TorchScript modules; the message names the first one.
     """
     scripted = [
         path or "the model" for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)
@@ -73,14 +73,14 @@ def refuse_scripted(model: nn.Module, name: str) -> None:
 
 
 def refuse_divided(model: nn.Module, name: str) -> None:
-    """Refuse a model that the task has divided over ranks or devices itself.
+    """Refuse a model that the task has already divided over ranks or devices.
 
     Args:
-        model: As a task built it.
-        name: Of the method that built it.
+        model: Model as a task built it.
+        name: Name of the method that built it.
 
     Raises:
-        TaskInvalid: Names the wrapper, or the first parameter that is a DTensor.
+        TaskInvalid: The model is divided; the message names the wrapper or the first DTensor parameter.
     """
     found = [
         f"{path or 'the model'} is wrapped in {cls.__name__}"
@@ -97,7 +97,7 @@ def refuse_divided(model: nn.Module, name: str) -> None:
 
 
 def checked_optimizer(task: Task) -> Callable[[nn.Module], Optimizer]:
-    """Return a function that builds a task's optimiser, and refuses what is none."""
+    """Return a function that builds a task's optimiser and refuses an invalid one."""
 
     def build(model: nn.Module) -> Optimizer:
         optimizer: Any = task.build_optimizer(model)

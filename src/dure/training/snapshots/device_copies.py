@@ -1,7 +1,7 @@
-"""Copies from accelerators into pinned memory of the host, while the accelerators compute.
+"""Copies from accelerators into pinned host memory, while the accelerators compute.
 
-What only the optimiser's step changes is copied while the next forward and backward run, in a stream of its own. All
-else, which a forward may change, is copied before anything that is launched later.
+Tensors that only the optimiser's step changes are copied on a separate stream during the next forward and backward.
+Other tensors, which a forward may change, are copied before any later launch.
 """
 
 from collections import defaultdict
@@ -14,33 +14,33 @@ from dure.torchcompat import copy_all
 
 
 def can_copy_beside(tensor: Tensor) -> bool:
-    """Return whether a tensor is on an accelerator that copies while it computes."""
+    """Return whether a tensor is on an accelerator that can copy while it computes."""
     return tensor.device.type == "cuda"
 
 
 class DeviceCopies:
-    """Streams that copy, and what they are copying."""
+    """Copy streams, and the copies in progress."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._done: list[torch.Event] = []
         self._steady: list[tuple[Tensor, int]] = []
-        """Tensors copied during training, with torch's count of their changes when that began."""
+        """Tensors copied during training, each with torch's version counter at the start of its copy."""
         self._sources: list[Tensor] = []
-        """Tensors that are kept until they are copied: their memory would be given to others."""
+        """Tensors kept alive until they are copied, so that their memory is not reused."""
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing is being copied."""
+        """Return whether no copy is in progress."""
         return not self._done
 
     def begin(self, targets: Sequence[Tensor], sources: Sequence[Tensor], steady: Sequence[bool]) -> None:
-        """Begin to copy.
+        """Start copies.
 
         Args:
-            targets: On the host; where they are not pinned, the host waits.
-            sources: On accelerators, one or several.
-            steady: Which of these change only after `complete`.
+            targets: Tensors on the host; if they are not pinned, the host waits.
+            sources: Tensors on one or more accelerators.
+            steady: True for each source that changes only after `complete`.
         """
         by_device: dict[torch.device, list[tuple[Tensor, Tensor, bool]]] = defaultdict(list)
         for target, source, is_steady in zip(targets, sources, steady, strict=True):
@@ -60,7 +60,7 @@ class DeviceCopies:
         self._done.append(copying.record_event())
 
     def complete(self) -> bool:
-        """Wait until all is copied, and return whether what is steady stayed as it was."""
+        """Wait for all copies, and return whether the steady tensors stayed unchanged."""
         for event in self._done:
             event.synchronize()
         is_same = all(source._version == version for source, version in self._steady)

@@ -1,8 +1,8 @@
-"""Exchange of snapshots between hosts: the ranks agree on one, and hosts that lack parts of it get them.
+"""Exchange of snapshots between hosts: the ranks agree on one, and hosts that lack parts of it receive them.
 
-Each host holds the snapshots of its own ranks. Its first rank writes what rank 0 would, so that of a state that all
-ranks have alike every host has all; a share that is a piece of the whole is of use only with those of all others. Ranks
-may be others than those that wrote: a host was lost, came back, or comes for the first time.
+Each host holds the snapshots of its own ranks. Its first rank also writes what rank 0 would, so that every host has all
+state that ranks have in common. A share of pieces is useful only together with those of all other ranks. The ranks may
+differ from those that wrote: a host was lost, came back, or is new.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,23 +32,23 @@ from dure.training.snapshots.memory import (
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A snapshot that the run can go on from."""
+    """A snapshot from which the run can continue."""
 
     position: Position
     round: int
     world_size: int
-    """World size of the ranks that wrote it."""
+    """World size when it was written."""
 
     def is_of(self, one: Held) -> bool:
-        """Return whether a rank's snapshot is a part of it."""
+        """Return whether a rank's snapshot is part of this one."""
         return (one.position, one.round, one.world_size) == (self.position, self.round, self.world_size)
 
 
 class Survey:
-    """Snapshots that every rank of the group holds; the same list on every rank."""
+    """Snapshots held by all ranks of the group; the same list on every rank."""
 
     def __init__(self, group: Group, place: Place, own_descriptor: int) -> None:
-        """Ask all. Communication: one gathered JSON message of about 300 bytes per rank."""
+        """Gather the lists of all ranks. Communication: one gathered JSON message of about 300 bytes per rank."""
         mine = [
             [
                 one.position.samples_seen,
@@ -66,10 +66,10 @@ class Survey:
         self.held = [[_held(*numbers) for numbers in all_] for _, all_ in said]
 
     def candidates(self) -> list[Found]:
-        """Return what can be gone on from, the newest first.
+        """Return the snapshots from which the run can continue, the newest first.
 
-        A rank that holds anything must hold it, so that it is of a step that all have done. The exception is one whose
-        snapshots are all of a later round, which came to the others when they went on from this one.
+        Each rank that holds any snapshots must hold this one, so that all have completed its step. A rank is exempt if
+        its snapshots are all of a later round: it joined when the others continued from this one.
         """
         every = {Found(position=h.position, round=h.round, world_size=h.world_size) for all_ in self.held for h in all_}
         sound = [found for found in every if self._is_sound(found)]
@@ -85,17 +85,17 @@ class Survey:
         return any(one.kind & WHOLE for one in parts)
 
     def has(self, found: Found, rank: int) -> list[Held]:
-        """Return a rank's part of it, if it has one."""
+        """Return a rank's parts of a snapshot, if it has any."""
         return [one for one in self.held[rank] if found.is_of(one)]
 
     def is_everybodys(self, found: Found) -> bool:
-        """Return whether it was written by the very ranks that are here now."""
+        """Return whether it was written by exactly the present ranks."""
         return found.world_size == len(self.held) and all(
             any(one.rank == rank for one in self.has(found, rank)) for rank in range(len(self.held))
         )
 
     def to_send(self, found: Found) -> list[int]:
-        """Return the ranks whose shares are to be sent to all, because a host has not what it needs of them."""
+        """Return the ranks whose shares must be sent to all, because a host lacks something it needs of them."""
         holders = [(rank, one) for rank in range(len(self.held)) for one in self.has(found, rank)]
         if any(one.kind & PIECES for _, one in holders):
             by_old = {one.rank: rank for rank, one in reversed(holders)}
@@ -108,19 +108,19 @@ class Survey:
 def collect(
     group: Group, place: Place, descriptors: Sequence[int], survey: Survey, found: Found, needs: Needs
 ) -> Checkpoint:
-    """Return a snapshot as the checkpoint that it would be, after hosts have sent each other what is missing.
+    """Return a snapshot as a checkpoint, after hosts have sent each other what is missing.
 
-    Of a share that is sent a rank keeps what it needs, before the next one comes.
+    A rank keeps what it needs of each share before the next one is sent.
 
     Args:
-        group: All ranks.
-        place: Of this one.
-        descriptors: Of every rank of this host, the memory of its snapshots.
-        survey: What ranks hold.
-        found: The snapshot.
-        needs: What this rank takes up of it.
+        group: Process group of all ranks.
+        place: Context of this rank.
+        descriptors: Descriptors of the snapshot memory, one for each rank of this host.
+        survey: Snapshots held by the ranks.
+        found: Snapshot to collect.
+        needs: Parts of it that this rank loads.
 
-    Communication: of each share that is sent one gathered JSON message and two broadcasts of its bytes.
+    Communication: for each share sent, one gathered JSON message and two broadcasts of its bytes.
     """
     saved = {one.share.rank: one for one in _local(descriptors, found)}
     sent: dict[int, tuple[list[int], bytes, int]] = {}
@@ -141,8 +141,8 @@ def collect(
         received = _broadcast(group, source, data, num_bytes)
         checkpoint.take_in(unpacked_share(numbers, head, received).share, needs)
     if not survey.is_everybodys(found):
-        # a rank was another one, or is new: what belongs to a rank alone is then taken up by none, as after a resume
-        # with another number of ranks
+        # a rank had another number, or is new: state of a single rank is then not loaded by any, as in a resume with
+        # another number of ranks
         checkpoint.manifest = checkpoint.manifest.model_copy(update={"world_size": 0})
     return checkpoint
 
@@ -160,7 +160,7 @@ def _local(descriptors: Sequence[int], found: Found) -> Iterator[SavedShare]:
 
 
 def _shares(saved: dict[int, SavedShare], world_size: int) -> list[RankShard]:
-    """Return the shares of all ranks: what several hosts have alike is rank 0's, and what is missing is in no share."""
+    """Return the shares of all ranks: state in common is in that of rank 0, and missing state is in none."""
     if any(one.is_spread for one in saved.values()):
         return [saved[rank].share for rank in range(world_size)]
     whole = next(one.share for _, one in sorted(saved.items()) if one.share.state)

@@ -1,10 +1,10 @@
-"""A rank's snapshots in memory that outlives it: two places, written by turns, so that one is always whole.
+"""A rank's snapshots in memory that outlives it: two places, written alternately, so that one is always complete.
 
-A third place, where it is asked for, lets the newest one stay that is known to be right, however far others are ahead.
+An optional third place keeps the newest snapshot known to be correct, however far the others are ahead.
 
-The memory is an unnamed file that the supervisor holds. A rank puts there what it would write of a checkpoint, and
-marks it as whole afterwards; if it is killed in between, the other place still is. Ranks of a synchronous strategy are
-at most one step apart, so that of two places each one is of a step that all have.
+The memory is an unnamed file that the supervisor holds. A rank writes there what it would write of a checkpoint, and
+then marks it as complete; if it is killed before that, the other place is still complete. Ranks of a synchronous
+strategy are at most one step apart, so one of the two places is of a step that all ranks have.
 """
 
 import json
@@ -28,16 +28,16 @@ from dure.training.checkpoints.state import Position
 
 ENTRY = struct.Struct("<14q")
 NUM_PLACES = 2
-"""Number of places that is enough to go on from the newest snapshot."""
+"""Number of places sufficient to continue from the newest snapshot."""
 MOST_PLACES = 3
-"""Number of places that also keeps the newest snapshot that is known to be right."""
+"""Number of places that also keeps the newest snapshot known to be correct."""
 HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _PER_RANK = "per_rank"
 
 
 class Entry(NamedTuple):
-    """Place of a snapshot in the file, and its position in the run."""
+    """Header of a snapshot: its place in the file, and its position in the run."""
 
     is_whole: int
     samples_seen: int = 0
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     epoch: int = 0
     begin: int = 0
     num_bytes: int = 0
-    """Bytes of the place, from `begin`."""
+    """Bytes of the place, starting at `begin`."""
     layout_bytes: int = 0
     state_begin: int = 0
     state_bytes: int = 0
@@ -57,13 +57,13 @@ class Entry(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """Return its position in the run."""
+        """Position of the snapshot in the run."""
         return Position(samples_seen=self.samples_seen, step=self.step, epoch=self.epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A whole snapshot of one rank, and which rank of which ranks it was then: that may change from round to round."""
+    """A complete snapshot of one rank, with rank and world size at that time, which may change from round to round."""
 
     position: Position
     round: int
@@ -74,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Rank, number of ranks and round of the writer."""
+    """Rank, world size and round of the writer."""
 
     round: int = 0
     world_size: int = 1
@@ -82,8 +82,8 @@ class Origin:
 
 
 PIECES, WHOLE = 1, 2
-"""Kinds of shares: one that is of use only with those of all other ranks, and one that holds all that is not of one
-rank alone. Bits of one number."""
+"""Bit flags for the kind of a share: useful only with those of all other ranks; or containing all state that is not of
+a single rank."""
 
 
 class ShareLayout:
@@ -93,8 +93,8 @@ class ShareLayout:
         """Lay out a share.
 
         Args:
-            share: What is written.
-            is_spread: Whether other ranks have what this one has not, apart from pieces.
+            share: Share to write.
+            is_spread: Whether other ranks have state that this rank lacks, apart from pieces.
         """
         has_pieces = any(isinstance(value, TensorShard) for part in share.parts.values() for value in part.values())
         is_whole = bool(share.state) and not is_spread
@@ -113,7 +113,7 @@ class ShareLayout:
         self.text = json.dumps(layout, ensure_ascii=False).encode()
 
     def is_like(self, other: "ShareLayout") -> bool:
-        """Return whether another one has the same names, kinds and places."""
+        """Return whether another layout has the same names, dtypes, shapes and places."""
         return self.text == other.text
 
     def _place_all(self, tensors: Mapping[str, Tensor | TensorShard]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class SavedShare:
 
 
 def held(descriptor: int) -> list[Held]:
-    """Return the whole snapshots of a rank, at most three."""
+    """Return the complete snapshots of a rank, at most three."""
     if os.fstat(descriptor).st_size < HEADER_BYTES:
         return []
     with mmap.mmap(descriptor, HEADER_BYTES) as memory:
@@ -154,12 +154,12 @@ def held(descriptor: int) -> list[Held]:
 
 
 def positions(descriptor: int) -> list[Position]:
-    """Return where the whole snapshots of a rank stand."""
+    """Return the positions of the complete snapshots of a rank."""
     return [one.position for one in held(descriptor)]
 
 
 def newest_common(descriptors: Sequence[int]) -> Position | None:
-    """Return the newest position of which every rank has a whole snapshot."""
+    """Return the newest position at which every rank has a complete snapshot, or None."""
     common = set.intersection(*(set(positions(descriptor)) for descriptor in descriptors)) if descriptors else set()
     return max(common, key=lambda position: position.samples_seen, default=None)
 
@@ -175,7 +175,7 @@ def forget_after(descriptor: int, samples_seen: int) -> None:
 
 
 def read_share(descriptor: int, position: Position, round_number: int | None = None) -> SavedShare:
-    """Read a rank's share of a snapshot that `positions` or `held` has named."""
+    """Read a rank's share of a snapshot that `positions` or `held` returned."""
     memory, entry = _found(descriptor, position, round_number)
     return _parsed(memory, entry, memory)
 
@@ -184,14 +184,14 @@ class Packed(NamedTuple):
     """A rank's share as bytes, for another host."""
 
     numbers: list[int]
-    """Lengths and offset by which the reader finds the layout and the state in `head`."""
+    """Lengths and offset that locate the layout and the state in `head`."""
     head: bytes
     """Bytes of everything but the tensors."""
     data: bytes
 
 
 def packed_share(descriptor: int, position: Position, round_number: int) -> Packed:
-    """Return a rank's share of a snapshot that `held` has named, for another host."""
+    """Return a rank's share of a snapshot that `held` returned, for another host."""
     memory, entry = _found(descriptor, position, round_number)
     with memory:
         head, data = (
@@ -201,7 +201,7 @@ def packed_share(descriptor: int, position: Position, round_number: int) -> Pack
 
 
 def unpacked_share(numbers: Sequence[int], head: bytes, data: bytearray | None) -> SavedShare:
-    """Read what `packed_share` gave; the tensors are views of `data`, or of no memory as long as that is not there."""
+    """Read the result of `packed_share`; the tensors are views of `data`, or meta tensors if that is None."""
     layout_bytes, state_begin, state_bytes = numbers
     entry = Entry(is_whole=1, layout_bytes=layout_bytes, state_begin=state_begin, state_bytes=state_bytes)
     return _parsed(head, entry, data)
@@ -249,7 +249,7 @@ def entry_of(memory: mmap.mmap, place: int) -> Entry:
 
 
 def view_of(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return a tensor in memory."""
+    """Return a view of memory as a tensor."""
     count = prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -257,5 +257,5 @@ def view_of(memory: "mmap.mmap | bytearray", begin: int, dtype: torch.dtype, sha
 
 
 def aligned(size: int) -> int:
-    """Return where the next tensor may begin."""
+    """Return the offset at which the next tensor may begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Writing of a rank's snapshots, as `memory` lays them out."""
+"""Writer of a rank's snapshots, in the layout of `memory`."""
 
 import ctypes
 import mmap
@@ -26,27 +26,27 @@ from dure.training.snapshots.memory import (
 )
 
 _SMALL_BYTES = 2**18
-"""Size below which asking torch for a copy costs more than the copying itself."""
+"""Size below which a copy by torch costs more than the copying itself."""
 
 
 @dataclass(kw_only=True)
 class _Copies:
-    """Ways in which tensors are copied to their places."""
+    """Prepared copies of tensors to their places."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """Tensors that it is made for."""
+    """Tensors for which the copies were prepared."""
     addresses: list[int] = field(default_factory=list)
     """Addresses of all places."""
     moves: list[tuple[int, int, int]] = field(default_factory=list)
-    """Addresses to and from, and bytes, of small tensors on the host."""
+    """Target address, source address and bytes of each small tensor on the host."""
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
-    """Tensors that are left to torch."""
+    """Tensors copied by torch."""
     away_targets: list[Tensor] = field(default_factory=list)
     away: list[Tensor] = field(default_factory=list)
     """Tensors on accelerators."""
     away_numbers: list[int] = field(default_factory=list)
-    """Places of these in the layout."""
+    """Indices of these tensors in the layout."""
 
     def add(self, target: Tensor, source: Tensor, number: int) -> None:
         """Choose how a tensor is copied."""
@@ -62,7 +62,7 @@ class _Copies:
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether the bytes of a tensor are its values in order, in the host's memory."""
+    """Return whether a tensor is in host memory, with its values in order."""
     is_here = tensor.device.type == "cpu" and tensor.is_contiguous()
     return is_here and not tensor.is_conj() and not tensor.is_neg()
 
@@ -80,17 +80,17 @@ class SnapshotWriter:
         """Take over the memory of an earlier round.
 
         Args:
-            descriptor: Of the memory.
-            kept: The position from which this round goes on: its snapshot is written over last. Any other one is
-                forgotten: another rank may not have it.
-            num_places: Snapshots that there may be; the earlier rounds had as many.
-            origin: Which rank this is, where it may be another one in the next round.
+            descriptor: Descriptor of the memory.
+            kept: Position from which this round continues; its snapshot is overwritten last. All others are forgotten,
+                because another rank may not have them.
+            num_places: Maximum number of snapshots, the same as in earlier rounds.
+            origin: Rank, world size and round of the writer, if the rank may differ in the next round.
         """
         self._descriptor = descriptor
         self._origin = origin or Origin()
         self._device_copies = DeviceCopies()
         self._copied: int | None = None
-        """The place whose tensors are being copied from accelerators."""
+        """Place whose tensors are being copied from accelerators; None if there is none."""
         self._is_pinned: bool | None = None
         """True if the memory is pinned; None if that was not tried."""
         if os.fstat(descriptor).st_size < HEADER_BYTES:
@@ -98,7 +98,7 @@ class SnapshotWriter:
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._entries = [entry_of(self._memory, place) for place in range(num_places)]
         self._whole: dict[int, int] = {}
-        """Samples seen by the whole snapshots, by their places."""
+        """Samples seen by the complete snapshots, by their places."""
         for place, entry in enumerate(self._entries):
             if entry.is_whole and entry.position == kept:
                 self._whole[place] = entry.samples_seen
@@ -118,17 +118,17 @@ class SnapshotWriter:
         steady: Sequence[bool] | None = None,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """Copy a share's tensors as they are now, over the older of the two snapshots.
+        """Copy a share's current tensors over the oldest snapshot that need not be kept.
 
         Args:
-            layout: Of the share; passing the same object again is what makes this fast.
-            tensors: In the order of the layout; passing the same object again as well, if they are in the same memory.
-            state: `RankShard.state`: everything that is no tensor.
-            position: Where in the run this is.
-            trusted_samples: The newest snapshot that is no further stays, if it and the newest both have a place.
-            steady: Which of the tensors change only after `complete`, so that they are copied meanwhile if they are on
-                an accelerator. None: all is copied when this returns.
-            own: The tensors at the end of the layout, others each time.
+            layout: Layout of the share; fast if it is the same object as before.
+            tensors: Tensors in the order of the layout; also pass the same object again if they are in the same memory.
+            state: `RankShard.state`: the state without tensors.
+            position: Position of the run.
+            trusted_samples: Position up to which the newest snapshot is kept, if that and the newest both have a place.
+            steady: True for each tensor that changes only after `complete`; such tensors on accelerators are copied
+                until then. None to complete all copies before returning.
+            own: Tensors at the end of the layout, new ones each time.
         """
         self.complete()
         place = self._place(trusted_samples)
@@ -157,9 +157,9 @@ class SnapshotWriter:
             self.complete()
 
     def complete(self) -> bool:
-        """Let the snapshot be whole that is being written; return whether its tensors stayed as they were.
+        """Complete the snapshot being written; return whether its tensors stayed unchanged.
 
-        If they did not, it is none.
+        If they did not, the snapshot is discarded.
         """
         place, self._copied = self._copied, None
         if place is None:
@@ -201,7 +201,7 @@ class SnapshotWriter:
                 torchcompat.copy_all(copies.targets + others.targets, copies.sources + others.sources)
 
     def _place(self, trusted_samples: int | None) -> int:
-        """Choose what to write over: what is not whole, or the oldest that need not stay."""
+        """Choose the place to overwrite: an incomplete one, or else the oldest that need not be kept."""
         places = range(len(self._entries))
         if trusted_samples is None:
             return min(places, key=lambda place: self._whole.get(place, -1))
@@ -252,7 +252,7 @@ class SnapshotWriter:
             self._find_targets(place)
 
     def _pin(self) -> None:
-        """Lock the memory, once: copies into other memory would hold the host up."""
+        """Pin the memory once, because copies into other memory would block the host."""
         if self._is_pinned is None:
             self._is_pinned = torchcompat.pin_host_memory(self._address(), len(self._memory))
 

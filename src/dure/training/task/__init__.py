@@ -1,1 +1,1 @@
-"""The user's task: loading, options, identity."""
+"""User's task: loading, options, identity."""

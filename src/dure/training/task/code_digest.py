@@ -1,7 +1,7 @@
-"""Digests of the code that a task consists of, definition by definition: what changes them changes what is trained.
+"""Digests of a task's code, definition by definition, to detect changes of what is trained.
 
-Comments, formatting and docstrings do not count, nor does code that the task cannot reach. Code of installed libraries
-is left out: their versions are recorded.
+Comments, formatting and docstrings do not count, nor does code that the task cannot reach. Installed libraries are
+excluded, because their versions are recorded.
 """
 
 import ast
@@ -25,8 +25,8 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def code_digests(cls: type) -> dict[str, str]:
     """Return the digest of every definition that a class can reach, by `file.py:name`.
 
-    The source is read once per class and process, when the class is first asked about: soon after its import, so that a
-    file which is edited while a run goes on does not count for it.
+    The source is read once per class and process, at the first call. That is soon after its import, so that edits of a
+    file during a run do not count.
     """
     reader = _Reader()
     for base in cls.__mro__:
@@ -34,8 +34,8 @@ def code_digests(cls: type) -> dict[str, str]:
         if base.__module__ != "__main__" and _is_library(base.__module__):
             continue
         if module is None or not reader.reach(module, base.__name__):
-            reader.found[base.__name__] = [class_digest(base)]  # its source cannot be read again: a notebook's
-    # files of one name are not told apart
+            reader.found[base.__name__] = [class_digest(base)]  # the source cannot be read again, as in a notebook
+    # files of one name are not distinguished
     return {
         name: each[0] if len(each) == 1 else _digest("".join(sorted(each)))
         for name, each in sorted(reader.found.items())
@@ -43,7 +43,7 @@ def code_digests(cls: type) -> dict[str, str]:
 
 
 class _Reader:
-    """Reader that follows names from definition to definition, through the modules of the user's own."""
+    """Reader that follows names from definition to definition through the user's own modules."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ class _Reader:
         self._read: set[str] = set()
 
     def reach(self, module: ModuleType, name: str) -> bool:
-        """Add a module's definition of a name and what that reaches; return whether there is such a definition."""
+        """Add a module's definition of a name and all that it reaches; return whether there is such a definition."""
         source = self._source(module.__name__)
         if source is None or name not in source.definitions:
             return False
@@ -92,7 +92,7 @@ class _Reader:
 
     def _reached(self, source: "_Source", node: ast.AST) -> Iterator[tuple["_Source", str]]:
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Import | ast.ImportFrom):  # within a function
+            if isinstance(inner, ast.Import | ast.ImportFrom):  # inside a function
                 for _, origin, name in _imported(inner, source.package):
                     yield from self._imported(origin, name)
             elif isinstance(inner, ast.Name):
@@ -110,7 +110,7 @@ class _Reader:
 
 
 class _Source:
-    """The definitions of one module at its top level."""
+    """Top-level definitions of one module."""
 
     def __init__(self, tree: ast.Module, file: str, package: str) -> None:
         self.file = file
@@ -126,7 +126,7 @@ class _Source:
 
     @classmethod
     def of(cls, module_name: str) -> "_Source | None":
-        """Read a module's file; None if it is a library's or has none that can be read."""
+        """Read a module's file; return None if it belongs to a library or has no readable file."""
         file = _file_of(module_name)
         if file is None or _is_library_file(file):
             return None
@@ -165,7 +165,7 @@ class _Source:
 
 
 def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield the names that an import binds, each with the module and the name in it."""
+    """Yield the names that an import binds, each with its module and its name there."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             bound = alias.asname or alias.name.partition(".")[0]
@@ -180,7 +180,7 @@ def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[tuple
 
 
 def _at_top_level(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements in the branches of an `if`, `try`, `with` or loop, in branches of these too."""
+    """Yield the statements in the branches of an `if`, `try`, `with` or loop, recursively."""
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, ast.ExceptHandler | ast.match_case):
             yield from (each for one in inner.body for each in (one, *_at_top_level(one)))
@@ -191,7 +191,7 @@ def _at_top_level(node: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def _file_of(module_name: str) -> str | None:
-    """Return the file of a module, imported already or not."""
+    """Return the file of a module, whether imported yet or not; None if it has none."""
     if (module := sys.modules.get(module_name)) is not None:
         file = getattr(module, "__file__", None)
         return file if isinstance(file, str) else None
@@ -218,14 +218,14 @@ def _defined_names(node: ast.stmt) -> list[str]:
 
 
 def _starts_something(node: ast.stmt) -> bool:
-    """Return whether a statement is the script's own part, with settings that a resume may choose again."""
+    """Return whether a statement belongs to the script itself, with settings that a resume may change."""
     names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_text or bool(names & {"dure", "__name__"})
 
 
 def _digests(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Yield a definition's digest; of a class those of its methods, each by its own name."""
+    """Yield a definition's digest; for a class also those of its methods, by their own names."""
     if isinstance(node, ast.ClassDef):
         methods = [inner for inner in node.body if isinstance(inner, _Definition)]
         for method in methods:

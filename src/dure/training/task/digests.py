@@ -1,4 +1,4 @@
-"""Digests of Python values and of a class's code: equal in two processes if and only if the contents are."""
+"""Digests of Python values and of a class's code: equal in two processes if and only if the contents are equal."""
 
 import contextlib
 import copyreg
@@ -21,13 +21,13 @@ _BYTES = 16
 
 
 class _Opaque(Exception):
-    """A value whose contents cannot be seen: a lock, an open file, a generator."""
+    """Value whose contents cannot be seen: a lock, an open file, a generator."""
 
 
 def digest(value: Any) -> str | None:
-    """Return a digest of a value's contents, None if they cannot be seen.
+    """Return a digest of a value's contents, or None if they cannot be seen.
 
-    Nothing is pickled and no code of torch's that computes runs: this process may be forked later.
+    Nothing is pickled and no computing code of torch runs, because this process may be forked later.
     """
     walk = _Walk(is_strict=True)
     try:
@@ -38,15 +38,15 @@ def digest(value: Any) -> str | None:
 
 
 def code_digest(cls: type) -> str:
-    """Return a digest of a task's class and of the file that it is in, if there is one."""
+    """Return a digest of a task's class and of its source file, if there is one."""
     hash_ = hashlib.blake2b(class_digest(cls).encode(), digest_size=_BYTES)
-    with contextlib.suppress(OSError, TypeError):  # it was typed into an interpreter or a notebook
+    with contextlib.suppress(OSError, TypeError):  # the class was defined in an interpreter or a notebook
         hash_.update(Path(inspect.getsourcefile(cls) or "").read_bytes())
     return hash_.hexdigest()
 
 
 def class_digest(cls: type) -> str:
-    """Return a digest of the code of a class and its bases, as far as they are not dure's: patched methods count.
+    """Return a digest of the code of a class and its bases, except dure's; patched methods count.
 
     Functions of the same module that the methods call count too, and constants of the class.
     """
@@ -58,14 +58,15 @@ def class_digest(cls: type) -> str:
 
 
 class _Walk:
-    """A pass over a value and all that it refers to, each object once."""
+    """Traversal of a value and everything it refers to, each object once."""
 
     def __init__(self, *, is_strict: bool) -> None:
         self._is_strict = is_strict
-        """True if all that a function closes over counts; False for plain values and functions of its module alone."""
+        """True if everything that a function closes over counts; False for plain values and functions of its module
+        only."""
         self.hash = hashlib.blake2b(digest_size=_BYTES)
         self._seen: dict[int, tuple[int, Any]] = {}
-        """Number by identity. The object is kept, so that its identity is not given to another."""
+        """Number by identity. The object is kept alive, so that its identity is not reused."""
         self._functions: set[types.FunctionType] = set()
 
     def _put(self, *words: object) -> None:
@@ -133,7 +134,7 @@ class _Walk:
             raise _Opaque
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_conj() or tensor.is_neg():
             raise _Opaque
-        if not tensor.dtype.is_complex:  # NumPy knows no bfloat16, and no float8
+        if not tensor.dtype.is_complex:  # NumPy has no bfloat16 and no float8
             plain = plain.view(_INTEGERS[tensor.dtype.itemsize])
         self._array(plain.numpy())
 
@@ -145,7 +146,7 @@ class _Walk:
             self.hash.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def _object(self, value: Any) -> None:
-        """Take an object as `copy` sees it: its class, what rebuilds it, and its state."""
+        """Add an object as `copy` sees it: its class, how it is rebuilt, and its state."""
         registered = copyreg.dispatch_table.get(type(value))
         try:
             seen = value.__reduce_ex__(4) if registered is None else registered(value)
@@ -165,7 +166,7 @@ class _Walk:
     # code
 
     def class_body(self, cls: type) -> None:
-        """Take the functions and plain constants of a class, its bases left out."""
+        """Add the functions and plain constants of a class, without its bases."""
         self._put("class", cls.__qualname__)
         for name, value in sorted(vars(cls).items()):
             if name.startswith("__dataclass_") or _is_generated(value):
@@ -179,7 +180,7 @@ class _Walk:
                 self._put(name, digest(value))
 
     def function(self, function: types.FunctionType) -> None:
-        """Take a function: its code, its defaults, what it closes over, and functions of its module that it names."""
+        """Add a function: its code, its defaults, its closure, and the functions of its module that it names."""
         if function in self._functions:
             return
         self._functions.add(function)
@@ -232,7 +233,7 @@ def _is_empty(cell: types.CellType) -> bool:
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:
-    """Return the functions behind a class attribute: a method of any kind, a property, a wrapper around one."""
+    """Return the functions behind a class attribute: a method of any kind, a property, or a wrapper around one."""
     if isinstance(value, property):
         return [part for part in (value.fget, value.fset, value.fdel) if isinstance(part, types.FunctionType)]
     value = getattr(value, "__func__", value)

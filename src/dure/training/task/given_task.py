@@ -1,8 +1,8 @@
-"""Tasks that a Python program passes: the very object trains, or the record says why only that program can train it.
+"""Tasks that a Python program passes: either this object is trained, or the record says why only that program can.
 
-An object reaches ranks that are forked from this process, and a rank inside it. Everything else (spawned ranks, other
-hosts, a later resume from the command line) makes its task of the run's record: class and options. So the record says
-whether it suffices.
+An object reaches ranks that are forked from this process, and a rank inside it. All others (spawned ranks, other hosts,
+a later resume from the command line) build the task from the class and options in the run's record. The record
+therefore says whether these suffice.
 """
 
 import copy
@@ -32,18 +32,18 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True)
 class GivenTask:
-    """Task or class of a task that was passed to `dure.train`, and all that a run's record can say of it."""
+    """Task or task class that was passed to `dure.train`, and everything that a run's record can say about it."""
 
     cls: type[Task]
     task: Task | None
-    """Object that was passed; None if only the class was."""
+    """Passed object; None if only the class was passed."""
     reference: str
     options: Mapping[str, Any]
-    """Options of the object, as JSON."""
+    """Options of the object, as JSON values."""
     attributes: Mapping[str, str | None]
-    """Digests of attributes that the options do not give back; None for contents that cannot be seen."""
+    """Digests of attributes that the options do not restore; None for contents that cannot be seen."""
     reasons: tuple[str, ...]
-    """Reasons why the record does not suffice to make the task again; empty if it does."""
+    """Reasons why the record does not suffice to build the task again; empty if it does."""
     pid: int
 
     @property
@@ -56,15 +56,15 @@ class GivenTask:
         return " and ".join(self.reasons)
 
     def record(self) -> dict[str, Any] | None:
-        """Return what the run's record needs in addition to class and options, None if these suffice."""
+        """Return what the run's record needs in addition to class and options, or None if these suffice."""
         return {"because": self.why, "attributes": dict(self.attributes)} if self.reasons else None
 
     def faults_since(self, before: Mapping[str, Any] | None, options: Mapping[str, Any]) -> list[str]:
-        """Compare it with the task that a run was begun with.
+        """Compare the task with the one that the run was started with, and return the differences.
 
         Args:
-            before: `record()` of then.
-            options: Options of the resumed run, of which the task is made if only its class was passed.
+            before: Result of `record()` at that time.
+            options: Options of the resumed run, from which the task is built if only its class was passed.
         """
         if before is None and self.task is None:
             return []
@@ -79,20 +79,20 @@ class GivenTask:
 
 
 _given: ContextVar[GivenTask | None] = ContextVar("given task", default=None)
-"""The task of the call of `dure.train` that this thread is in; forked ranks inherit it."""
+"""Task of the call of `dure.train` that this thread is in; forked ranks inherit it."""
 
 
 def given_task() -> GivenTask | None:
-    """Return the task that a Python program passed to the call which is under way, if it did."""
+    """Return the task that a Python program passed to the current call, or None."""
     return _given.get()
 
 
 @contextmanager
 def giving(task: "Task | type[Task] | str | None") -> Iterator[GivenTask | None]:
-    """Let a task or its class be found by this process and its forks without being imported.
+    """Make a task or its class available to this process and its forks without an import.
 
     Raises:
-        TaskInvalid: A class that dure cannot call.
+        TaskInvalid: dure cannot call the class.
     """
     given = None if task is None or isinstance(task, str) else _describe(task)
     token = _given.set(given)
@@ -103,21 +103,21 @@ def giving(task: "Task | type[Task] | str | None") -> Iterator[GivenTask | None]
 
 
 def task_class(reference: str) -> type[Task]:
-    """Return the class that was given, or import the one that the reference names."""
+    """Return the class that was passed, or import the one that the reference names."""
     given = _given.get()
     return given.cls if given is not None and given.reference == reference else load_task_class(reference)
 
 
 def make_task(reference: str, options: Mapping[str, Any], *, is_another: bool = False) -> Task:
-    """Return the object that was given, or make the task of its class and options.
+    """Return the object that was passed, or build the task from its class and options.
 
-    A rank inside the program's own process gets a copy: what the run does to it must not reach the next run, as it
-    does not from a forked rank.
+    A rank inside the program's own process gets a copy. Changes by the run must not affect the next run, just as those
+    of a forked rank do not.
 
     Args:
-        reference: Of the task's class.
-        options: Of the task.
-        is_another: Whether this process uses the object that was given already, so that this is not to be the same.
+        reference: Reference of the task's class.
+        options: Options of the task.
+        is_another: Whether this process already uses the passed object, so that another one is needed.
     """
     given = _given.get()
     if given is None or given.task is None or given.reference != reference or (is_another and not given.is_only_here):
@@ -159,7 +159,7 @@ def _describe(task: "Task | type[Task]") -> GivenTask:
 
 
 def _file_reference(cls: type[Task]) -> str | None:
-    """Return the `file.py:Class` by which another process finds this very class, None if none does."""
+    """Return the `file.py:Class` by which another process finds this very class, or None."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     if "." in cls.__qualname__ or getattr(module, cls.__name__, None) is not cls:
@@ -183,9 +183,9 @@ def _is_same_file(one: str, other: str) -> bool:
 
 
 def _beyond(task: Task, options: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return digests of attributes that a task made of these options would not have, or have otherwise.
+    """Return digests of the attributes that a task built from these options would not have, or not with equal values.
 
-    Attributes that two such tasks do not agree on (a time, an id) are left out: no record could hold them.
+    Attributes that differ between two such tasks (a time, an id) are omitted, because no record could hold them.
     """
     cls, mine = type(task), _attributes(task)
     known = task_options(cls)
@@ -211,7 +211,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def _are_same(one: Any, other: Any) -> bool:
     found, wanted = digest(one), digest(other)
     if found is None and wanted is None:
-        return type(one) is type(other)  # a lock or a connection that every such task makes for itself
+        return type(one) is type(other)  # a lock or a connection that every such task creates for itself
     return found == wanted or is_same(one, other)
 
 
@@ -225,7 +225,7 @@ def _made_again(cls: type[Task], options: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _attributes(task: Task) -> dict[str, Any]:
-    """Return an object's own attributes, those in slots too; values that a cached property keeps are none."""
+    """Return an object's own attributes, including slots, but without the values of cached properties."""
     slots = [name for base in type(task).__mro__ for name in _slots_of(base)]
     own = {name: value for name, value in vars(task).items() if not _is_cached_property(type(task), name)}
     return {**{name: getattr(task, name) for name in slots if hasattr(task, name)}, **own}

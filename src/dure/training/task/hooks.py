@@ -1,4 +1,4 @@
-"""Check of a task's class: the methods it needs, their parameters, and names that were meant to be one of them."""
+"""Check of a task's class: required methods, their parameters, and misnamed methods."""
 
 import difflib
 import functools
@@ -15,7 +15,7 @@ HOOKS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(v
 """Methods that dure calls."""
 
 _LIKENESS = 0.86
-"""Ratio from which a name is a misspelling: `metric` has 0.92, `train_data_path` 0.80."""
+"""Similarity from which a name counts as a misspelling: `metric` has 0.92, `train_data_path` 0.80."""
 
 _FOREIGN_HOOKS = {
     "eval_data": (
@@ -46,7 +46,7 @@ _FOREIGN_HOOKS = {
     "describe": ("model_summary",),
     "defaults": ("default", "default_settings", "settings"),
 }
-"""Names by which Lightning, Keras, Hugging Face's Trainer and hand-written loops call the same thing."""
+"""Names of the same methods in Lightning, Keras, Hugging Face's Trainer and hand-written loops."""
 
 _NEVER_CALLED = frozenset(
     (
@@ -61,7 +61,7 @@ _NEVER_CALLED = frozenset(
         *("backward_step",),
     )
 )
-"""Hooks of other frameworks with no counterpart."""
+"""Hooks of other frameworks that have no counterpart."""
 
 _METHODS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, functools.cached_property)
 
@@ -69,10 +69,10 @@ _MEANT = {name: hook for hook, names in _FOREIGN_HOOKS.items() for name in names
 
 
 def check_task_class(cls: type[Task]) -> None:
-    """Refuse a class that lacks a needed method, or has one that dure cannot call or never would.
+    """Refuse a class that lacks a required method, or has one that dure cannot or would never call.
 
     Raises:
-        TaskInvalid: Names every such method with its signature.
+        TaskInvalid: There are such methods; the message names each with its signature.
     """
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
@@ -89,16 +89,16 @@ def check_task_class(cls: type[Task]) -> None:
 
 
 def check_names(cls: type[Task], names: Mapping[str, Any]) -> None:
-    """Refuse methods that nothing calls, and that were meant to be one of those that dure calls.
+    """Refuse methods that nothing calls, and that were probably meant to be one that dure calls.
 
-    Names with an underscore in front, options, and names that the task's own methods use are its own affair.
+    Names with a leading underscore, options, and names that the task's own methods use are not checked.
 
     Args:
-        cls: The task's class.
-        names: What is looked at, by name: the class's own names, or those of an object of it.
+        cls: Task's class.
+        names: Names to check, with their values: those of the class, or those of an object of it.
 
     Raises:
-        TaskInvalid: Names each of them, with what was meant.
+        TaskInvalid: There are such methods; the message names each, and the method that was meant.
     """
     suspects = {name: meant for name, value in names.items() if (meant := _meant_by(cls, name, value)) is not None}
     suspects = {name: meant for name, meant in suspects.items() if not _is_used(cls, name)} if suspects else {}
@@ -120,7 +120,7 @@ def _listed(methods: list[str]) -> str:
 
 
 def _call(hook: str) -> str:
-    """Return a hook with its parameters, as it is to be written."""
+    """Return a hook with its parameters, as the user should write it."""
     if hook not in HOOKS:
         return hook
     return f"{hook}({', '.join(inspect.signature(getattr(Task, hook)).parameters)})"
@@ -149,7 +149,7 @@ def _takes_what_is_given(cls: type[Task], method: str) -> bool:
         inspect.signature(getattr(cls, method)).bind(*range(given - isinstance(own, classmethod)))
     except TypeError:
         return False
-    except ValueError:  # no signature to be had
+    except ValueError:  # it has no signature
         return True
     return True
 
@@ -161,11 +161,11 @@ def _shown(cls: type[Task], method: str) -> str:
     return str(inspect.signature(value)) if callable(value) else f" = {value!r:.60}"
 
 
-# --- names near a hook's
+# --- names similar to a hook's
 
 
 def _own_names(cls: type[Task]) -> dict[str, Any]:
-    """Return what the task's classes define, options and private names left out."""
+    """Return the names that the task's classes define, without options and private names."""
     fields = getattr(cls, "__dataclass_fields__", {})
     names: dict[str, Any] = {}
     for base in cls.__mro__:
@@ -175,7 +175,7 @@ def _own_names(cls: type[Task]) -> dict[str, Any]:
 
 
 def _meant_by(cls: type[Task], name: str, value: object) -> str | None:
-    """Return the hook that was meant by a name, "" for a foreign one without counterpart, None for an honest name."""
+    """Return the hook that a name stands for; "" for a foreign one without counterpart, None for an unrelated name."""
     if name in HOOKS or name == "defaults" or name.startswith("_"):
         return None
     hook = _nearest(name)
@@ -197,7 +197,7 @@ def _nearest(name: str) -> str | None:
 
 
 def _is_used(cls: type[Task], name: str) -> bool:
-    """Return whether the task's code names it (itself it may, as by `super()`), or a function of its module."""
+    """Return whether the task's code, or a function of its module, uses the name outside the method itself."""
     bases = [base for base in cls.__mro__ if base not in (Task, object)]
     own = [function for base in bases for function in _functions(vars(base)) if function.__name__ != name]
     modules = {base.__module__ for base in bases if issubclass(base, Task)} & {*sys.modules}
@@ -218,13 +218,13 @@ def _functions(names: Mapping[str, Any]) -> Iterator[types.FunctionType]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that code and the functions inside it mention."""
+    """Return the names used in code and in the functions inside it."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return {*code.co_names}.union(*map(_names_in, inner))
 
 
 def _words_in(code: types.CodeType) -> set[str]:
-    """Return the names that code mentions, and its strings: `getattr(self, "metric")`."""
+    """Return the names used in code, and its strings: `getattr(self, "metric")`."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     words = {constant for constant in code.co_consts if isinstance(constant, str)}
     return words.union(code.co_names, *map(_words_in, inner))

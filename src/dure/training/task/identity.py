@@ -1,6 +1,6 @@
-"""The identity of what a run trains: its code, how much data there is, and the first samples.
+"""Identity of what a run trains: its code, the number of samples, and a few of them.
 
-A run that goes on with other code or other data is another run. Checkpoints carry the identity, and a resume compares.
+A run that continues with other code or data is another run. Checkpoints contain the identity, and a resume compares it.
 """
 
 import time
@@ -17,26 +17,26 @@ from dure.training.task.task import Task
 
 _SHOWN = 6
 _MOST_SECONDS = 1.0
-"""Time after which no further sample is fetched for the digest."""
+"""Seconds after which no further sample is fetched for the digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIdentity:
-    """A task as a checkpoint knows it. JSON values only."""
+    """Identity of a task as saved in a checkpoint, as JSON values."""
 
     code: dict[str, str] = field(default_factory=dict)
     """Digests of the task's code, by `file.py:name`."""
     train_samples: int = 0
     eval_samples: int = 0
     samples: dict[str, str] = field(default_factory=dict)
-    """Digests of a few training samples, by index; those that are never twice the same are left out."""
+    """Digests of a few training samples, by index, without those that differ each time."""
 
     @classmethod
     def of(cls, task: Task, train_samples: int, eval_samples: int, fetch: Callable[[int], Any]) -> "TaskIdentity":
-        """Identify a task.
+        """Return the identity of a task.
 
         Args:
-            task: With its code.
+            task: Task whose code is identified.
             train_samples: Length of the training data.
             eval_samples: Length of the evaluation data, 0 for none.
             fetch: Returns one training sample, with the same random numbers each time.
@@ -49,11 +49,11 @@ class TaskIdentity:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
+        """Return the identity as plain values, for a checkpoint."""
         return asdict(self)
 
     def changes_since(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return how this differs from the identity that a checkpoint has, a phrase each."""
+        """Return the differences from the identity in a checkpoint, as one phrase each."""
         found = []
         had = saved.get("code", {})
         names = [name for name in dict.fromkeys([*had, *self.code]) if had.get(name) != self.code.get(name)]
@@ -72,13 +72,13 @@ class TaskIdentity:
 
 
 def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]) -> None:
-    """Refuse data of which ranks do not read the same samples.
+    """Refuse data of which the ranks do not read the same samples.
 
     Args:
-        everyones: By rank, views of samples by index (`sample_views`), of each kind of data.
+        everyones: For each rank and kind of data, views of samples by index (`sample_views`).
 
     Raises:
-        DataInvalid: Names the kind, the sample and the rank.
+        DataInvalid: The samples differ; the message names the kind, the sample and the rank.
     """
     for rank, theirs in enumerate(everyones):
         for kind, views in theirs.items():
@@ -93,14 +93,14 @@ def refuse_unlike_samples(everyones: Sequence[Mapping[str, Mapping[str, Sequence
 
 
 def sample_views(digests: Mapping[str, str], fetch: Callable[[int], Any]) -> dict[str, Any]:
-    """Return what is compared between ranks.
+    """Return views of samples, for comparison between ranks.
 
     Args:
-        digests: Of samples, by index.
+        digests: Digests of samples, by index.
         fetch: Returns one sample.
 
     Returns:
-        By index: the digest, that of all but floating-point tensors, and sums and norms of these.
+        For each index: the digest, the digest of everything except floating-point tensors, and sums and norms of these.
     """
 
     def view(index: str) -> list[Any]:
@@ -117,7 +117,7 @@ def _sums_of(sample: Any) -> list[float]:
 
 
 def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two views are of one sample: hosts with other processors may round its numbers otherwise."""
+    """Return whether two views are of one sample; numbers may be rounded differently on hosts with other processors."""
     (digest, rest, sums), (others_digest, others_rest, others) = one, other
     if digest == others_digest or rest != others_rest:
         return bool(digest == others_digest)
@@ -130,7 +130,7 @@ def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
-    """Return the error about a run that would go on as another."""
+    """Return the error for a run that would continue as another."""
     return TaskInvalid(
         f"{' and '.join(changes)} changed since {checkpoint} was saved, so the run would not go on as the one it was: "
         "bring back what it was, begin a new run, or go on all the same with --accept-changes, which the run's record "
@@ -139,7 +139,7 @@ def refusal(changes: list[str], checkpoint: str) -> TaskInvalid:
 
 
 def sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, str]:
-    """Return digests of a few samples, by index; those that are never twice the same are left out.
+    """Return digests of a few samples, by index, without those that differ each time.
 
     Args:
         num_samples: Length of the data.
@@ -152,7 +152,7 @@ def sample_digests(num_samples: int, fetch: Callable[[int], Any]) -> dict[str, s
             seen = digest(fetch(index))
             is_same = time.monotonic() - started < _MOST_SECONDS and seen == digest(fetch(index))
         except Exception:
-            return found  # training will meet it
+            return found  # training will raise it
         if is_same and seen is not None:
             found[str(index)] = seen
     return found

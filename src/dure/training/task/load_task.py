@@ -21,10 +21,11 @@ from dure.training.task.task import Task
 def load_task_class(reference: str) -> type[Task]:
     """Import the task class that `file.py:Class` or `package.module:Class` names.
 
-    A file is run once per process, with its folder importable, as Python does for a script.
+    A file is executed once per process, with its folder importable, as Python does for a script.
 
     Raises:
-        TaskInvalid: No such file or class, an import that fails (with the user's own traceback), a missing method.
+        TaskInvalid: File or class does not exist, the import fails (with the user's own traceback), or a method is
+            missing.
     """
     where, _, class_name = reference.rpartition(":")
     if not where or not class_name.isidentifier():
@@ -57,7 +58,7 @@ def load_task_class(reference: str) -> type[Task]:
 
 
 def _cure(error: BaseException, where: str) -> str:
-    """Say what to do about what many meet."""
+    """Return advice for some common errors, or an empty string."""
     if isinstance(error, SystemExit):
         return (
             " (it ends while it is imported, as a script does: put that under `if __name__ == '__main__':`, or start "
@@ -77,9 +78,9 @@ def _is_task(value: object) -> bool:
 
 @contextmanager
 def _cuda_left_untouched() -> Iterator[None]:
-    """Let a task file ask `torch.cuda.is_available()` while it is imported without starting CUDA in this process.
+    """Let a task file call `torch.cuda.is_available()` during its import without initialising CUDA in this process.
 
-    The process that imports the task forks the ranks, and CUDA, once started, does not survive a fork.
+    The process that imports the task forks the ranks, and an initialised CUDA does not survive a fork.
     """
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
@@ -95,13 +96,13 @@ def _cuda_left_untouched() -> Iterator[None]:
 
 def _import_module(name: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` puts the current folder there, an installed command does not
+        # `python -m` adds the current folder, an installed command does not
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(name)
 
 
 def _is_same_file(one: object, other: Path) -> bool:
-    # by what they are: thousands of modules are asked, and to resolve their paths takes eight times as long
+    # by file identity: there are thousands of modules, and resolving their paths takes eight times as long
     try:
         return isinstance(one, str) and os.path.samefile(one, other)
     except OSError:
@@ -113,7 +114,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TaskInvalid(f"{path} does not exist: give the path of the file that defines the task")
     for module in list(sys.modules.values()):
-        # the file may be imported already: under its package name by tests, or as the running script
+        # the file may already be imported, under its package name by tests, or as the running script
         if _is_same_file(getattr(module, "__file__", None), path):
             return module
     name = f"dure_task_{path.stem}"

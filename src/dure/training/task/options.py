@@ -18,7 +18,7 @@ from dure.training.task.digests import digest
 from dure.training.task.task import Task
 
 _KIND_OF_DEFAULT: Mapping[type, Any] = {bool: bool, int: int | float, float: float, str: str}
-"""Declared type of a keyword without annotation."""
+"""Declared type of a keyword without annotation, by the type of its default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class TaskOption:
 
     name: str
     kind: Any
-    """Declared type; `Any` without one, or a `str` with the annotation that could not be resolved."""
+    """Declared type; `Any` if there is none, or a `str` with an annotation that could not be resolved."""
     default: Any = inspect.Parameter.empty
     default_factory: Callable[[], Any] | None = None
 
@@ -36,14 +36,14 @@ class TaskOption:
         return self.default is inspect.Parameter.empty and self.default_factory is None
 
     def shown_default(self) -> Any:
-        """Return the default for `--help`, None if there is none."""
+        """Return the default for `--help`, or None if there is none."""
         if self.default_factory is not None:
             return self.default_factory()
         return None if self.is_required else self.default
 
 
 def task_options(cls: type[Task]) -> dict[str, TaskOption]:
-    """Return the task's own options by name: its annotated fields, or the keywords of an `__init__` of its own."""
+    """Return the task's own options by name: its annotated fields, or the keywords of its own `__init__`."""
     options: dict[str, TaskOption] = {}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
@@ -55,7 +55,7 @@ def task_options(cls: type[Task]) -> dict[str, TaskOption]:
             if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 options.setdefault(parameter.name, _option(cls, parameter, hints))
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            break  # otherwise it hands keywords on to the next `__init__`
+            break  # otherwise it passes keywords on to the next `__init__`
     return options
 
 
@@ -79,15 +79,15 @@ def _option(cls: type[Task], parameter: inspect.Parameter, hints: Mapping[str, A
 def _hints(of: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(of, include_extras=True)
-    except (NameError, TypeError):  # a name that only a type checker, or a function around the class, knows
+    except (NameError, TypeError):  # a name known only to a type checker, or to a function around the class
         return {}
 
 
 def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
-    """Make the task, with its options converted to their declared types.
+    """Build the task, with its options converted to their declared types.
 
     Raises:
-        TaskInvalid: An unknown option, a missing one, or a value of the wrong type; all of them at once.
+        TaskInvalid: Options are unknown, missing or of the wrong type; the message lists all of them.
     """
     known = task_options(cls)
     faults = [
@@ -113,7 +113,7 @@ def build_task(cls: type[Task], options: Mapping[str, Any]) -> Task:
         return cls(**values)
     except (Exception, SystemExit) as error:
         told = traceback_in_user_code(error)
-    # not inside the handler: the message has the user's lines, and Python would show them and ours once more
+    # outside the handler: the message contains the user's lines, and Python would show them and ours again
     raise TaskInvalid(f"{cls.__name__} cannot be made{_POSITIONAL if _takes_positions(cls) else ''}:\n{told}")
 
 
@@ -129,7 +129,7 @@ def _converted(option: TaskOption, value: Any) -> Any:
     """Convert a value to its declared type.
 
     Raises:
-        ValueError: Says what it should be.
+        ValueError: The value cannot be converted; the message says what it should be.
     """
     try:
         return _adapter(option).validate_python(value)
@@ -138,10 +138,10 @@ def _converted(option: TaskOption, value: Any) -> Any:
 
 
 def _adapter(option: TaskOption) -> TypeAdapter[Any]:
-    """Return what converts to an option's declared type.
+    """Return a converter to an option's declared type.
 
     Raises:
-        ValueError: Nothing does.
+        ValueError: There is none.
     """
     if isinstance(option.kind, str):
         raise ValueError(
@@ -158,10 +158,10 @@ def _adapter(option: TaskOption) -> TypeAdapter[Any]:
 
 
 def to_json(option: TaskOption, value: Any) -> Any:
-    """Return an option's value as JSON from which `build_task` makes the same value.
+    """Return an option's value as JSON from which `build_task` restores the same value.
 
     Raises:
-        ValueError: No JSON does.
+        ValueError: There is no such JSON.
     """
     is_declared = option.kind is not Any and not isinstance(option.kind, str)
     try:
@@ -176,7 +176,7 @@ def to_json(option: TaskOption, value: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values have the same contents; 1 is 1.0, and what cannot be seen is never the same."""
+    """Return whether two values have the same contents; 1 equals 1.0, and hidden contents are never the same."""
     if {type(one), type(other)} == {int, float}:
         return bool(one == other)  # `rate: float` given as 1
     if type(one) is not type(other):
@@ -190,13 +190,13 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def options_of(task: Task) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a task's options as JSON, and the names of those that JSON cannot hold."""
+    """Return a task's options as JSON values, and the names of those that JSON cannot hold."""
     plain, others = {}, []
     for name, option in task_options(type(task)).items():
         try:
             plain[name] = to_json(option, getattr(task, name))
         except AttributeError:
-            continue  # `__init__` keeps it under another name, if at all
+            continue  # `__init__` stores it under another name, if at all
         except ValueError:
             others.append(name)
     return plain, tuple(others)

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from dure.comm.groups import Solo
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -64,7 +65,7 @@ def trained_weights(
     torch.manual_seed(0)
     settings = spec_of(strategy, **options)
     trained = load_strategy(strategy)(
-        STRATEGIES[strategy], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), settings
+        StrategyContext(STRATEGIES[strategy], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), settings)
     )
     trained.example = example
     trained.prepare(build().double(), build_optimizer, loss)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dure.comm.groups import Group
 from dure.data.partition import shares
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -103,7 +104,9 @@ def prepared(
 ) -> Any:
     """Return a strategy over a model of vectors, whose loss is the mean of what the model answers, ready to step."""
     info, options = STRATEGIES[name], {"comm": "ring", **options}
-    strategy = load_strategy(name)(info, group, (CPU,), Precision(precision, "cpu"), spec_of(name, **options))
+    strategy = load_strategy(name)(
+        StrategyContext(info, group, (CPU,), Precision(precision, "cpu"), spec_of(name, **options))
+    )
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).mean())
     return strategy
 

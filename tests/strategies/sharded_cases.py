@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.comm.groups import ProcessGroup
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -40,7 +41,7 @@ def prepared(
     """Return a strategy over a model, ready to step."""
     cls = load_strategy(name)
     settings = spec_of(name, precision=precision, **options)
-    strategy = cls(STRATEGIES[name], group, (CPU,), Precision(precision, "cpu"), settings)
+    strategy = cls(StrategyContext(STRATEGIES[name], group, (CPU,), Precision(precision, "cpu"), settings))
     strategy.prepare(model, build_optimizer, loss)
     return strategy
 

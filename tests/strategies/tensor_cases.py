@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from dure.comm.groups import Group, Solo
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -44,7 +45,7 @@ def trained_weights(
     torch.manual_seed(0)
     settings = spec_of(strategy, **options)
     trained = load_strategy(strategy)(
-        STRATEGIES[strategy], group, (torch.device("cpu"),), Precision("fp32", "cpu"), settings
+        StrategyContext(STRATEGIES[strategy], group, (torch.device("cpu"),), Precision("fp32", "cpu"), settings)
     )
     trained.prepare(build().double(), lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9), loss)
     torch.manual_seed(1)

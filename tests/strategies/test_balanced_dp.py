@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.data_parallel import balanced_dp
 from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, state_tensors_per_parameter
@@ -49,7 +50,13 @@ def prepared_with_memory(monkeypatch, available_bytes, build_optimizer, devices=
     monkeypatch.setattr(balanced_dp, "total_memory_bytes", lambda: 2000)
     monkeypatch.setattr(balanced_dp, "available_memory_bytes", lambda: available_bytes)
     strategy = BalancedDataParallel(
-        STRATEGIES["balanced_dp"], Solo(), (CPU,) * devices, Precision("fp32", "cpu"), spec_of("balanced_dp", **options)
+        StrategyContext(
+            STRATEGIES["balanced_dp"],
+            Solo(),
+            (CPU,) * devices,
+            Precision("fp32", "cpu"),
+            spec_of("balanced_dp", **options),
+        )
     )
     strategy.prepare(nn.Linear(numel, 1, bias=False), build_optimizer, lambda model, x: model(x).mean())
     strategy.close()

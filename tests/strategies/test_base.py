@@ -12,6 +12,7 @@ import dure
 from dure.comm.groups import Solo
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -26,7 +27,9 @@ def prepared(loss, *, model=None, name="single", devices=1, group=None, **option
         model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
         model.weight.data = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     strategy = load_strategy(name)(
-        STRATEGIES[name], group or Solo(), (CPU,) * devices, Precision("fp32", "cpu"), spec_of(name, **options)
+        StrategyContext(
+            STRATEGIES[name], group or Solo(), (CPU,) * devices, Precision("fp32", "cpu"), spec_of(name, **options)
+        )
     )
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss)
     return strategy
@@ -71,7 +74,9 @@ def test_clipping_scales_by_the_norm_of_the_whole_batch_gradient(norm):
 def test_clipping_takes_the_norm_of_what_is_stepped():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
     strategy = load_strategy("single")(
-        STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), spec_of("single", clip_norm=0.01)
+        StrategyContext(
+            STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), spec_of("single", clip_norm=0.01)
+        )
     )
     strategy.prepare(model, lambda m: torch.optim.SGD(m[1].parameters(), lr=1.0), mean_loss)
     before = model[1].weight.detach().clone()

@@ -8,6 +8,7 @@ from torch import nn
 
 from dure.records.sums import Sum
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import NO_REQUESTS
 from dure.strategies.data_parallel.compression import TopK
@@ -38,8 +39,8 @@ def summed_error(model, batch):
 def strategy_on(group, name, compression, loss=squared_error, **options):
     torch.manual_seed(0)
     strategy = load_strategy(name)(
-        STRATEGIES[name], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
-        spec_of(name, compression=compression, compression_fraction=0.1, on_nonfinite="skip", **options),
+        StrategyContext(STRATEGIES[name], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
+        spec_of(name, compression=compression, compression_fraction=0.1, on_nonfinite="skip", **options)),
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), loss)
@@ -75,7 +76,7 @@ def train(group, strategy, numbers):
 def state_of(strategy):
     return {
         **{f"weight {name}": tensor for name, tensor in strategy.model.state_dict().items()},
-        **strategy.rank_state(),
+        **({} if strategy.carried is None else strategy.carried.rank_state()),
     }
 
 
@@ -127,9 +128,9 @@ def test_errors_when_another_compression_left_them_then_they_are_not_taken_over(
     def work(group):
         one, other = strategy_on(group, "ddp", saved), strategy_on(group, "ddp", taken)
         train(group, one, [1, 2, 3])
-        before = {name: tensor.clone() for name, tensor in other.rank_state().items()}
-        other.load_rank_state(one.rank_state())
-        is_same = equal(before, other.rank_state())
+        before = {name: tensor.clone() for name, tensor in other.carried.rank_state().items()}
+        other.carried.load_rank_state(one.carried.rank_state())
+        is_same = equal(before, other.carried.rank_state())
         train(group, other, [4, 5, 6])
         one.close()
         other.close()
@@ -143,7 +144,7 @@ def test_powersgd_when_resumed_with_another_rank_then_its_factors_begin_anew():
         one = strategy_on(group, "ddp", "powersgd", compression_rank=1)
         other = strategy_on(group, "ddp", "powersgd", compression_rank=2)
         train(group, one, [1, 2, 3])
-        other.load_rank_state(one.rank_state())
+        other.carried.load_rank_state(one.carried.rank_state())
         train(group, other, [4, 5, 6, 7])
         one.close()
         other.close()

@@ -9,6 +9,7 @@ from torch import nn
 import dure
 from dure.comm.groups import Solo
 from dure.errors import SpecInvalid
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.sections.model_parallel import ModelParallel
 from dure.strategies.table import STRATEGIES
@@ -21,11 +22,13 @@ CPU = torch.device("cpu")
 
 def prepared(model, num_devices, loss=lambda model, batch: model(batch).mean(), **options):
     strategy = ModelParallel(
-        STRATEGIES["model_parallel"],
-        Solo(),
-        (CPU,) * num_devices,
-        Precision("fp32", "cpu"),
-        spec_of("model_parallel", **options),
+        StrategyContext(
+            STRATEGIES["model_parallel"],
+            Solo(),
+            (CPU,) * num_devices,
+            Precision("fp32", "cpu"),
+            spec_of("model_parallel", **options),
+        ),
     )
     strategy.example = lambda num_samples: ROWS[:num_samples]
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), loss)

@@ -12,6 +12,7 @@ from torch import nn
 import dure
 from dure.errors import SpecInvalid
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.parameter_server.shards import Message, plan_shards
@@ -88,7 +89,9 @@ def test_message_when_filled_through_its_views_then_the_bytes_hold_numbers_and_e
 def strategy_on(group, model, **options):
     given = spec_of("parameter_server", **options)
     role = load_strategy("parameter_server").role_for(group, given)
-    strategy = role(STRATEGIES["parameter_server"], group, (torch.device("cpu"),), Precision("fp32", "cpu"), given)
+    strategy = role(
+        StrategyContext(STRATEGIES["parameter_server"], group, (torch.device("cpu"),), Precision("fp32", "cpu"), given)
+    )
     strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
     return strategy
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests
@@ -40,7 +41,9 @@ def on_pipeline(num_ranks, look, **options):
 
     def work(group):
         strategy = Pipeline(
-            STRATEGIES["pipeline"], group, (CPU,), Precision("fp32", "cpu"), spec_of("pipeline", **options)
+            StrategyContext(
+                STRATEGIES["pipeline"], group, (CPU,), Precision("fp32", "cpu"), spec_of("pipeline", **options)
+            )
         )
         batch = torch.arange(12.0).view(6, 2)
         strategy.example = lambda num_samples: batch[:num_samples]

@@ -11,6 +11,7 @@ from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.data_parallel.options import RingDDPOptions
@@ -74,8 +75,8 @@ def test_gradients_when_channels_last_then_keep_the_strides_of_their_parameter()
 
 def strategy_on(group, model, loss=lambda model, rows: model(rows).mean(), **options):
     strategy = load_strategy("ring_ddp")(
-        STRATEGIES["ring_ddp"], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
-        spec_of("ring_ddp", comm="ring", **options),
+        StrategyContext(STRATEGIES["ring_ddp"], group, (torch.device("cpu"),), Precision("fp32", "cpu"),
+        spec_of("ring_ddp", comm="ring", **options)),
     )  # fmt: skip
     strategy.prepare(model, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loss)
     return strategy

@@ -10,6 +10,7 @@ from torch.nn import functional
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.sections.rpc_calls import leads_to
@@ -30,7 +31,9 @@ def on_sections(num_ranks, look, **options):
 
     def work(group):
         strategy = RpcModel(
-            STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), spec_of("rpc_model", **options)
+            StrategyContext(
+                STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), spec_of("rpc_model", **options)
+            )
         )
         batch = torch.arange(12.0).view(6, 2)
         strategy.example = lambda num_samples: batch[:num_samples]

@@ -10,6 +10,7 @@ from torch import Tensor, nn, optim
 from dure.comm.groups import ProcessGroup
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 def prepared(group: ProcessGroup, model: nn.Module, build_optimizer: Callable[[nn.Module], optim.Optimizer]) -> Any:
     """Return the strategy over a model of vectors, ready to step."""
     info, precision = STRATEGIES["zero1"], Precision("fp32", "cpu")
-    strategy = load_strategy("zero1")(info, group, (CPU,), precision, spec_of("zero1"))
+    strategy = load_strategy("zero1")(StrategyContext(info, group, (CPU,), precision, spec_of("zero1")))
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).square().mean())
     return strategy
 

@@ -8,6 +8,7 @@ import dure
 from dure.comm.groups import Solo
 from dure.data import TensorData
 from dure.errors import LossNotFinite
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.single import Single
@@ -43,7 +44,9 @@ class Line(dure.Task):
 
 
 def loop_of(task, lag, requested=Requests, **settings):
-    strategy = Single(STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), spec_of("single"))
+    strategy = Single(
+        StrategyContext(STRATEGIES["single"], Solo(), (CPU,), Precision("fp32", "cpu"), spec_of("single"))
+    )
     strategy.prepare(task.build_model(), task.build_optimizer, task.loss)
     loader = Loader(SampleFetch(task.train_data(), task.collate, 0), CPU, 0)
     arguments = {"microbatch_size": None, "schedule": None, "requested": requested, "record_samples": True, **settings}

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from dure.cluster.rank import RankInfo
 from dure.comm.groups import Solo
 from dure.process.context import Place
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.checkpoints.rank_shard import shard_of
@@ -291,7 +292,9 @@ def descriptor() -> Iterator[int]:
 
 def session_of(model: nn.Module, build_optimizer: Any) -> Any:
     cpu = torch.device("cpu")
-    strategy = load_strategy("single")(STRATEGIES["single"], Solo(), [cpu], Precision("fp32", "cpu"), spec_of("single"))
+    strategy = load_strategy("single")(
+        StrategyContext(STRATEGIES["single"], Solo(), [cpu], Precision("fp32", "cpu"), spec_of("single"))
+    )
     strategy.prepare(model, build_optimizer, lambda model, batch: model(batch).square().mean())
     place = Place(rank=RankInfo(), threads=1, is_supervised=True)
     return SimpleNamespace(

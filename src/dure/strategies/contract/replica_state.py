@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,3 +48,15 @@ def replica_state(
             if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
                 tensors |= {f"{path}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
     return ReplicaState(part=part, tensors=tensors)
+
+
+class _Trained(Protocol):
+    """Strategy whose ranks have the whole model and its optimiser."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def whole_replica(strategy: _Trained) -> ReplicaState:
+    """Return everything, for strategies under which every rank holds everything."""
+    return replica_state("all", strategy.model.named_parameters(), strategy.optimizer, strategy.model)

@@ -20,6 +20,7 @@ from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import (
     BatchDivision,
     Findings,
@@ -29,16 +30,16 @@ from dure.strategies.contract.declarations import (
     by_trial,
     few,
 )
-from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.contract.own_collectives import watched_collectives
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
-from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
+from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
-from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
@@ -78,28 +79,25 @@ class Strategy(ABC):
     gradient_divisor: float = 1
     """Number by which the engine divides the summed gradients (DDP: the world size)."""
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        self.info = info
-        self.group = group
-        self.devices = tuple(devices)
+    def __init__(self, context: StrategyContext) -> None:
+        self.info = context.info
+        self.group = context.group
+        self.devices = tuple(context.devices)
         self.device = self.devices[0]
-        self.precision = precision
-        self.spec = spec
+        self.precision = context.precision
+        self.spec = context.spec
         """Settings of the run."""
-        self.options = info.option_class().of(spec)
+        self.options = self.info.option_class().of(self.spec)
         """Options of this strategy. A subclass declares their class."""
-        self.data_rank = group.rank
+        self.data_rank = self.group.rank
         """Index of this rank's share of every batch, from 0. Ranks of one share work on the same samples."""
-        self.data_world_size = group.world_size
+        self.data_world_size = self.group.world_size
         """Number of shares into which a batch is divided over the ranks."""
         self.takes_samples = True
         """True if this rank computes on batches; False for one that only keeps parameters."""
         self.leads_share = True
         """True if this rank counts for its share: its losses enter the sums, its samples the records."""
-        self.random_stream = group.rank
+        self.random_stream = self.group.rank
         """Number of the stream of random numbers: ranks with the same number draw the same (dropout)."""
         self.evaluates_together = False
         """True if every forward pass needs all ranks, so that all must make the same number of them."""
@@ -116,6 +114,8 @@ class Strategy(ABC):
         self.expectation: float | None = None
         """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
         keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
+        self.carried: CarriedState | None = None
+        """State that this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
         self.optimizer_draws = False
         """True if the optimiser drew random numbers in its first steps."""
         self._num_steps = 0
@@ -180,7 +180,9 @@ class Strategy(ABC):
         return ParameterWatch(self.model, self.info.name, sees_writes=self.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move the model to the first device."""
+        """Move the model to the first device, its BatchNorm layers synchronised if that is asked for."""
+        if self.spec.sync_batchnorm and not self.info.one_process:
+            model = convert_sync_batchnorm(model, self.device)
         return model.to(self.device)
 
     def distribute(self) -> None:
@@ -351,19 +353,17 @@ class Strategy(ABC):
             buffers=whole_buffers(self.model),
         )
 
-    def rank_state(self) -> dict[str, Tensor]:
-        """Return what this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
-        return {}
-
-    def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take it over; only a run resumed on as many ranks has one."""
-
     def replica(self) -> ReplicaState | None:
         """Return the tensors that are equal bit by bit on all ranks that hold them, between any two steps, or None."""
         return None
 
     def before_reading(self) -> None:
-        """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them."""
+        """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them.
+
+        Rank 0's buffers are sent to all: without synchronised BatchNorm each rank has statistics of its own samples.
+        """
+        if self.group.world_size > 1:
+            broadcast_buffers(self.model, self.group)
 
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the declarations of this strategy's row that apply to the run."""

@@ -7,6 +7,7 @@ feedback, Seide et al. 2014; Karimireddy et al. 2019), without which the largest
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,10 @@ class Compression(ABC):
         self.step = StepSums()
         if unit is not None and self.unit is not None and unit != self.unit:
             self._rescale(self.unit / unit)
+
+    def measured(self, device: torch.device) -> "dict[str, float] | Callable[[], dict[str, float]]":
+        """Return what the step saved, and its error; on an accelerator a function that reads them later."""
+        return self.step.measured() if device.type == "cpu" else self.step.measured
 
     def _rescale(self, factor: float) -> None:
         """Multiply what is carried over to gradients of other losses' divisor."""

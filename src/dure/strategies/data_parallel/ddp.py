@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from dure.errors import TaskInvalid, UnusedParameters
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import DDPOptions
-from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.torchcompat import has_finished_reduction, run_backward, without_gradient_hooks, wrap_ddp
 
 
@@ -87,10 +85,6 @@ class DDP(Strategy):
                 )
         return faults
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
-
     def distribute(self) -> None:
         """Wrap the objective in DDP, which also sends rank 0's parameters to all."""
         # torch's DDP divides by the world size, and so the losses are multiplied by it: not where that is not the same
@@ -112,7 +106,7 @@ class DDP(Strategy):
             self._rehearse()
         if is_sum and self.group.world_size > 1:
             self.engine.register_comm_hook(self.engine.process_group, _summed)
-        self.compression = self._hook_compression()
+        self.compression = self.carried = self._hook_compression()
         self._reduced_bytes = sum(p.numel() * p.element_size() for p in [self._carrier, *self.trainable])
         self._in_buckets = {id(parameter) for parameter in self.trainable}
         self._late: list[nn.Parameter] = []
@@ -282,13 +276,7 @@ class DDP(Strategy):
         """Return the step's count over all ranks."""
         return self._count
 
-    def replica(self) -> ReplicaState:
-        """Every rank holds everything."""
-        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
-
-    def before_reading(self) -> None:
-        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        broadcast_buffers(self.model, self.group)
+    replica = whole_replica
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return 2 (P-1)/P of the gradients' bytes, what a bandwidth-optimal all-reduce sends; less if compressed."""
@@ -299,18 +287,7 @@ class DDP(Strategy):
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
         """Return what compression saved, and its error; on an accelerator what reads it later."""
-        if self.compression is None:
-            return None
-        return self.compression.step.measured() if self.device.type == "cpu" else self.compression.step.measured
-
-    def rank_state(self) -> dict[str, Tensor]:
-        """Return the errors that compression carries over."""
-        return {} if self.compression is None else self.compression.rank_state()
-
-    def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take them over."""
-        if self.compression is not None:
-            self.compression.load_rank_state(state)
+        return None if self.compression is None else self.compression.measured(self.device)
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""

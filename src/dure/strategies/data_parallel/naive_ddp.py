@@ -4,26 +4,18 @@ The plain twin of `ring_ddp` and `ddp`: nothing is bucketed, nothing overlaps. I
 the fast ones are held to.
 """
 
-from torch import nn
-
 from dure.comm.choice import open_chosen
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.reduced_facts import ReducedFacts
-from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import StepFacts
-from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
-from dure.strategies.state.common_buffers import broadcast_buffers
 
 
 class NaiveDDP(ReducedFacts):
     """A process per device; every gradient is reduced by itself after backward."""
 
     changes_in_step_only = True
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere."""
@@ -40,13 +32,7 @@ class NaiveDDP(ReducedFacts):
         add_up_gradients(self.trainable, self.group, self._all_reduce.all_reduce)
         return self.reduced_facts()
 
-    def replica(self) -> ReplicaState:
-        """Every rank holds everything."""
-        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
-
-    def before_reading(self) -> None:
-        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        broadcast_buffers(self.model, self.group)
+    replica = whole_replica
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Train what is unfrozen from here on."""

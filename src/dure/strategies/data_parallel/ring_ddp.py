@@ -22,13 +22,11 @@ from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import RingDDPOptions
-from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.torchcompat import run_backward
 
 NUM_FACTS = 4
@@ -55,10 +53,6 @@ class RingDDP(LocalSums):
             for name, module in model.named_modules()
             if getattr(module, "sparse", False) is True
         ]
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """Convert BatchNorm if asked, before the optimiser sees the parameters."""
-        return super().place(convert_sync_batchnorm(model, self.device) if self.spec.sync_batchnorm else model)
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, and lay out the buffer."""
@@ -87,7 +81,8 @@ class RingDDP(LocalSums):
         # on an accelerator the host only queues calls. A thread of its own would queue them among those of autograd's
         # thread (synchronised BatchNorm) in an order that differs from rank to rank, and the ranks would wait for ever
         has_thread = self.device.type == "cpu"
-        self.reducer = BucketReducer(algorithm, options, world_size, self._open_compression(), has_thread=has_thread)
+        self.compression = self.carried = self._open_compression()
+        self.reducer = BucketReducer(algorithm, options, world_size, self.compression, has_thread=has_thread)
         self._is_overlapped = len(self.gradients.buckets) > 1 and not options.delay_allreduce
         self._reached: list[nn.Parameter] = []
         """Parameters that backward has given a gradient in this step."""
@@ -128,8 +123,8 @@ class RingDDP(LocalSums):
         self._reached.clear()
         self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
         self._launched = 0
-        if self.reducer.compression is not None:
-            self.reducer.compression.begin_step(self.expectation)
+        if self.compression is not None:
+            self.compression.begin_step(self.expectation)
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
         while microbatch is not None:
@@ -175,8 +170,8 @@ class RingDDP(LocalSums):
             for bucket in rest:
                 self.reducer.launch(bucket)
             self.reducer.wait()
-        if self.reducer.compression is not None:
-            self.reducer.compression.unit = self.expectation
+        if self.compression is not None:
+            self.compression.unit = self.expectation
         self._take_others()
         add_up_gradients(self._late, self.group)
         for parameter in self._late:
@@ -225,42 +220,23 @@ class RingDDP(LocalSums):
     def skip_step(self) -> None:
         """Forget the errors of compression too."""
         super().skip_step()
-        if self.reducer.compression is not None:
-            self.reducer.compression.undo_step()
+        if self.compression is not None:
+            self.compression.undo_step()
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks."""
         return self._count
 
-    def replica(self) -> ReplicaState:
-        """Every rank holds everything."""
-        return replica_state("all", self.model.named_parameters(), self.optimizer, self.model)
-
-    def before_reading(self) -> None:
-        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        broadcast_buffers(self.model, self.group)
+    replica = whole_replica
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the algorithm sends for every bucket, compressed if it is."""
-        compression = self.reducer.compression
-        compressed = 0 if compression is None else compression.step.sent_bytes
+        compressed = 0 if self.compression is None else self.compression.step.sent_bytes
         return compressed + sum(self.reducer.sent_bytes_for(bucket) for bucket in self.gradients.buckets)
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
         """Return what compression saved, and its error; on an accelerator what reads it later."""
-        compression = self.reducer.compression
-        if compression is None:
-            return None
-        return compression.step.measured() if self.device.type == "cpu" else compression.step.measured
-
-    def rank_state(self) -> dict[str, Tensor]:
-        """Return the errors that compression carries over."""
-        return {} if self.reducer.compression is None else self.reducer.compression.rank_state()
-
-    def load_rank_state(self, state: dict[str, Tensor]) -> None:
-        """Take them over."""
-        if self.reducer.compression is not None:
-            self.reducer.compression.load_rank_state(state)
+        return None if self.compression is None else self.compression.measured(self.device)
 
     def close(self) -> None:
         """End the thread, and let go of the algorithm."""

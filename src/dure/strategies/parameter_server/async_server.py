@@ -11,13 +11,10 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from dure.comm.groups import Group
 from dure.errors import PeerLost
 from dure.failures.report import is_peer_lost
-from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.parameter_server.async_worker import AsyncRole, PullNumbers, PushNumbers
 from dure.strategies.parameter_server.base import Server
@@ -59,11 +56,8 @@ class Served:
 class AsyncServer(AsyncRole, Server):
     """Applies pushes in the order in which they come."""
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
         self._leads = self.number == 0
         self._living = list(self.worker_ranks)
         self._gone_from = [math.inf] * self.num_workers

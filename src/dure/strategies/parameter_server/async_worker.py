@@ -14,19 +14,16 @@ no other process has: its death ends the run.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from dure import torchcompat
-from dure.comm.groups import Group
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
-from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.info import StrategyInfo
-from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import LostShare, Requests, StepFacts
 from dure.strategies.parameter_server.base import ServedRank, Worker
 from dure.strategies.state.common_buffers import common_buffers
@@ -80,12 +77,9 @@ class AsyncRole(ServedRank):
 
     is_synchronous = False
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
-        self.survivors = SurvivorsGroup(group, leader=self.server_ranks[0], expendable=self.worker_ranks)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.survivors = SurvivorsGroup(context.group, leader=self.server_ranks[0], expendable=self.worker_ranks)
         self.group = self.survivors
         self.num_pull_numbers = len(PullNumbers._fields) + self.num_workers
         self.step = 0
@@ -115,12 +109,9 @@ class AsyncRole(ServedRank):
 class AsyncWorker(AsyncRole, Worker):
     """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
-        self._own = group.rank
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._own = context.group.rank
         self._gone_from = [math.inf] * self.num_workers
         self._planned_step = 0
         self._passed_on = Requests()

@@ -20,9 +20,8 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, map_tensors
-from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.local_sums import LocalSums
-from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut
 from dure.strategies.division.step_hooks import refuse_later_hooks
@@ -42,15 +41,12 @@ class ServedRank(LocalSums):
 
     options: ParameterServerOptions
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
-        self.everyone = group
-        self.num_workers = num_workers_of(group.world_size, self.options)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.everyone = context.group
+        self.num_workers = num_workers_of(self.everyone.world_size, self.options)
         self.worker_ranks = range(self.num_workers)
-        self.server_ranks = range(self.num_workers, group.world_size)
+        self.server_ranks = range(self.num_workers, self.everyone.world_size)
         self.data_world_size = self.num_workers
         self.waits_for_facts = True
         self.requests = Requests()
@@ -278,14 +274,11 @@ class Server(ServedRank):
     num_push_numbers: int
     num_pull_numbers: int
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
         self.takes_samples = self.leads_share = False
         self.data_rank = 0
-        self.number = group.rank - self.num_workers
+        self.number = context.group.rank - self.num_workers
         """Index of this server among the servers."""
 
     def distribute(self) -> None:

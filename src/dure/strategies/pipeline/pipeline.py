@@ -17,17 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.comm.groups import Group
 from dure.comm.mesh import Mesh
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.info import StrategyInfo
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
@@ -85,15 +83,12 @@ class Pipeline(ReducedFacts):
 
     changes_in_step_only = True
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
-        axes = parse_mesh(spec.mesh, info.mesh_axes, group.world_size)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
         if fault := fault_of_backend(self.device.type, dist.get_backend(), axes["pipeline"]):
-            raise SpecInvalid([f"strategy is {info.name}: {fault}"])
-        self.mesh = Mesh(axes, group, self.device)
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}"])
+        self.mesh = Mesh(axes, self.group, self.device)
         self.stage_ranks = self.mesh.group("pipeline")
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)

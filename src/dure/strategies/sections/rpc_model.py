@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure import torchcompat
-from dure.comm.groups import Group
 from dure.comm.rpc import agent_name, close_agent, open_agent
 from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
-from dure.strategies.contract.info import StrategyInfo
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.division.optimizer_trial import faults_of_parts
@@ -62,13 +60,10 @@ class RpcModel(ReducedFacts):
     undoes_writes = True
     follows_groups = False
 
-    def __init__(
-        self, info: StrategyInfo, group: Group, devices: Sequence[torch.device], precision: Precision,
-        spec: RunSpec,
-    ) -> None:  # fmt: skip
-        super().__init__(info, group, devices, precision, spec)
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
         self.data_rank, self.data_world_size = 0, 1
-        self.drives = self.takes_samples = self.leads_share = group.rank == 0
+        self.drives = self.takes_samples = self.leads_share = self.group.rank == 0
         self.waits_for_facts = True
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)

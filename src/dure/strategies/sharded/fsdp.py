@@ -33,7 +33,6 @@ from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
-from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import run_backward
@@ -321,10 +320,6 @@ class FSDP(ShardedStrategy):
         """
         self._gather_root()
         return [self.model]
-
-    def before_reading(self) -> None:
-        """Send rank 0's buffers to all: without synchronised BatchNorm each rank has statistics of its own."""
-        broadcast_buffers(self.model, self.group)
 
     def state_dict(self) -> StrategyState:
         """Free what is gathered, and return this rank's shards."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure.strategies.state.tensor_shard import TensorShard
@@ -19,6 +19,16 @@ class StrategyState:
     """The answer of `optimizer_to_names`, and under `own` what this strategy alone needs to go on."""
     is_spread: bool = False
     """True if other ranks have tensors, or state, that rank 0 has not."""
+
+
+class CarriedState(Protocol):
+    """State that each rank carries from step to step for itself."""
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return its tensors by name."""
+
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Take them over; only a run resumed on as many ranks has them."""
 
 
 class SavedPosition(Protocol):

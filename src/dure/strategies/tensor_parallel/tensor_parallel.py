@@ -35,7 +35,6 @@ from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.module_patterns import shortened
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
-from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.state.module_replicas import INTERNAL, Intercepted
 from dure.strategies.tensor_parallel.boundary import Traffic, counted_by
@@ -288,10 +287,6 @@ class TensorParallel(ShardedStrategy):
             )
 
     # what else differs
-
-    def before_reading(self) -> None:
-        """Send rank 0's buffers to all: BatchNorm has statistics of each data rank's own samples."""
-        broadcast_buffers(self.model, self.group)
 
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the row's declarations: with one data rank batches and draws are those of one device."""

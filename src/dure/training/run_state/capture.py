@@ -84,10 +84,11 @@ def rank_state(session: Session, *, is_thorough: bool = False) -> dict[str, Tens
         is_thorough: Passed to `KeptState.look`.
     """
     strategy = session.strategy
+    carried = {} if strategy.carried is None else strategy.carried.rank_state()
     return {
         **capture_random_state(strategy.devices),
         _STREAM: _stream(strategy.random_stream),
-        **{f"{_OWN}{name}": tensor for name, tensor in strategy.rank_state().items()},
+        **{f"{_OWN}{name}": tensor for name, tensor in carried.items()},
         **session.kept.tensors(is_thorough=is_thorough),
     }
 
@@ -137,8 +138,9 @@ def restore(session: Session, progression: Progression, checkpoint: Checkpoint) 
         are_alike = len({now for _, now, _ in said}) == len({(now, digest) for _, now, digest in said})
         if strategy.draws or are_alike:
             restore_random_state(state, strategy.devices)
-        own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
-        strategy.load_rank_state(own)
+        if strategy.carried is not None:
+            own = {name.removeprefix(_OWN): t for name, t in state.items() if name.startswith(_OWN)}
+            strategy.carried.load_rank_state(own)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

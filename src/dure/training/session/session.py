@@ -18,6 +18,7 @@ from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
 from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.precision import Precision
@@ -321,7 +322,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
     name = spec.strategy
     precision = Precision(spec.precision, devices[0].type)
-    return load_strategy(name).role_for(group, spec)(STRATEGIES[name], group, devices, precision, spec)
+    return load_strategy(name).role_for(group, spec)(StrategyContext(STRATEGIES[name], group, devices, precision, spec))
 
 
 def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder, eval_samples: int) -> dict[str, Any]:

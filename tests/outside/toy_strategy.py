@@ -3,11 +3,12 @@
 import torch
 from toy_options import ToyOptions
 
-from dure.strategies.contract.reduced_facts import ReducedFacts
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import StepFacts
+from dure.strategies.contract.strategy import Strategy
 
 
-class Toy(ReducedFacts):
+class Toy(Strategy):
     """A process per device; every gradient is added up piece by piece after backward."""
 
     options: ToyOptions
@@ -24,7 +25,7 @@ class Toy(ReducedFacts):
                 parameter.grad = torch.zeros_like(parameter)
             for piece in parameter.grad.view(-1).chunk(self.options.pieces):
                 self.group.all_reduce_sum(piece)
-        return self.reduced_facts()
+        return reduced_facts(self)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what a ring would send."""

@@ -11,6 +11,7 @@ import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.sections.rpc_calls import leads_to
@@ -194,10 +195,11 @@ class Told(RpcModel):
     drives = False
 
     def __init__(self, device):
-        self.device, self.expectation = device, None
+        self.device, self.expectation, self.leads_share = device, None, False
+        self.sums, self.group = LocalSums(device), self
 
-    def reduced_facts(self, beside):
-        beside.add_(64.0)
+    def all_reduce_sum(self, tensor):
+        tensor[-1] += 64.0
 
 
 def test_expected_count_when_told_on_a_device_then_reaches_the_host():

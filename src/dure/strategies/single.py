@@ -1,10 +1,11 @@
 """One process, one device: the definition that every other strategy is held to."""
 
-from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.step_facts import StepFacts
+from dure.strategies.contract.strategy import Strategy
 
 
-class Single(LocalSums):
+class Single(Strategy):
     """The plain loop: forward, backward, step."""
 
     changes_in_step_only = True
@@ -12,6 +13,10 @@ class Single(LocalSums):
     def follow_freezing(self, freezing: Freezing) -> None:
         """Train what is unfrozen from here on."""
         self.train_all()
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up the terms; there is no other rank."""
+        return self.sums.step_facts()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Do nothing: there is no other rank."""

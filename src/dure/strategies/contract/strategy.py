@@ -30,6 +30,7 @@ from dure.strategies.contract.declarations import (
     by_trial,
     few,
 )
+from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
 from dure.strategies.contract.own_collectives import watched_collectives
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
@@ -41,6 +42,7 @@ from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
+from dure.torchcompat import run_backward
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
@@ -114,6 +116,8 @@ class Strategy(ABC):
         self.expectation: float | None = None
         """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
         keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
+        self.sums = LocalSums(self.device)
+        """Losses of this process in the step under way."""
         self.carried: CarriedState | None = None
         """State that this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
         self.optimizer_draws = False
@@ -188,15 +192,19 @@ class Strategy(ABC):
     def distribute(self) -> None:
         """Apply the parallelism to the placed model."""
 
-    @abstractmethod
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Compute this rank's gradients of the step.
+        """Compute this rank's gradients of the step: one backward for each microbatch, unless the engine is another's.
 
         Args:
             microbatches: This rank's share, at least one.
             global_samples: Samples of the step over all ranks.
             requests: This rank's; all ranks learn them with the step's facts.
         """
+        self.sums.begin(requests)
+        for microbatch in microbatches:
+            term = self.loss_term(self.model, microbatch, global_samples)
+            run_backward(self.precision.scale(term.root))
+            self.sums.add(term)
 
     @abstractmethod
     def sync_gradients(self) -> StepFacts:
@@ -551,6 +559,6 @@ class Strategy(ABC):
             gradients = [p.grad for p in self.trainable if p.grad is not None]
             torchcompat.multiply_(gradients, self.expectation / self.counted_items())
 
-    @abstractmethod
     def counted_items(self) -> "Tensor | float":
         """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
+        return self.sums.count

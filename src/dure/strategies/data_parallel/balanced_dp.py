@@ -48,7 +48,7 @@ class BalancedDataParallel(DeviceReplicas):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Compute every device's gradients of its own samples, then add them up on device 0."""
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self._check_hooks()
         attributes = ForwardAttributes(self.model)
         losses = LossReplicas(self.loss, self.model, len(self.devices))
@@ -68,7 +68,7 @@ class BalancedDataParallel(DeviceReplicas):
                 terms = self._threads.run(calls)
             for term in terms:
                 if term is not None:
-                    self.add_term(term)
+                    self.sums.add(term)
             used |= {i for i, count in enumerate(counts) if count}
         self._reduce_gradients(replicas)
         losses.settle(sorted(used))

@@ -55,7 +55,7 @@ class ObjectiveModule(nn.Module):
             return self._rehearsal(), self.carrier.view(-1)
         strategy = self._strategy[0]
         term = strategy.loss_term(self.model, microbatch, global_samples)
-        strategy.terms.append(term)
+        strategy.sums.add(term)
         return strategy.precision.scale(term.root), self.carrier.view(-1)
 
     def _rehearsal(self) -> Tensor:
@@ -90,7 +90,6 @@ class DDP(Strategy):
         # torch's DDP divides by the world size, and so the losses are multiplied by it: not where that is not the same
         is_sum = self.traits.nonlinear_gradients and self.options.compression is None
         self.gradient_divisor = 1 if is_sum else self.group.world_size
-        self.terms: list[LossTerm] = []
         self._fixed_facts: dict[tuple[float, Requests], tuple[Tensor, Tensor]] = {}
         self.objective = ObjectiveModule(self, self.model)
         self._carrier = self.objective.carrier
@@ -151,7 +150,7 @@ class DDP(Strategy):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate without traffic; the last microstep's backward carries the all-reduce."""
-        self.terms = []
+        self.sums.begin(requests)
         self.last_gradient_time = None
         if self.compression is not None:
             self.compression.begin_step(self.expectation)
@@ -174,7 +173,7 @@ class DDP(Strategy):
 
     def _backward(self, microbatch: Microbatch, global_samples: int, requests: Requests) -> None:
         root, carried = self.engine(microbatch, global_samples)
-        facts = self._facts(self.terms[-1], requests)
+        facts = self._facts(self.sums.terms[-1], requests)
         if self.compression is not None:
             # what is compressed is no place for exact numbers
             self._own_facts += facts
@@ -240,11 +239,11 @@ class DDP(Strategy):
             facts = self._own_facts / self.gradient_divisor
         if self.device.type == "cpu":
             known = [fact * self.gradient_divisor for fact in facts.tolist()]
-            self._count: Tensor | float = known[1]
-            return StepFacts(known, self.terms)
+            self.sums.count = known[1]
+            return StepFacts(known, self.sums.terms)
         summed = facts * self.gradient_divisor
-        self._count = summed[1]
-        return StepFacts(summed, self.terms)
+        self.sums.count = summed[1]
+        return StepFacts(summed, self.sums.terms)
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Reduce the gradients of what was unfrozen by themselves: DDP has them in no bucket.
@@ -272,10 +271,6 @@ class DDP(Strategy):
         super().zero_gradients()
         self._carrier.grad = None
 
-    def counted_items(self) -> "Tensor | float":
-        """Return the step's count over all ranks."""
-        return self._count
-
     replica = whole_replica
 
     def sent_bytes(self, num_microsteps: int) -> int:
@@ -291,5 +286,5 @@ class DDP(Strategy):
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""
-        self.terms = []
+        self.sums.terms.clear()
         del self.engine

@@ -3,14 +3,15 @@
 from torch import nn
 
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.step_facts import StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.device_threads import DeviceThreads
 from dure.strategies.state.module_replicas import replicate
 from dure.strategies.state.objects.namespaces import ATOMS
 from dure.strategies.state.objects.object_state import is_inside, plain_attributes
 
 
-class DeviceReplicas(LocalSums):
+class DeviceReplicas(Strategy):
     """A thread for each device, and the model on the first of them."""
 
     changes_in_step_only = True
@@ -37,6 +38,10 @@ class DeviceReplicas(LocalSums):
         super().distribute()
         in_order = self.spec.deterministic and self.device.type == "cpu"
         self._threads = DeviceThreads(self.devices, in_order=in_order)
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up the terms; there is no other rank."""
+        return self.sums.step_facts()
 
     def bytes_between_devices(self) -> int:
         """Return the bytes of parameters and buffers out from device 0 and of gradients back, once."""

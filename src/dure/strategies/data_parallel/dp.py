@@ -25,12 +25,12 @@ class DataParallel(DeviceReplicas):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches on device 0."""
-        self.begin_step(requests)
+        self.sums.begin(requests)
         for microbatch in microbatches:
             with self._calls.of_batch(microbatch.num_samples):
                 term = self.loss_term(self.model, microbatch, global_samples)
             self.precision.scale(term.root).backward()
-            self.add_term(term)
+            self.sums.add(term)
 
     def follow_freezing(self, freezing: Freezing) -> None:
         """Train what is unfrozen from here on."""

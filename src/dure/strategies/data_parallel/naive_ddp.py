@@ -6,13 +6,14 @@ the fast ones are held to.
 
 from dure.comm.choice import open_chosen
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.reduced_facts import ReducedFacts
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 
 
-class NaiveDDP(ReducedFacts):
+class NaiveDDP(Strategy):
     """A process per device; every gradient is reduced by itself after backward."""
 
     changes_in_step_only = True
@@ -30,7 +31,7 @@ class NaiveDDP(ReducedFacts):
     def sync_gradients(self) -> StepFacts:
         """Add up each gradient that any rank has; one that no rank has stays None, as on one device."""
         add_up_gradients(self.trainable, self.group, self._all_reduce.all_reduce)
-        return self.reduced_facts()
+        return reduced_facts(self)
 
     replica = whole_replica
 

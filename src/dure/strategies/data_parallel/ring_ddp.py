@@ -20,10 +20,10 @@ from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import RingDDPOptions
@@ -32,7 +32,7 @@ from dure.torchcompat import run_backward
 NUM_FACTS = 4
 
 
-class RingDDP(LocalSums):
+class RingDDP(Strategy):
     """A process per device; flat gradients, reduced in buckets by an algorithm of `dure.comm`."""
 
     options: RingDDPOptions
@@ -119,7 +119,7 @@ class RingDDP(LocalSums):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate without traffic; the last microstep's backward launches the buckets that it fills."""
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self._reached.clear()
         self._waiting = [set(bucket.positions) for bucket in self.gradients.buckets]
         self._launched = 0
@@ -132,7 +132,7 @@ class RingDDP(LocalSums):
             following = next(pending, None)
             self._is_last = following is None
             run_backward(self.precision.scale(term.root))
-            self.add_term(term)
+            self.sums.add(term)
             microbatch = following
         self._is_last = False
 
@@ -179,14 +179,14 @@ class RingDDP(LocalSums):
                 parameter.grad /= self.gradient_divisor
         if self.device.type != "cpu":
             summed = self._facts * self.gradient_divisor
-            self._count = summed[1]
-            return StepFacts(summed, self._terms)
+            self.sums.count = summed[1]
+            return StepFacts(summed, self.sums.terms)
         known = [fact * self.gradient_divisor for fact in self._facts.tolist()]
-        self._count = known[1]
-        return StepFacts(known, self._terms)
+        self.sums.count = known[1]
+        return StepFacts(known, self.sums.terms)
 
     def _write_tail(self) -> None:
-        facts = self.local_facts()
+        facts = self.sums.facts()
         self._facts.copy_(facts if isinstance(facts, Tensor) else torch.tensor(facts, dtype=self._facts.dtype))
         reached = {id(parameter) for parameter in self._reached}
         self._is_all_reached = len(reached) == len(self.trainable)
@@ -222,10 +222,6 @@ class RingDDP(LocalSums):
         super().skip_step()
         if self.compression is not None:
             self.compression.undo_step()
-
-    def counted_items(self) -> "Tensor | float":
-        """Return the step's count over all ranks."""
-        return self._count
 
     replica = whole_replica
 

@@ -10,18 +10,22 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from dure.comm.choice import open_chosen
 from dure.data.partition import shares
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.reduced_facts import reduced_facts
+from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
-from dure.strategies.data_parallel.naive_ddp import NaiveDDP
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.local_sgd.averaged_state import average_optimizer_state
 from dure.strategies.local_sgd.options import AveragingOptions
 from dure.strategies.state.saved_state import StateSource, StrategyState
 from dure.torchcompat import BatchNorm, copy_all, run_backward
 
 
-class Averaging(NaiveDDP):
+class Averaging(Strategy):
     """Own steps on every rank, then their weighted mean; before that, for `warmup_steps`, `naive_ddp`.
 
     The mean is weighted by the items (samples, or what the loss counts) that each rank used since the averaging
@@ -35,10 +39,14 @@ class Averaging(NaiveDDP):
     options: AveragingOptions
 
     is_synchronous = False
+    changes_in_step_only = True
+
+    replica = whole_replica
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere, at the first step of the run."""
-        super().distribute()
+        self.group.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self._all_reduce = open_chosen(self.spec.comm, self.device.type, self.group)
         self.average_every = self.options.average_every
         self._step = 0
         self._num_apart = 0
@@ -82,13 +90,13 @@ class Averaging(NaiveDDP):
             super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
             return
         # a request that no other rank would receive must not be acted upon alone: it is asked again in every step
-        self.begin_step(requests if self.is_averaging else NO_REQUESTS)
+        self.sums.begin(requests if self.is_averaging else NO_REQUESTS)
         own_samples = shares(global_samples, self.data_world_size)[self.data_rank]
         for microbatch in microbatches:
             if not microbatch.is_padding:
                 term = self.loss_term(self.model, microbatch, own_samples)
                 run_backward(self.precision.scale(term.root))
-                self.add_term(term)
+                self.sums.add(term)
 
     def sync_gradients(self) -> StepFacts:
         """Return this rank's own facts; where an averaging follows, those of all ranks.
@@ -96,20 +104,21 @@ class Averaging(NaiveDDP):
         Communication: in a step that averages one blocking all_reduce of 5 float64 (float32 on MPS), otherwise none.
         """
         if self.is_warming_up:
-            return super().sync_gradients()
-        own = self.local_facts() if self._terms else (0.0, 0, *self._requests)
+            add_up_gradients(self.trainable, self.group, self._all_reduce.all_reduce)
+            return reduced_facts(self)
+        own = self.sums.facts() if self.sums.terms else (0.0, 0, *self.sums.requests)
         count = own[1]
         # what counts nothing has a gradient of zero, whatever it is divided by
-        self._count = torch.where(count > 0, count, 1.0) if isinstance(count, Tensor) else count or 1.0
+        self.sums.count = torch.where(count > 0, count, 1.0) if isinstance(count, Tensor) else count or 1.0
         self._items = self._items + count
         if not self.is_averaging:
-            return StepFacts(own, self._terms, is_local=True)
+            return StepFacts(own, self.sums.terms, is_local=True)
         facts = torch.cat([self._on_its_way(own), self._on_its_way(self._items).view(1)])
         self._weigh(facts)
-        return StepFacts(facts[:4], self._terms)
+        return StepFacts(facts[:4], self.sums.terms)
 
     def _on_its_way(self, numbers: Tensor | float | Sequence[float]) -> Tensor:
-        return torch.as_tensor(numbers, dtype=self.facts_dtype, device=self.device)
+        return torch.as_tensor(numbers, dtype=self.sums.dtype, device=self.device)
 
     def _weigh(self, facts: Tensor) -> None:
         """Add up facts whose last is the items, and know by them this rank's weight in the mean."""
@@ -126,7 +135,7 @@ class Averaging(NaiveDDP):
         if self.is_warming_up:
             super().optimizer_step()
             return
-        if self._terms:
+        if self.sums.terms:
             super().optimizer_step()
         self._num_apart += 1
         self._has_own_state = True
@@ -167,7 +176,7 @@ class Averaging(NaiveDDP):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the warm-up's gradients take, or the averaging; between averagings nothing."""
         if self.is_warming_up:
-            return super().sent_bytes(num_microsteps)
+            return sum(self._all_reduce.sent_bytes_for(p.numel(), p.element_size()) for p in self.trainable)
         if not self.is_averaging:
             return 0
         lengths = {dtype: sum(tensor.numel() for tensor in tensors) for dtype, tensors in self._averaged.items()}
@@ -199,3 +208,7 @@ class Averaging(NaiveDDP):
         """Take over weights and the optimiser's state, and go on counting steps from there."""
         super().load_state_dict(source)
         self._step = source.position.step
+
+    def close(self) -> None:
+        """Let go of the algorithm."""
+        self._all_reduce.close()

@@ -99,7 +99,7 @@ class AsyncRole(ServedRank):
     def local_step_facts(self, loss_sum: float, loss_count: float) -> StepFacts:
         """Return facts that no other rank knows, with what is agreed for this step."""
         stop, save = self.step >= self.stop_step, self.step == self.save_step
-        return StepFacts([loss_sum, loss_count, stop, save], self._terms, is_local=True)
+        return StepFacts([loss_sum, loss_count, stop, save], self.sums.terms, is_local=True)
 
     def broadcast_buffers(self) -> None:
         """Take rank 0's buffers, among the living."""

@@ -21,8 +21,8 @@ from dure.errors import SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.step_facts import Requests
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.parameter_server.options import ParameterServerOptions
@@ -36,7 +36,7 @@ from dure.torchcompat import own_attributes
 from dure.units import format_bytes
 
 
-class ServedRank(LocalSums):
+class ServedRank(Strategy):
     """Base of the roles that a rank can have: worker or server, with every step together or at its own pace."""
 
     options: ParameterServerOptions
@@ -189,7 +189,7 @@ class Worker(ServedRank):
 
     def known_facts(self) -> list[float]:
         """Return this worker's `[loss sum, count, stop, save]` as numbers."""
-        facts = self.local_facts()
+        facts = self.sums.facts()
         return facts.tolist() if isinstance(facts, Tensor) else list(facts)
 
     def write_gradients(self) -> None:
@@ -297,7 +297,7 @@ class Server(ServedRank):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Let the step's batches pass, which are empty hands here."""
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self.requests = requests
         for _ in microbatches:
             pass

@@ -56,10 +56,10 @@ class SyncWorker(Worker):
         speaker = self.server_ranks[self.group.rank % len(self.server_ranks)]
         self.transport.receive(_bytes(self._facts), speaker).wait()
         known = self._facts.tolist()
-        self._count = known[_COUNT]
+        self.sums.count = known[_COUNT]
         for found in overflows:
             found.fill_(known[_OVERFLOW])
-        return StepFacts(known[:_OVERFLOW], self._terms)
+        return StepFacts(known[:_OVERFLOW], self.sums.terms)
 
     def _unscale(self) -> list[Tensor]:
         """Bring fp16's gradients back to their true size; return where the scaler noted overflows."""
@@ -109,10 +109,10 @@ class SyncServer(Server):
         self._facts.copy_(torch.tensor(known, dtype=torch.float64))
         for message in [self.transport.send(_bytes(self._facts), rank) for rank in self._heard_by()]:
             message.wait()
-        self._count = known[_COUNT]
+        self.sums.count = known[_COUNT]
         self._has_overflowed = known[_OVERFLOW] > 0
         self.expectation = self.pushes[0].numbers[_EXPECTATION].item() or None
-        return StepFacts(known[:_OVERFLOW], self._terms)
+        return StepFacts(known[:_OVERFLOW], self.sums.terms)
 
     def _heard_by(self) -> list[int]:
         return [rank for rank in self.worker_ranks if rank % len(self.server_ranks) == self.number]

@@ -26,10 +26,11 @@ from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.reduced_facts import ReducedFacts
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.pipeline.cut import decide
@@ -73,7 +74,7 @@ class _Call:
     """Description of each block's output."""
 
 
-class Pipeline(ReducedFacts):
+class Pipeline(Strategy):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
     options: PipelineOptions
@@ -190,7 +191,7 @@ class Pipeline(ReducedFacts):
 
         Communication: point to point, per microbatch and cut the activations forward and their gradients back.
         """
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self._global_samples = global_samples
         self._found: dict[int, LossTerm] = {}
         # the rank that calls the loss again begins with the state that it has now
@@ -211,7 +212,7 @@ class Pipeline(ReducedFacts):
             raise
         self.part.refuse_lost_gradients()
         for index in sorted(self._found):
-            self.add_term(self._found[index])
+            self.sums.add(self._found[index])
         self._calls = []
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -325,10 +326,10 @@ class Pipeline(ReducedFacts):
 
     def _agreed_facts(self) -> StepFacts:
         if self._is_kind_known:
-            return self.reduced_facts()
+            return reduced_facts(self)
         # only the last stages know whether the loss is counted in items of its own
-        counts_items = torch.full((1,), self.expectation is not None, dtype=self.facts_dtype, device=self.device)
-        facts = self.reduced_facts(counts_items)
+        counts_items = torch.full((1,), self.expectation is not None, dtype=self.sums.dtype, device=self.device)
+        facts = reduced_facts(self, counts_items)
         if counts_items.item() > 0:
             self.expected_items(self._global_samples)
         self._is_kind_known = True
@@ -362,7 +363,7 @@ class Pipeline(ReducedFacts):
 
         Communication: one all_reduce of one number over the pipeline.
         """
-        clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.facts_dtype, device=self.device)
+        clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.sums.dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""

@@ -16,19 +16,18 @@ from dure import torchcompat
 from dure.errors import SpecInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
-from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.step_facts import Requests
+from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
 from dure.strategies.sections.trace import Survey, tensors_of
-from dure.torchcompat import run_backward
 from dure.units import format_bytes
 
 
-class ModelParallel(LocalSums):
+class ModelParallel(Strategy):
     """One process, many devices, each with some consecutive blocks of the model."""
 
     options: SectionOptions
@@ -105,12 +104,12 @@ class ModelParallel(LocalSums):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of all microbatches, each section's on its device."""
-        self.begin_step(requests)
         self._sent = 0
-        for microbatch in microbatches:
-            term = self.loss_term(self.model, microbatch, global_samples)
-            run_backward(self.precision.scale(term.root))
-            self.add_term(term)
+        super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
+
+    def sync_gradients(self) -> StepFacts:
+        """Add up the terms; there is no other rank."""
+        return self.sums.step_facts()
 
     def _correct_count(self) -> None:
         if self.expectation is None:

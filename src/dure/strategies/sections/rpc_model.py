@@ -25,8 +25,9 @@ from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.parameter_watch import Freezing
-from dure.strategies.contract.reduced_facts import ReducedFacts
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import guarded
@@ -52,7 +53,7 @@ _UNUSED = (
 """Sentence about a message between sections that backward would not come to."""
 
 
-class RpcModel(ReducedFacts):
+class RpcModel(Strategy):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
 
     options: SectionOptions
@@ -244,7 +245,7 @@ class RpcModel(ReducedFacts):
         Communication: a barrier before the calls. Without it rank 0 would call a section whose rank still copies its
         buffers for a snapshot of the step before.
         """
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self.group.barrier()
         if not self.drives:
             for _ in microbatches:
@@ -263,7 +264,7 @@ class RpcModel(ReducedFacts):
                 raise TaskInvalid(_UNUSED.format(what="the model's output"))
             autograd.backward(self._context_id, [self.precision.scale(term.root)])
             self._collect(self._context_id)
-            self.add_term(term)
+            self.sums.add(term)
 
     def _collect(self, context_id: int) -> None:
         """Let every rank add the context's gradients to those of the step."""
@@ -300,8 +301,8 @@ class RpcModel(ReducedFacts):
         Communication: one blocking all_reduce of 5 float64.
         """
         own = (self.expectation or 0.0) if self.drives else 0.0
-        expected = torch.tensor([own], dtype=self.facts_dtype, device=self.device)
-        facts = self.reduced_facts(expected)
+        expected = torch.tensor([own], dtype=self.sums.dtype, device=self.device)
+        facts = reduced_facts(self, expected)
         self.expectation = expected.item() or None
         return facts
 
@@ -348,7 +349,7 @@ class RpcModel(ReducedFacts):
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Clip by the norm over all sections. Communication: one all_reduce of one number."""
-        clip_by_common_norm(self.group, parameters, most, dtype=self.facts_dtype, device=self.device)
+        clip_by_common_norm(self.group, parameters, most, dtype=self.sums.dtype, device=self.device)
 
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""

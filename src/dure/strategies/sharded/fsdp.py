@@ -28,6 +28,7 @@ from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.module_patterns import shortened
 from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
@@ -260,7 +261,7 @@ class FSDP(ShardedStrategy):
         Communication: per unit and microstep one all_gather in forward and, unless kept, one in backward; per unit
         and step one reduce_scatter, and one all_reduce of the shards with several replicas.
         """
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self._reached.clear()
         pending = iter(microbatches)
         microbatch: Microbatch | None = next(pending)
@@ -271,7 +272,7 @@ class FSDP(ShardedStrategy):
                 root = self.objective(microbatch, global_samples)
                 run_backward(self.precision.scale(root))
             assert self.objective.term is not None
-            self.add_term(self.objective.term)
+            self.sums.add(self.objective.term)
             self.objective.term = None
             microbatch = following
 
@@ -290,7 +291,7 @@ class FSDP(ShardedStrategy):
         is_all_reached, used = self._used()
         scalars = [torch.zeros((), dtype=used.dtype) if p.grad is None else p.grad for p in self._own_scalars]
         beside = torch.cat([used, *(scalar.reshape(1).to(used) for scalar in scalars)])
-        facts = self.reduced_facts(beside)
+        facts = reduced_facts(self, beside)
         for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=True):
             parameter.grad = gradient.to(parameter)
         if not is_all_reached:
@@ -304,9 +305,9 @@ class FSDP(ShardedStrategy):
         """Return whether this rank's backward reached all parameters, and one number for each."""
         reached = {self._position_of[id(parameter)] for parameter in self._reached}
         if len(reached) == len(self.trainable):
-            return True, torch.ones(len(self.trainable), dtype=self.facts_dtype, device=self.device)
+            return True, torch.ones(len(self.trainable), dtype=self.sums.dtype, device=self.device)
         flags = [float(position in reached) for position in range(len(self.trainable))]
-        return False, torch.tensor(flags, dtype=self.facts_dtype, device=self.device)
+        return False, torch.tensor(flags, dtype=self.sums.dtype, device=self.device)
 
     def counted_items(self) -> "Tensor | float":
         """Return the step's count; offloaded gradients are on the host and are multiplied there."""
@@ -370,7 +371,7 @@ class FSDP(ShardedStrategy):
         *units, root = self.gathered
         world_size = self.group.world_size
         num_facts = 4 + len(self.trainable) + len(self._own_scalars)
-        facts_bytes = 2 * (world_size - 1) * num_facts * self.facts_dtype.itemsize // world_size
+        facts_bytes = 2 * (world_size - 1) * num_facts * self.sums.dtype.itemsize // world_size
         gathers = per_unit * sum(unit.gather_bytes for unit in units) + per_root * root.gather_bytes
         return gathers + sum(gathered.reduce_bytes for gathered in self.gathered) + facts_bytes
 

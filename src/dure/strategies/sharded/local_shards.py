@@ -24,8 +24,8 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid
 from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.reduced_facts import ReducedFacts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.strategy import Strategy
 from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
@@ -113,7 +113,7 @@ def _to_local(state: Any) -> Any:
     return map_tensors(state, lambda value: value.to_local() if isinstance(value, DTensor) else value)
 
 
-class ShardedStrategy(ReducedFacts):
+class ShardedStrategy(Strategy):
     """Base of strategies whose parameters are DTensors, some or all of them.
 
     `place` makes them; `shard_group` is the group over whose ranks each is divided.
@@ -198,7 +198,7 @@ class ShardedStrategy(ReducedFacts):
     def _square(self, gradients: list[Tensor]) -> Tensor:
         # float64: the square of a norm that float32 can hold may be one that it cannot
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        return norm.to(self.device, self.facts_dtype).square()
+        return norm.to(self.device, self.sums.dtype).square()
 
     def replica(self) -> ReplicaState:
         """Ranks at the same place of their `shard_group` hold the same parts."""

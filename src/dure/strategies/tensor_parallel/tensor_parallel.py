@@ -33,6 +33,7 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.module_patterns import shortened
+from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
@@ -198,14 +199,14 @@ class TensorParallel(ShardedStrategy):
 
         Communication: in each forward and backward what the layers say, over the tensor group.
         """
-        self.begin_step(requests)
+        self.sums.begin(requests)
         self.traffic.sent_bytes = 0
         for microbatch in microbatches:
             term = self.loss_term(self.model, microbatch, global_samples)
             # a checkpoint computes again in backward, so in this thread
             with self._dividing(), torch.autograd.set_multithreading_enabled(False):
                 run_backward(self.precision.scale(term.root))
-            self.add_term(term)
+            self.sums.add(term)
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the task; it may use the divided weights and values, and what it returns is whole."""
@@ -224,8 +225,8 @@ class TensorParallel(ShardedStrategy):
         """Add gradients up over the data axis, and the facts over all ranks."""
         self.shards.take_gradients()
         flags = [float(parameter.grad is not None) for parameter in self.trainable]
-        beside = torch.tensor([self._draws(), *flags], dtype=self.facts_dtype, device=self.device)
-        facts = self.reduced_facts(beside)
+        beside = torch.tensor([self._draws(), *flags], dtype=self.sums.dtype, device=self.device)
+        facts = reduced_facts(self, beside)
         if self.mesh.size("data") > 1:
             self._add_up_over_data()
         self._keep_undivided_alike()
@@ -311,7 +312,7 @@ class TensorParallel(ShardedStrategy):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the layers have sent in this step, the gradients' sum over the data axis, and the facts."""
         data, tensor, everyone = self.mesh.size("data"), self.mesh.size("tensor"), self.group.world_size
-        facts = (4 + 1 + len(self.trainable)) * self.facts_dtype.itemsize
+        facts = (4 + 1 + len(self.trainable)) * self.sums.dtype.itemsize
         return (
             self.traffic.sent_bytes
             + 2 * (data - 1) * _bytes_of(self._messages) // data

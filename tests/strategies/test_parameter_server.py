@@ -99,7 +99,7 @@ def strategy_on(group, model, **options):
 def one_step(strategy):
     rows = torch.ones(4, 256)
     strategy.forward_backward(
-        [Microbatch(batch=rows, num_samples=4)], global_samples=4 * strategy.num_workers, requests=Requests()
+        [Microbatch(batch=rows, num_samples=4)], global_samples=4 * strategy.serving.num_workers, requests=Requests()
     )
     strategy.sync_gradients()
     strategy.optimizer_step()

@@ -16,8 +16,9 @@ from dure.failures.report import is_peer_lost
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.parameter_server.async_worker import AsyncRole, PullNumbers, PushNumbers
-from dure.strategies.parameter_server.base import Server
+from dure.strategies.parameter_server.async_worker import OwnPace, PullNumbers, PushNumbers
+from dure.strategies.parameter_server.server import Server
+from dure.strategies.state.saved_state import StateSource
 
 _MARGIN_STEPS = 3
 """Steps between the one that the fastest loader has planned and the first in which shares are divided again. One is
@@ -53,16 +54,21 @@ class Served:
     queue_depth: list[float] = field(default_factory=list)
 
 
-class AsyncServer(AsyncRole, Server):
+class AsyncServer(Server):
     """Applies pushes in the order in which they come."""
+
+    is_synchronous = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
+        self.pace = OwnPace(self.serving)
+        self.group = self.pace.survivors
+        self.num_pull_numbers = self.pace.num_pull_numbers
         self._leads = self.number == 0
-        self._living = list(self.worker_ranks)
-        self._gone_from = [math.inf] * self.num_workers
+        self._living = list(self.serving.worker_ranks)
+        self._gone_from = [math.inf] * self.serving.num_workers
         self._inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._taken = [threading.Semaphore(0) for _ in self.worker_ranks]
+        self._taken = [threading.Semaphore(0) for _ in self.serving.worker_ranks]
         self._listeners: list[threading.Thread] = []
         self._version = 0
         self._held: list[Held] = []
@@ -70,15 +76,25 @@ class AsyncServer(AsyncRole, Server):
         self._served = Served()
         self._sent_bytes = 0
 
+    def distribute(self) -> None:
+        """Count the learning rates that travel with a push."""
+        self.num_push_numbers = self.pace.num_push_numbers(self.optimizer)
+        super().distribute()
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Go on at the saved step."""
+        super().load_state_dict(source)
+        self.pace.step = source.position.step
+
     # listening
 
     def _listen(self) -> None:
         """Begin to receive, each worker in a thread of its own: c10d cannot wait for the one that comes first."""
-        self._clocks = [float(self.step)] * self.num_workers
-        self._planned = [float(self.step)] * self.num_workers
+        self._clocks = [float(self.pace.step)] * self.serving.num_workers
+        self._planned = [float(self.pace.step)] * self.serving.num_workers
         self._listeners = [
             threading.Thread(target=self._hear, args=(worker,), name=f"dure-worker{worker}", daemon=True)
-            for worker in self.worker_ranks
+            for worker in self.serving.worker_ranks
         ]
         for listener in self._listeners:
             listener.start()
@@ -87,7 +103,7 @@ class AsyncServer(AsyncRole, Server):
         message = self.pushes[worker]
         try:
             while True:
-                self.transport.receive(message.buffer, worker).wait(_NO_LIMIT)
+                self.serving.transport.receive(message.buffer, worker).wait(_NO_LIMIT)
                 if message.numbers[0] < 0:
                     return
                 self._inbox.put(Arrival(worker, time.perf_counter()))
@@ -101,23 +117,23 @@ class AsyncServer(AsyncRole, Server):
         """Begin the step that the slowest worker has begun."""
         if not self._listeners:
             self._listen()
-        self.step += 1
+        self.pace.step += 1
         self._served, self._sent_bytes = Served(), 0
         super().forward_backward(microbatches, global_samples=global_samples, requests=requests)
         if self._leads:
-            self._agree_on(requests, self.step)
+            self._agree_on(requests, self.pace.step)
 
     def sync_gradients(self) -> StepFacts:
         """Serve until every living worker has pushed this step; return what they said of it.
 
         Communication: G bytes of this server's rows from each worker and W bytes to each, for every push.
         """
-        while min(self._clocks[worker] for worker in self._living) < self.step:
+        while min(self._clocks[worker] for worker in self._living) < self.pace.step:
             self._handle(self._next_arrival())
-        facts = self._facts.pop(self.step, {})
+        facts = self._facts.pop(self.pace.step, {})
         loss_sum = sum(facts[worker][0] for worker in sorted(facts))
         loss_count = sum(facts[worker][1] for worker in sorted(facts))
-        return self.local_step_facts(loss_sum, loss_count)
+        return self.pace.facts(self.sums.terms, loss_sum, loss_count)
 
     def optimizer_step(self) -> None:
         """Nothing is left to do: every push was applied as it came."""
@@ -126,9 +142,9 @@ class AsyncServer(AsyncRole, Server):
         try:
             return self._inbox.get(timeout=self.spec.timeout_seconds)
         except queue.Empty:
-            late = [str(worker) for worker in self._living if self._clocks[worker] < self.step]
+            late = [str(worker) for worker in self._living if self._clocks[worker] < self.pace.step]
             raise PeerLost(
-                f"rank {', '.join(late)} did not push step {self.step} within {self.spec.timeout_seconds:g} s"
+                f"rank {', '.join(late)} did not push step {self.pace.step} within {self.spec.timeout_seconds:g} s"
             ) from None
 
     def _handle(self, arrival: Arrival) -> None:
@@ -158,9 +174,10 @@ class AsyncServer(AsyncRole, Server):
         if self._leads:
             self._agree_on(Requests(stop=push.stop > 0, save=push.save > 0), int(push.step))
         else:
-            self.stop_step = min(self.stop_step, push.stop_step)
+            self.pace.stop_step = min(self.pace.stop_step, push.stop_step)
             if math.isfinite(push.save_step):
-                self.save_step = push.save_step if math.isinf(self.save_step) else max(self.save_step, push.save_step)
+                known = self.pace.save_step
+                self.pace.save_step = push.save_step if math.isinf(known) else max(known, push.save_step)
         answer = PullNumbers(staleness=staleness, queue_seconds=turn - arrival.time, queue_depth=depth)
         self._held.append(Held(worker, turn, answer))
 
@@ -195,13 +212,13 @@ class AsyncServer(AsyncRole, Server):
             version=self._version,
             stop=float(self.requests.stop),
             save=float(self.requests.save),
-            stop_step=self.stop_step,
-            save_step=self.save_step,
+            stop_step=self.pace.stop_step,
+            save_step=self.pace.save_step,
         )
         message = self.pull_message
         message.numbers.copy_(torch.tensor([*numbers, *self._gone_from], dtype=torch.float64))
         try:
-            self.transport.send(message.buffer, worker).wait()
+            self.serving.transport.send(message.buffer, worker).wait()
             self._sent_bytes += message.num_bytes
         except (RuntimeError, PeerLost) as error:
             self._lose(worker, error)
@@ -209,10 +226,10 @@ class AsyncServer(AsyncRole, Server):
     def _agree_on(self, wishes: Requests, step: int) -> None:
         """Put what all must do at one step into the first that no worker has begun; each hears of it in time."""
         first_free = int(max(self._clocks[worker] for worker in self._living)) + 2
-        if wishes.stop and math.isinf(self.stop_step):
-            self.stop_step = first_free
-        if wishes.save and (math.isinf(self.save_step) or step > self.save_step):
-            self.save_step = first_free
+        if wishes.stop and math.isinf(self.pace.stop_step):
+            self.pace.stop_step = first_free
+        if wishes.save and (math.isinf(self.pace.save_step) or step > self.pace.save_step):
+            self.pace.save_step = first_free
 
     def _lose(self, worker: int, error: Exception) -> None:
         """Go on without a worker, from a step that no worker has planned yet."""
@@ -224,7 +241,7 @@ class AsyncServer(AsyncRole, Server):
             raise PeerLost(f"no worker is left: rank {worker} is gone, too ({error})") from error
         self._living.remove(worker)
         self._held = [held for held in self._held if held.worker != worker]
-        self.survivors.bury(worker)
+        self.pace.survivors.bury(worker)
         if self._leads:
             unplanned = max(self._planned[other] for other in self._living) + _MARGIN_STEPS
             # it may have run ahead of all others: what it has pushed stays its share, and so does the step that only
@@ -237,12 +254,12 @@ class AsyncServer(AsyncRole, Server):
         """Meet those that live, and send every worker the parameters: all have pushed as many steps."""
         if not self._listeners:
             self._listen()
-        self.survivors.agree(self._clocks)
-        for worker in [worker for worker in self._living if worker not in self.survivors.members]:
+        self.pace.survivors.agree(self._clocks)
+        for worker in [worker for worker in self._living if worker not in self.pace.survivors.members]:
             self._lose(worker, PeerLost("it left the group"))
         for worker in list(self._living):
             self._send(worker, PullNumbers())
-        self.broadcast_buffers()
+        self.serving.broadcast_buffers(self.model, self.group)
 
     def measured(self) -> dict[str, float]:
         """Return the updates of this step of the loop, their staleness, and how pushes queued."""

@@ -14,19 +14,20 @@ no other process has: its death ends the run.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.step_facts import LostShare, Requests, StepFacts
-from dure.strategies.parameter_server.base import ServedRank, Worker
-from dure.strategies.state.common_buffers import common_buffers
+from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts
+from dure.strategies.parameter_server.serving import Serving
+from dure.strategies.parameter_server.worker import Worker
 from dure.strategies.state.saved_state import StateSource
 
 
@@ -72,57 +73,61 @@ class PullNumbers(NamedTuple):
     """Agreed steps after which all stop, or save; infinite if there is none."""
 
 
-class AsyncRole(ServedRank):
-    """Base of workers and servers that keep their own pace."""
+class OwnPace:
+    """Steps of a rank that does not wait for all others, and the ranks that live."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.survivors = SurvivorsGroup(
+            serving.everyone, leader=serving.server_ranks[0], expendable=serving.worker_ranks
+        )
+        self.num_pull_numbers = len(PullNumbers._fields) + serving.num_workers
+        self.step = 0
+        """Steps begun since the start of the run."""
+        self.stop_step = self.save_step = math.inf
+
+    @staticmethod
+    def num_push_numbers(optimizer: Optimizer) -> int:
+        """Return the numbers in front of a push: learning rates travel with it."""
+        return len(PushNumbers._fields) + len(optimizer.param_groups)
+
+    def facts(self, terms: Sequence[LossTerm], loss_sum: float, loss_count: float) -> StepFacts:
+        """Return facts that no other rank knows, with what is agreed for this step."""
+        stop, save = self.step >= self.stop_step, self.step == self.save_step
+        return StepFacts([loss_sum, loss_count, stop, save], terms, is_local=True)
+
+
+class AsyncWorker(Worker):
+    """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
 
     is_synchronous = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self.survivors = SurvivorsGroup(context.group, leader=self.server_ranks[0], expendable=self.worker_ranks)
-        self.group = self.survivors
-        self.num_pull_numbers = len(PullNumbers._fields) + self.num_workers
-        self.step = 0
-        """Steps begun since the start of the run."""
-        self.stop_step = self.save_step = math.inf
-
-    def distribute(self) -> None:
-        """Count the learning rates that travel with a push."""
-        self.num_push_numbers = len(PushNumbers._fields) + len(self.optimizer.param_groups)
-        super().distribute()
-
-    def load_state_dict(self, source: StateSource) -> None:
-        """Go on at the saved step."""
-        super().load_state_dict(source)
-        self.step = source.position.step
-
-    def local_step_facts(self, loss_sum: float, loss_count: float) -> StepFacts:
-        """Return facts that no other rank knows, with what is agreed for this step."""
-        stop, save = self.step >= self.stop_step, self.step == self.save_step
-        return StepFacts([loss_sum, loss_count, stop, save], self.sums.terms, is_local=True)
-
-    def broadcast_buffers(self) -> None:
-        """Take rank 0's buffers, among the living."""
-        self._broadcast(common_buffers(self.model, self.group), self.group)
-
-
-class AsyncWorker(AsyncRole, Worker):
-    """Pushes as soon as it has a gradient, and goes on with whatever the parameters are then."""
-
-    def __init__(self, context: StrategyContext) -> None:
-        super().__init__(context)
+        self.pace = OwnPace(self.serving)
+        self.group = self.pace.survivors
+        self.num_pull_numbers = self.pace.num_pull_numbers
         self._own = context.group.rank
-        self._gone_from = [math.inf] * self.num_workers
+        self._gone_from = [math.inf] * self.serving.num_workers
         self._planned_step = 0
         self._passed_on = Requests()
         self._answers: list[PullNumbers] = []
         self._told_of = set[int]()
         self._lost: list[LostShare] = []
 
+    def distribute(self) -> None:
+        """Count the learning rates that travel with a push."""
+        self.num_push_numbers = self.pace.num_push_numbers(self.optimizer)
+        super().distribute()
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Go on at the saved step."""
+        super().load_state_dict(source)
+        self.pace.step = source.position.step
+
     def share_at(self, step: int) -> tuple[int, int]:
         """Return this worker's share among those that live at a step; noted, because it cannot be changed any more."""
         self._planned_step = max(self._planned_step, step)
-        living = [worker for worker in self.worker_ranks if self._gone_from[worker] > step]
+        living = [worker for worker in self.serving.worker_ranks if self._gone_from[worker] > step]
         return living.index(self._own), len(living)
 
     def expect(self, count: float) -> None:
@@ -132,7 +137,7 @@ class AsyncWorker(AsyncRole, Worker):
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of this worker's share, and count its samples."""
-        self.step += 1
+        self.pace.step += 1
         self._num_samples, self._global_samples = 0, global_samples
 
         def counted() -> Iterator[Microbatch]:
@@ -145,7 +150,7 @@ class AsyncWorker(AsyncRole, Worker):
     def sync_gradients(self) -> StepFacts:
         """Return this worker's own facts; it pushes when they are known to be finite."""
         self._loss_sum, self._loss_count, self._stop, self._save = self.known_facts()
-        return self.local_step_facts(self._loss_sum, self._loss_count)
+        return self.pace.facts(self.sums.terms, self._loss_sum, self._loss_count)
 
     def optimizer_step(self) -> None:
         """Push the mean gradient of the share, clipped by its own norm, and pull when the servers let it go on.
@@ -187,16 +192,16 @@ class AsyncWorker(AsyncRole, Worker):
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         for push, pull in zip(self.pushes, self.pulls, strict=True):
             numbers = PushNumbers(
-                step=self.step,
-                planned_step=max(self._planned_step, self.step),
+                step=self.pace.step,
+                planned_step=max(self._planned_step, self.pace.step),
                 version=pull.numbers[0].item(),
                 fraction=fraction,
                 loss_sum=self._loss_sum,
                 loss_count=self._loss_count,
                 stop=self._stop or self._passed_on.stop,
                 save=self._save or self._passed_on.save,
-                stop_step=self.stop_step,
-                save_step=self.save_step,
+                stop_step=self.pace.stop_step,
+                save_step=self.pace.save_step,
             )
             push.numbers[: self.num_push_numbers] = torch.tensor([*numbers, *rates], dtype=torch.float64)
 
@@ -208,7 +213,7 @@ class AsyncWorker(AsyncRole, Worker):
         self._passed_on = Requests(
             stop=any(answer.stop for answer in self._answers), save=any(answer.save for answer in self._answers)
         )
-        self.stop_step, self.save_step = self._answers[0].stop_step, self._answers[0].save_step
+        self.pace.stop_step, self.pace.save_step = self._answers[0].stop_step, self._answers[0].save_step
         for worker, step in enumerate(said[0][count:]):
             if step != self._gone_from[worker] and step <= self._planned_step:
                 raise PeerLost(
@@ -227,22 +232,22 @@ class AsyncWorker(AsyncRole, Worker):
 
         Communication: one exchange of the survivors, then W bytes to each worker.
         """
-        said = self.survivors.agree(None)
-        living = [member for member in self.survivors.members if member in self.worker_ranks]
+        said = self.pace.survivors.agree(None)
+        living = [member for member in self.pace.survivors.members if member in self.serving.worker_ranks]
         self.data_rank, self.data_world_size = living.index(self._own), len(living)
         self.pull()
         self._learn()
         self._note_lost(living, [clocks for clocks in said if clocks is not None])
-        self.broadcast_buffers()
+        self.serving.broadcast_buffers(self.model, self.group)
 
     def _note_lost(self, living: list[int], clocks: list[list[float]]) -> None:
         """Find the shares that a dead worker did not push, or not to all servers, until others have them."""
-        for worker in set(self.worker_ranks) - set(living) - self._told_of:
+        for worker in set(self.serving.worker_ranks) - set(living) - self._told_of:
             self._told_of.add(worker)
             on_all, on_any = min(of[worker] for of in clocks), max(of[worker] for of in clocks)
             # those that died earlier have no share any more
             for step in range(int(on_all) + 1, int(self._gone_from[worker])):
-                sharing = [w for w in self.worker_ranks if self._gone_from[w] > step]
+                sharing = [w for w in self.serving.worker_ranks if self._gone_from[w] > step]
                 self._lost.append(
                     LostShare(
                         rank=worker,

@@ -15,7 +15,8 @@ from dure.comm.groups import Group, ProcessGroup
 from dure.strategies.contract.precision import refuse_closure
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.parameter_server.base import Server, Worker
+from dure.strategies.parameter_server.server import Server
+from dure.strategies.parameter_server.worker import Worker
 
 _LOSS, _COUNT, _STOP, _SAVE, _OVERFLOW, _EXPECTATION = range(6)
 _NUM_FACTS = 5
@@ -34,8 +35,8 @@ class SyncWorker(Worker):
         super().distribute()
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._passed_on = Requests()
-        if len(self.server_ranks) > 1:
-            self.everyone.subgroup(list(self.server_ranks))  # every rank takes part in making it
+        if len(self.serving.server_ranks) > 1:
+            self.serving.everyone.subgroup(list(self.serving.server_ranks))  # every rank takes part in making it
 
     def sync_gradients(self) -> StepFacts:
         """Push the gradients and return the facts over all workers.
@@ -53,8 +54,8 @@ class SyncWorker(Worker):
                 [*facts, overflow, self.expectation or 0.0], dtype=torch.float64
             )
         self.push()
-        speaker = self.server_ranks[self.group.rank % len(self.server_ranks)]
-        self.transport.receive(_bytes(self._facts), speaker).wait()
+        speaker = self.serving.server_ranks[self.group.rank % len(self.serving.server_ranks)]
+        self.serving.transport.receive(_bytes(self._facts), speaker).wait()
         known = self._facts.tolist()
         self.sums.count = known[_COUNT]
         for found in overflows:
@@ -93,21 +94,22 @@ class SyncServer(Server):
         super().distribute()
         self._facts = torch.zeros(_NUM_FACTS, dtype=torch.float64)
         self._servers: Group | None = None
-        if len(self.server_ranks) > 1:
-            self._servers = ProcessGroup(self.device, self.everyone.subgroup(list(self.server_ranks)))
+        if len(self.serving.server_ranks) > 1:
+            self._servers = ProcessGroup(self.device, self.serving.everyone.subgroup(list(self.serving.server_ranks)))
 
     def sync_gradients(self) -> StepFacts:
         """Wait for every worker's push, and tell the facts.
 
         Communication: one message from each worker; 40 bytes to every S-th of them.
         """
-        under_way = [self.transport.receive(m.buffer, r) for m, r in zip(self.pushes, self.worker_ranks, strict=True)]
+        transport, workers = self.serving.transport, self.serving.worker_ranks
+        under_way = [transport.receive(m.buffer, r) for m, r in zip(self.pushes, workers, strict=True)]
         known = [0.0] * _NUM_FACTS
         for message, push in zip(under_way, self.pushes, strict=True):
             message.wait()
             known = [total + value for total, value in zip(known, push.numbers[:_NUM_FACTS].tolist(), strict=True)]
         self._facts.copy_(torch.tensor(known, dtype=torch.float64))
-        for message in [self.transport.send(_bytes(self._facts), rank) for rank in self._heard_by()]:
+        for message in [transport.send(_bytes(self._facts), rank) for rank in self._heard_by()]:
             message.wait()
         self.sums.count = known[_COUNT]
         self._has_overflowed = known[_OVERFLOW] > 0
@@ -115,7 +117,7 @@ class SyncServer(Server):
         return StepFacts(known[:_OVERFLOW], self.sums.terms)
 
     def _heard_by(self) -> list[int]:
-        return [rank for rank in self.worker_ranks if rank % len(self.server_ranks) == self.number]
+        return [rank for rank in self.serving.worker_ranks if rank % len(self.serving.server_ranks) == self.number]
 
     def optimizer_step(self) -> None:
         """Correct the count, clip by the norm over all servers, step, and send the parameters.
@@ -134,7 +136,8 @@ class SyncServer(Server):
                 raise
         self.zero_gradients()
         self.pull_message.numbers[0], self.pull_message.numbers[1] = map(float, self.requests)
-        for message in [self.transport.send(self.pull_message.buffer, rank) for rank in self.worker_ranks]:
+        transport, workers = self.serving.transport, self.serving.worker_ranks
+        for message in [transport.send(self.pull_message.buffer, rank) for rank in workers]:
             message.wait()
 
     def _add_up(self) -> None:
@@ -161,9 +164,9 @@ class SyncServer(Server):
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the parameters and facts to the workers, and of the norm among servers."""
-        pulls = self.pull_message.num_bytes * self.num_workers
+        pulls = self.pull_message.num_bytes * self.serving.num_workers
         facts = self._facts.nbytes * len(self._heard_by())
-        num_servers = len(self.server_ranks)
+        num_servers = len(self.serving.server_ranks)
         norm = 0 if self.spec.clip_norm is None else 2 * (num_servers - 1) * 8 // num_servers
         return pulls + facts + norm
 

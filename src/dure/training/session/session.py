@@ -161,7 +161,7 @@ def open_session(
             model = built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, data.order, data.eval_samples))
     strategy = _build_strategy(spec, group, devices)
-    if faults := strategy.check_model(model, spec):
+    if faults := load_strategy(spec.strategy).check_model(model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(data.train_loader, min(num_samples, data.order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}

@@ -1,0 +1,148 @@
+"""Worker's side of a parameter server, with every step together or at its own pace."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.parameter_server.options import ParameterServerOptions
+from dure.strategies.parameter_server.serving import Serving
+from dure.strategies.parameter_server.shards import Message
+from dure.strategies.state.optimizer import optimizer_to_names
+from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs
+from dure.units import format_bytes
+
+
+class Worker(Strategy):
+    """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
+
+    undoes_writes = True
+    follows_groups = False
+
+    options: ParameterServerOptions
+
+    num_push_numbers: int
+    """Numbers in front of the gradients of a push."""
+    num_pull_numbers: int
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.serving = Serving(context.group, context.spec)
+        self.data_world_size = self.serving.num_workers
+        self.waits_for_facts = True
+
+    def distribute(self) -> None:
+        """Lay out a push and a pull for each server; the optimiser keeps no state here."""
+        self.serving.divide(self.model, self.optimizer)
+        self.optimizer.state.clear()  # some have it from the start (Adagrad): the servers do, too
+        parameters = dict(self.model.named_parameters())
+        is_pinned = self.device.type == "cuda"
+        self.pushes, self.pulls = [], []
+        for shards in self.serving.shards:
+            # behind the numbers, whether each shard got a gradient at all
+            self.pushes.append(Message(self.num_push_numbers + len(shards), shards, is_pinned=is_pinned))
+            self.pulls.append(Message(self.num_pull_numbers, shards, is_pinned=is_pinned))
+        self._served = [[(parameters[shard.name], shard) for shard in shards] for shards in self.serving.shards]
+
+    def describe(self) -> list[str]:
+        """Say who keeps what."""
+        serving = self.serving
+        sizes = ", ".join(format_bytes(sum(shard.num_bytes for shard in shards)) for shards in serving.shards)
+        cut = "cut by rows" if serving.are_tensors_cut else "by whole tensors: the optimiser needs them whole"
+        return [f"{serving.num_workers} worker(s), {len(serving.shards)} server(s) with {sizes} of parameters, {cut}"]
+
+    def known_facts(self) -> list[float]:
+        """Return this worker's `[loss sum, count, stop, save]` as numbers."""
+        facts = self.sums.facts()
+        return facts.tolist() if isinstance(facts, Tensor) else list(facts)
+
+    def write_gradients(self) -> None:
+        """Write the gradients into the pushes, and whether there was one for each shard."""
+        for push, served in zip(self.pushes, self._served, strict=True):
+            used = push.numbers[self.num_push_numbers :]
+            for position, ((parameter, shard), target) in enumerate(zip(served, push.tensors, strict=True)):
+                if parameter.grad is None:
+                    target.zero_()
+                    used[position] = 0.0
+                else:
+                    target.copy_(shard.of(parameter.grad), non_blocking=True)
+                    used[position] = 1.0
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def push(self) -> None:
+        """Send the pushes.
+
+        Communication: one message to each server, its shards' bytes and some numbers; waits until all are through.
+        """
+        send = self.serving.transport.send
+        under_way = [send(m.buffer, rank) for m, rank in zip(self.pushes, self.serving.server_ranks, strict=True)]
+        for message in under_way:
+            message.wait()
+
+    def pull(self) -> None:
+        """Receive the parameters.
+
+        Communication: one message from each server, its shards' bytes and some numbers; waits for all.
+        """
+        receive = self.serving.transport.receive
+        under_way = [receive(m.buffer, rank) for m, rank in zip(self.pulls, self.serving.server_ranks, strict=True)]
+        with torch.no_grad():
+            for message, pull, served in zip(under_way, self.pulls, self._served, strict=True):
+                message.wait()
+                for (parameter, shard), values in zip(served, pull.tensors, strict=True):
+                    shard.of(parameter).copy_(values, non_blocking=True)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # the next pull overwrites what is copied from
+
+    def sent_bytes(self, num_microsteps: int) -> int:
+        """Return the bytes of the pushes."""
+        return sum(push.num_bytes for push in self.pushes)
+
+    def state_dict(self) -> StrategyState:
+        """Return the weights, which the servers had sent, and the groups; the optimiser's state is the servers'."""
+        optimizer = optimizer_to_names(self.model, self.optimizer)
+        optimizer["groups"] = self.serving.first_servers_groups(self.group, optimizer["groups"])
+        return self._with_weights(optimizer)
+
+    def own_state(self) -> StrategyState:
+        """Return the same without the values of the groups, which are the servers' to know."""
+        optimizer = optimizer_to_names(self.model, self.optimizer)
+        optimizer["groups"] = [{"params": group["params"]} for group in optimizer["groups"]]
+        return self._with_weights(optimizer)
+
+    def _with_weights(self, optimizer: dict[str, Any]) -> StrategyState:
+        model = self.model.state_dict() if self.group.rank == 0 else {}
+        return StrategyState(model=model, optimizer=optimizer, is_spread=True)
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over the weights, and give the servers theirs."""
+        source.load_model(self.model)
+        source.load_optimizer(self.model, self.optimizer, has_state=False)
+        if self.serving.everyone.rank > 0:
+            return
+        for push, served in zip(self.pushes, self._served, strict=True):
+            for (parameter, shard), target in zip(served, push.tensors, strict=True):
+                target.copy_(shard.of(parameter.detach()))
+        self.push()
+
+    def needs(self) -> Needs:
+        """Return the weights: the optimiser's state is the servers'."""
+        return replace(super().needs(), optimizer={})
+
+    def before_reading(self) -> None:
+        """Send rank 0's buffers to all: each worker has BatchNorm statistics of its own."""
+        self.serving.follow_shapes(self.model)
+        self.serving.broadcast_buffers(self.model, self.serving.everyone)
+
+    def not_preserved(self) -> list[str]:
+        """Return what this run does not preserve, as far as it has several workers, and those their own pace."""
+        return self.serving.declared(super().not_preserved())
+
+    def close(self) -> None:
+        """Let go of the transport."""
+        self.serving.close(self.group)

@@ -252,6 +252,17 @@ def test_channel_when_the_peer_leaves_then_what_it_said_before_is_heard(pair):
         received(receiver)
 
 
+def test_channel_when_one_message_is_asked_for_then_those_that_came_with_it_stay(pair):
+    sender, receiver = pair
+    for number in range(3):
+        sender.send({"number": number})
+    sender.close()
+    assert [receiver.receive_one() for _ in range(2)] == [{"number": 0}, {"number": 1}]
+    assert receiver.receive() == [{"number": 2}]
+    with pytest.raises(ChannelClosed, match="it closed the connection"):
+        receiver.receive_one()
+
+
 def test_handshake_when_it_is_replayed_or_reflected_then_nobody_comes_in(door, serving):
     first, challenge = challenged(door)
     nonce = "ab" * 16

@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import pytest
 
 from dure.launch.nodes import failover as way_back
 from dure.launch.nodes import leader_lease as lease_module
+from dure.launch.nodes.channel import Door
 from dure.launch.nodes.failover import FailoverResult, LeaderFailover
 from dure.launch.nodes.leader_lease import Lease
-from dure.launch.nodes.messages import Join
+from dure.launch.nodes.messages import Join, Round, Welcome
 from dure.launch.nodes.peers import Member, Nodes
 from dure.launch.nodes.secret import read_secret
+from dure.process.round_orders import RoundPlan
+from tests.launch.one_read import answer_together
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +142,20 @@ def test_node_when_the_lease_stands_still_then_it_leads(cut_off):
     found = cut_off.go()
     assert (found.keeps_memory, found.expected, cut_off.nodes.is_leader) == (True, {1}, True)
     cut_off.nodes.drop_all()
+
+
+def test_node_when_the_round_begins_in_the_same_read_as_its_welcome_then_it_hears_of_both(cut_off):
+    door = Door(socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False))
+    assert cut_off.leader.claim(0, "127.0.0.1", door.address[1])
+    welcome = Welcome(leader=0, members=cut_off.nodes.members, folder=str(cut_off.run), term=2)
+    begin = Round(number=4, port=1, members=cut_off.nodes.members, plan=RoundPlan())
+    with closing(door), renewed(cut_off.leader, after=0.5), ThreadPoolExecutor(1) as pool:
+        letting_in = pool.submit(answer_together, door, welcome, begin)
+        assert cut_off.go() is not None
+        cut_off.nodes.pump()
+        cut_off.nodes.drop_all()
+        letting_in.result()
+    assert cut_off.nodes.next_round == begin
 
 
 def test_node_when_it_is_asked_to_stop_then_it_stops_waiting(cut_off):

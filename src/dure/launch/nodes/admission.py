@@ -81,15 +81,15 @@ class JoinListener:
         named = []
         for channel in self.unnamed[:]:
             try:
-                messages = channel.receive()
+                said = channel.receive_one()
                 late = time.monotonic() - channel.last_heard > _UNNAMED_SECONDS
-                if not messages and not late and len(self.unnamed) <= _MOST_UNNAMED:
+                if said is None and not late and len(self.unnamed) <= _MOST_UNNAMED:
                     continue
                 self.unnamed.remove(channel)
-                if messages:
-                    named.append((channel, messages[0]))
-                else:
+                if said is None:
                     channel.close()
+                else:
+                    named.append((channel, said))
             except ChannelClosed:
                 channel.close()
                 self.unnamed.remove(channel)

@@ -178,35 +178,53 @@ class Channel:
         Raises:
             ChannelClosed: The peer is gone, or sent what cannot be.
         """
+        end, messages = self._read(), self._taken()
+        if end is not None and not messages:  # what came before the end is heard first
+            raise ChannelClosed(end)
+        return messages
+
+    def receive_one(self) -> dict[str, Any] | None:
+        """Return the next message, checked, or None; those that came with it stay for the next call.
+
+        Raises:
+            ChannelClosed: The peer is gone, or sent what cannot be.
+        """
+        end = self._read()
+        body = self._frames.take()
+        if body is None and end is not None:
+            raise ChannelClosed(end)
+        return None if body is None else self._checked(body)
+
+    def _read(self) -> str | None:
+        """Take in what has come; return why no more will, if that is so."""
         try:
             while True:
                 data = self._connection.recv(_READ_BYTES)
                 if not data:
-                    break
+                    return "it closed the connection"
                 self._frames.add(data)
                 if len(data) < _READ_BYTES:
-                    break
+                    return None
         except BlockingIOError:
-            return self._taken()
+            return None
         except OSError as error:
-            raise ChannelClosed(error.strerror or "the connection is broken") from None
-        messages = self._taken()
-        if not data and not messages:  # what came before the end is heard first
-            raise ChannelClosed("it closed the connection")
-        return messages
+            return error.strerror or "the connection is broken"
 
     def _taken(self) -> list[dict[str, Any]]:
         messages = []
         while (body := self._frames.take()) is not None:
-            digest, counted = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
-            if not hmac.compare_digest(digest, hmac.digest(self._receive_key, counted, "sha256")):
-                raise ChannelClosed("a message has a wrong signature")
-            if counted[: _COUNTER.size] != _COUNTER.pack(self._num_received):
-                raise ChannelClosed("a message is not the next one")
-            self._num_received += 1
-            messages.append(_parsed(counted[_COUNTER.size :]))
-            self.last_heard = time.monotonic()
+            messages.append(self._checked(body))
         return messages
+
+    def _checked(self, body: bytes) -> dict[str, Any]:
+        digest, counted = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, hmac.digest(self._receive_key, counted, "sha256")):
+            raise ChannelClosed("a message has a wrong signature")
+        if counted[: _COUNTER.size] != _COUNTER.pack(self._num_received):
+            raise ChannelClosed("a message is not the next one")
+        self._num_received += 1
+        self.last_heard = time.monotonic()
+        return _parsed(counted[_COUNTER.size :])
 
     def close(self) -> None:
         """End it, and forget the keys."""

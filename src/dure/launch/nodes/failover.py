@@ -173,8 +173,9 @@ def _address(host: str, port: int) -> tuple[int, Address]:
 def _answer(channel: Channel) -> Message | None:
     deadline = time.monotonic() + _ANSWER_SECONDS
     while time.monotonic() < deadline:
-        with suppress(ValueError):
-            for data in channel.receive():
+        # what came with the answer is heard once this node follows
+        if (data := channel.receive_one()) is not None:
+            with suppress(ValueError):
                 return decode(data)
         time.sleep(0.01)
     return None

@@ -348,7 +348,8 @@ def _first_answer(settings: NodeSettings, channel: Channel, deadline: float) -> 
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while True:
-        for data in channel.receive() if poll.poll(_LOOK_SECONDS * 1000) else ():
+        poll.poll(_LOOK_SECONDS * 1000)
+        if (data := channel.receive_one()) is not None:  # what came with it is heard once this node follows
             match decode(data):
                 case Refused() as refused:
                     raise refused_error(refused)

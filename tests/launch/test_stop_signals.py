@@ -62,6 +62,23 @@ def test_signals_when_a_handler_raises_then_all_is_as_before(received):
     assert is_blocked_and_handled() == before
 
 
+def test_signals_when_a_handler_raises_from_the_call_that_blocks_them_then_none_is_left_blocked(monkeypatch):
+    block = signal.pthread_sigmask
+
+    def block_and_raise(how: int, numbers: object) -> object:
+        mask = block(how, numbers)
+        if how == signal.SIG_BLOCK and numbers:
+            raise KeyboardInterrupt("stopped")
+        return mask
+
+    before = is_blocked_and_handled()
+    monkeypatch.setattr(signal, "pthread_sigmask", block_and_raise)
+    with pytest.raises(KeyboardInterrupt, match="stopped"), signals_held_back():
+        pass
+    monkeypatch.undo()
+    assert is_blocked_and_handled() == before
+
+
 def test_signals_when_the_process_ignores_one_then_so_does_a_program_that_is_started():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

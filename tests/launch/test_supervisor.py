@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from dure.launch.nodes.peers import Nodes
+from dure.launch.rounds import supervisor
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.start_rank import start_worker
@@ -180,6 +182,50 @@ def test_signal_when_no_rank_is_started_yet_then_none_is(tmp_path):
     outcome = launch(tmp_path, "fork", [0, 0], is_interrupted=True)
     assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
     assert not list(tmp_path.glob("started-*"))
+
+
+def then_signal(module: object, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let a stop signal come at the end of a function; return the list of what it returns."""
+    function, results = getattr(module, name), []
+
+    def call_and_signal(*arguments: Any) -> Any:
+        results.append(function(*arguments))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)  # Python calls the handler before the next function begins
+        return results[-1]
+
+    monkeypatch.setattr(module, name, call_and_signal)
+    return results
+
+
+@pytest.mark.parametrize("moment", [(supervisor, "listening_on"), (Nodes, "open_round")], ids=["bound", "told"])
+def test_signal_when_the_store_is_bound_and_no_rank_is_started_then_its_socket_is_closed(moment, tmp_path, monkeypatch):
+    sockets, bind = [], supervisor.listening_on
+
+    def bind_and_keep(host: str) -> socket.socket:
+        sockets.append(bind(host))
+        return sockets[-1]
+
+    monkeypatch.setattr(supervisor, "listening_on", bind_and_keep)
+    then_signal(*moment, monkeypatch)
+    outcome = launch(tmp_path, "fork", [0, 0])
+    assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
+    assert [one.fileno() for one in sockets] == [-1]
+
+
+def test_signal_when_it_comes_before_the_rounds_then_the_memory_of_ranks_is_given_back(tmp_path, monkeypatch):
+    memories = then_signal(supervisor, "SurvivingMemory", monkeypatch)
+    outcome = launch(tmp_path, "fork", [0, 0])
+    assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memories[0].heartbeat_fd)
+
+
+def test_signal_when_a_second_one_comes_before_any_rank_then_the_run_is_stopped_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_signals, "ONE_WISH_SECONDS", 0.0)
+    then_signal(supervisor, "kill_all", monkeypatch)
+    outcome = launch(tmp_path, "fork", [0, 0], is_interrupted=True)
+    assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
 
 
 def test_handlers_when_the_ranks_are_gone_then_the_callers_are_back(tmp_path):

@@ -99,12 +99,14 @@ def signals_held_back() -> Iterator[None]:
         else:
             held.append(number)
 
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     # only Python's: a program that is started inside is to ignore what this process ignores
     is_main = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in STOP_SIGNALS} if is_main else {}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
+        # here: one that comes just before may raise from within the call that blocks them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         for number in handlers:
             signal.signal(number, hold)
         yield

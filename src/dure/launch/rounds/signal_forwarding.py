@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 
 from dure.launch.worker.worker_process import Worker
@@ -16,13 +17,28 @@ class StoppedBeforeStart(BaseException):
     """A signal came while there was no rank."""
 
 
-@contextmanager
-def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
-    """Pass stop signals on to workers, the second one as the end of all; gives the list of those that came.
+@dataclass
+class SignalForwarding:
+    """Stop signals that came while they were passed on, and what the first one does where there is no rank."""
 
-    While there is no worker, the first one raises `StoppedBeforeStart`.
-    """
-    received: list[int] = []
+    received: list[int] = field(default_factory=list)
+    """Numbers of the signals, in the order in which they came."""
+    interrupts: bool = False
+    """True if the next one that comes while there is no worker raises `StoppedBeforeStart`: only the code that is ready
+    for it sets this, and it happens once."""
+
+    def interrupt_from_here(self) -> None:
+        """Raise `StoppedBeforeStart` for signals from here on, and for one that has come."""
+        self.interrupts = not self.received
+        if self.received:
+            raise StoppedBeforeStart
+
+
+@contextmanager
+def passing_signals_on(workers: list[Worker]) -> Iterator[SignalForwarding]:
+    """Pass stop signals on to workers, the second one as the end of all; gives those that came."""
+    forwarding = SignalForwarding()
+    received = forwarding.received
     first_at = 0.0
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -31,9 +47,11 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
             return
         first_at = first_at or time.monotonic()
         received.append(number)
-        if not workers:
+        if workers:
+            pass_on_signal(number, workers, is_first=len(received) == 1)
+        elif forwarding.interrupts:
+            forwarding.interrupts = False
             raise StoppedBeforeStart
-        pass_on_signal(number, workers, is_first=len(received) == 1)
 
     def pause(number: int, frame: FrameType | None) -> None:
         for worker in workers:  # they may be in groups of their own, which Ctrl-Z does not reach
@@ -43,7 +61,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
             worker.send(signal.SIGCONT)
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield forwarding
         return
     end_if_unanswered()
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
@@ -52,7 +70,7 @@ def passing_signals_on(workers: list[Worker]) -> Iterator[list[int]]:
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        yield received
+        yield forwarding
     finally:
         for number, handler in before.items():
             # None: a handler that was not set from Python, and cannot be put back from it

@@ -5,6 +5,7 @@ whether it still knows the leader. A run on one host is that of a node without p
 """
 
 import importlib
+import socket
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -32,6 +33,7 @@ from dure.launch.rounds.stop_limit import has_left_snapshots, save_seconds
 from dure.launch.rounds.surviving_memory import SurvivingMemory
 from dure.launch.worker.worker_process import Worker
 from dure.process.round_orders import RoundPlan
+from dure.process.stop_signals import signals_held_back
 
 _PREPARATION_SECONDS = 600.0
 """Seconds in which all nodes of a first round must have imported what their ranks need."""
@@ -51,10 +53,12 @@ def run_workers(launch: Launch) -> Outcome:
         EnvironmentLacks: A fork was asked for where it cannot work, or the system starts no more processes.
     """
     by_fork, nodes = decide_to_fork(launch), launch.nodes
-    memory, workers = SurvivingMemory(launch), list[Worker]()
-    with closing(memory), passing_signals_on(workers) as received:
+    workers = list[Worker]()
+    with passing_signals_on(workers) as signals, closing(SurvivingMemory(launch)) as memory:
+        received = signals.received
         rounds = _Rounds(launch, memory, workers, received, by_fork=by_fork)
         try:
+            signals.interrupt_from_here()
             if by_fork:
                 # once, before any rank exists: a second and a half of imports that every rank would pay
                 importlib.import_module(launch.entry).before_fork(launch.job)
@@ -62,7 +66,9 @@ def run_workers(launch: Launch) -> Outcome:
         except StoppedBeforeStart:
             nodes.exchange_signals(received)
         finally:
+            signals.interrupts = False
             kill_all(workers)
+            rounds.close_store()
             show_what_was_said(launch, workers)
         rounds.part()
         return Outcome(
@@ -100,6 +106,8 @@ class _Rounds:
         """True if a stop signal has come, so that the next round only saves what the ranks have left in memory."""
         self.is_waiting = False
         """True if it has been reported that too few nodes are there."""
+        self._listener: socket.socket | None = None
+        """Socket of the next round's store, on the leader, and of the one under way."""
 
     def run(self) -> None:
         """Run rounds until there is no more."""
@@ -117,8 +125,7 @@ class _Rounds:
                     self.last, self.workers, self.memory, nodes.round, self.received, store, by_fork=self.by_fork
                 )
             finally:
-                if store.listener is not None:
-                    store.listener.close()
+                self.close_store()
             self.is_saving = False
             self._finish()
             self.plan = self.plan.after_round(has_begun=nodes.news.has_begun)
@@ -219,10 +226,17 @@ class _Rounds:
         if nodes.is_outdated:
             self.memory.forget()
         host = self._store_host()
-        listener = listening_on(host)  # the store is served on this very socket: no other process can take its port
+        with signals_held_back():  # one that comes meanwhile finds a socket that is known, and so closed
+            # the store is served on this very socket: no other process can take its port
+            listener = self._listener = listening_on(host)
         port = int(listener.getsockname()[1])
         nodes.open_round(port, self.plan)
         return self.plan, StoreSocket(host=host, port=port, listener=listener)
+
+    def close_store(self) -> None:
+        """Close the socket on which the store is served; a process that serves it has its own."""
+        if self._listener is not None:
+            self._listener.close()
 
     def _store_host(self) -> str:
         nodes = self.nodes

@@ -48,7 +48,7 @@ def prepared(
 
 def backward(strategy: Any, *batches: Any) -> None:
     """Compute gradients of microbatches, each of as many samples as it has rows."""
-    samples = sum(len(batch) for batch in batches) * strategy.data_world_size
+    samples = sum(len(batch) for batch in batches) * strategy.share.count
     microbatches = [Microbatch(batch=batch, num_samples=len(batch)) for batch in batches]
     strategy.forward_backward(microbatches, global_samples=samples, requests=Requests())
     strategy.sync_gradients()

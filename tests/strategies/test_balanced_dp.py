@@ -60,7 +60,7 @@ def prepared_with_memory(monkeypatch, available_bytes, build_optimizer, devices=
     )
     strategy.prepare(nn.Linear(numel, 1, bias=False), build_optimizer, lambda model, x: model(x).mean())
     strategy.close()
-    return strategy.fractions
+    return strategy.parts.fractions
 
 
 # per device 1000 bytes are free, and gradients take 400 of them; the first device keeps the optimiser's state too
@@ -389,8 +389,8 @@ def test_a_collate_of_one_size_alone_leaves_a_batch_to_show_what_it_is():
 
 def test_microbatches_are_bounded_by_the_largest_share():
     strategy = prepared(lambda model, x: model(x).mean(), name="balanced_dp", devices=2, device0_share=0.2)
-    assert strategy.process_microbatch_size(8) == 10
-    assert strategy.device_microbatch_size(10) == 8
+    assert strategy.parts.process_size(8) == 10
+    assert strategy.parts.device_size(10) == 8
     strategy.close()
 
 

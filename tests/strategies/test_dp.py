@@ -95,7 +95,7 @@ def test_dp_raises_the_models_own_error():
 
 def test_dp_microbatches_hold_each_devices_share():
     strategy = prepared(lambda model, x: model(x).mean(), name="dp", devices=3)
-    assert strategy.process_microbatch_size(4) == 12
+    assert strategy.parts.process_size(4) == 12
     strategy.close()
 
 

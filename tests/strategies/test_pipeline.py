@@ -117,7 +117,7 @@ def test_pipelines_side_by_side_also_add_up_their_gradients():
 
 def test_without_a_size_there_are_four_microbatches_for_every_stage():
     def look(strategy, step):
-        return strategy.default_microbatch_size(), strategy.process_microbatch_size(5)
+        return strategy.parts.default_size(), strategy.parts.process_size(5)
 
     assert on_pipeline(2, look, global_batch_size=64) == [(8, 5)] * 2
     assert on_pipeline(2, look, global_batch_size=65) == [(9, 5)] * 2

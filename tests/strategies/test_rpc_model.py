@@ -11,6 +11,7 @@ import dure
 from dure.errors import SpecInvalid, WorkerFailed
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests
@@ -195,7 +196,8 @@ class Told(RpcModel):
     drives = False
 
     def __init__(self, device):
-        self.device, self.expectation, self.leads_share = device, None, False
+        self.device, self.expectation = device, None
+        self.share = DataShare(index=0, count=1, leads=False)
         self.sums, self.group = LocalSums(device), self
 
     def all_reduce_sum(self, tensor):

@@ -1,18 +1,14 @@
 """One process, one device: the definition that every other strategy is held to."""
 
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 
 
 class Single(Strategy):
     """The plain loop: forward, backward, step."""
 
-    changes_in_step_only = True
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on."""
-        self.train_all()
+    rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     def sync_gradients(self) -> StepFacts:
         """Add up the terms; there is no other rank."""

@@ -32,8 +32,10 @@ class LateInspection:
         strategy = session.strategy
         self._session = session
         self._generators = None if strategy.draws else GeneratorStates.now(*strategy.devices)
-        is_whole = not strategy.undoes_writes or strategy.info.extra_processes  # workers of servers have all weights
-        self._needs_all = strategy.evaluates_together or not is_whole
+        is_whole = (
+            not strategy.rules.undoes_writes or strategy.info.extra_processes
+        )  # workers of servers have all weights
+        self._needs_all = strategy.share.is_joint or not is_whole
         self._told = set(strategy.not_preserved())
         """Declarations of this run so far."""
         self._num_calls = 0
@@ -77,7 +79,7 @@ class LateInspection:
         strategy, spec = self._session.strategy, self._session.spec
         traits = strategy.traits
         has_traces = traits.data_changes or bool(traits.changed_parameters or traits.left_state)
-        is_divided = len(strategy.parts_of(spec.global_batch_size)) > 1
+        is_divided = len(strategy.parts.of(spec.global_batch_size)) > 1
         return is_divided and strategy.is_synchronous and not (traits.not_additive or has_traces or spec.compile)
 
     def _difference(self) -> str | None:

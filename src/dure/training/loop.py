@@ -141,7 +141,7 @@ class TrainingLoop:
         self.loader = loader
         self.order = order
         self.microbatch_size = (
-            strategy.process_microbatch_size(microbatch_size) if microbatch_size else strategy.default_microbatch_size()
+            strategy.parts.process_size(microbatch_size) if microbatch_size else strategy.parts.default_size()
         )
         self.schedule = schedule
         self.requested = requested
@@ -151,8 +151,7 @@ class TrainingLoop:
         """True if a step whose loss is not finite is skipped, instead of ending the run."""
         self._num_skipped = 0
         """Number of steps skipped in a row."""
-        is_known_first = strategy.device.type == "cpu" or strategy.waits_for_facts or skips_nonfinite
-        self.lag = 0 if is_known_first else 1
+        self.lag = 0 if skips_nonfinite else strategy.facts_lag
         """Number of steps between the launch of a step and reading its facts."""
         self.begin_step = begin_step
         """Callback before each step is computed, in which injected faults happen."""
@@ -184,10 +183,10 @@ class TrainingLoop:
 
     def microbatch_under_way(self) -> int | None:
         """Return the maximum samples that a device computes at once in the current step; None between two steps."""
-        if not self._is_under_way or not self._planned or not self.strategy.takes_samples:
+        if not self._is_under_way or not self._planned or not self.strategy.share.takes_samples:
             return None
         _, share = self._planned[0]
-        return self.strategy.device_microbatch_size(max(*share.microbatches, 1))
+        return self.strategy.parts.device_size(max(*share.microbatches, 1))
 
     def drain(self) -> list[StepOutcome]:
         """Return the outcomes of all steps that were launched and not yet read."""
@@ -308,7 +307,7 @@ class TrainingLoop:
         return StepOutcome(record, requests, step.skipped)
 
     def _recorded_samples(self, step: LaunchedStep) -> list[int]:
-        is_mine = self.strategy.takes_samples and self.strategy.leads_share
+        is_mine = self.strategy.share.takes_samples and self.strategy.share.leads
         return step.share.indices.tolist() if is_mine else []
 
     def _check_finite(self, step: LaunchedStep) -> tuple[float, float, Requests]:
@@ -327,7 +326,7 @@ class TrainingLoop:
         self._num_skipped += 1
         if not self.skips_nonfinite:
             way_on = _LOOK + (_SKIP if "on_nonfinite" in self.strategy.info.settings else "")
-            is_in_parts = len(self.strategy.parts_of(len(step.batch.indices))) > 1
+            is_in_parts = len(self.strategy.parts.of(len(step.batch.indices))) > 1
             if is_in_parts and self.strategy.traits.not_additive is not None:
                 way_on = f"{_EMPTY_PART}; or {way_on}"
             raise LossNotFinite(f"{error}; {way_on}", error.culprits)

@@ -149,7 +149,9 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
         except Exception as raised:
             error = raised
     in_parts = [
-        name for name in used.names if hasattr(parameters[name], "__create_chunk_list__") or not strategy.takes_samples
+        name
+        for name in used.names
+        if hasattr(parameters[name], "__create_chunk_list__") or not strategy.share.takes_samples
     ]
     if in_parts:
         raise TaskInvalid(
@@ -232,7 +234,7 @@ def rehearse_evaluation(session: Session, best: Best) -> list[str]:
             f"weights: an evaluation too limits rows of {few_of(limits)} (nn.Embedding(max_norm=)), so how often it "
             "is done can change them"
         ]
-    if not changed or strategy.data_world_size * len(strategy.evaluation_models()) == 1:
+    if not changed or strategy.share.count * len(strategy.evaluation_models()) == 1:
         return []
     return [f"state that the evaluation keeps ({few_of(changed)}): of the batches that each rank evaluates"]
 

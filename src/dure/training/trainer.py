@@ -142,7 +142,7 @@ class Trainer:
             self._say_start()
             self.loop = TrainingLoop(
                 session.strategy,
-                session.train_loader if session.strategy.takes_samples else session.train_loader.without_data(),
+                session.train_loader if session.strategy.share.takes_samples else session.train_loader.without_data(),
                 session.order,
                 microbatch_size=spec.microbatch_size,
                 schedule=schedule,
@@ -319,7 +319,7 @@ class Trainer:
     def _changed_late(self) -> list[str]:
         """Return the plain state whose change no trial before training showed, if batches are computed in parts."""
         strategy, traits = self.session.strategy, self.session.strategy.traits
-        if len(strategy.parts_of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
+        if len(strategy.parts.of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
         set_by_evaluation = self._set_by_evaluation - self._set_between  # the loss may have begun to change it too
         set_elsewhere = (*self._recomputed, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)

@@ -18,7 +18,7 @@ def reduced_facts(strategy: Strategy, extra: Tensor | None = None) -> StepFacts:
     """
     sums = strategy.sums
     facts = sums.as_tensor()
-    if not strategy.leads_share:
+    if not strategy.share.leads:
         facts[:2] = 0
     if extra is None:
         strategy.group.all_reduce_sum(facts)

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.groups import Group
-from dure.data.partition import shares
 from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
 from dure.spec import RunSpec
+from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import (
     BatchDivision,
     Findings,
@@ -37,6 +38,7 @@ from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, f
 from dure.strategies.contract.replica_state import ReplicaState
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
@@ -66,18 +68,8 @@ class Strategy(ABC):
     is_synchronous = True
     """True if ranks are never more than a step apart, and the run can go on from the state of a rank at any step.
     Otherwise it goes on from its last checkpoint after a failure."""
-    changes_in_step_only = False
-    """True if `optimizer_step` is the only one of the three verbs that changes trained parameters and the optimiser's
-    state, so that they may be read until it begins."""
-    follows_groups = True
-    """True if groups of parameters may be added to the optimiser during the run."""
-    undoes_writes = False
-    """True if parameters that the loss writes to would lose what it wrote, on some or all ranks."""
-    orders_parameters = False
-    """True if ranks divide the optimiser's parameters in the order that its groups have."""
-    holds_memory = False
-    """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
-    lost."""
+    rules = WeightRules()
+    """Rules for parameters and optimiser."""
     gradient_divisor: float = 1
     """Number by which the engine divides the summed gradients (DDP: the world size)."""
 
@@ -91,21 +83,14 @@ class Strategy(ABC):
         """Settings of the run."""
         self.options = self.info.option_class().of(self.spec)
         """Options of this strategy. A subclass declares their class."""
-        self.data_rank = self.group.rank
-        """Index of this rank's share of every batch, from 0. Ranks of one share work on the same samples."""
-        self.data_world_size = self.group.world_size
-        """Number of shares into which a batch is divided over the ranks."""
-        self.takes_samples = True
-        """True if this rank computes on batches; False for one that only keeps parameters."""
-        self.leads_share = True
-        """True if this rank counts for its share: its losses enter the sums, its samples the records."""
+        self.share = DataShare(index=self.group.rank, count=self.group.world_size)
+        """Share of every batch that is this rank's."""
+        self.parts = BatchParts(self.spec, lambda: self.share)
+        """Parts in which model and loss see a batch."""
         self.random_stream = self.group.rank
         """Number of the stream of random numbers: ranks with the same number draw the same (dropout)."""
-        self.evaluates_together = False
-        """True if every forward pass needs all ranks, so that all must make the same number of them."""
-        self.waits_for_facts = False
-        """True if the host knows a step's facts at its end even on an accelerator, for example if other ranks have
-        none."""
+        self.facts_lag = 0 if self.device.type == "cpu" else 1
+        """Steps between launching one and knowing its facts without waiting; the same on all ranks."""
         self.example: Callable[[int], Any] | None = None
         """Function that returns the first samples of the training data as a batch, for a trial of the model before it
         is cut."""
@@ -160,7 +145,7 @@ class Strategy(ABC):
         """
         if self.group.world_size == 1:
             return
-        order = order_digest(self.model, self.optimizer) if self.orders_parameters else None
+        order = order_digest(self.model, self.optimizer) if self.rules.orders_parameters else None
         everyones = self.group.all_gather_json([plain_settings(self.optimizer), order])
         for rank, (settings, theirs) in enumerate(everyones):
             if settings != everyones[0][0]:
@@ -181,7 +166,7 @@ class Strategy(ABC):
 
     def watched_parameters(self) -> ParameterWatch:
         """Begin to watch over what the loss does to parameters."""
-        return ParameterWatch(self.model, self.info.name, sees_writes=self.undoes_writes)
+        return ParameterWatch(self.model, self.info.name, sees_writes=self.rules.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move the model to the first device, its BatchNorm layers synchronised if that is asked for."""
@@ -268,7 +253,7 @@ class Strategy(ABC):
 
         Asked once for every step, in order: ahead of the step as far as loader processes fetch ahead.
         """
-        return self.data_rank, self.data_world_size
+        return self.share.index, self.share.count
 
     def lost_shares(self) -> list[LostShare]:
         """Return the shares that were lost with their rank, each once; known whenever weights have been read."""
@@ -279,18 +264,6 @@ class Strategy(ABC):
 
         A function is called when the step's facts are read: on an accelerator one step later.
         """
-        return None
-
-    def process_microbatch_size(self, microbatch_size: int) -> int:
-        """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""
-        return microbatch_size
-
-    def device_microbatch_size(self, num_samples: int) -> int:
-        """Return how many samples of a microbatch of this process the device computes that gets most of it."""
-        return num_samples
-
-    def default_microbatch_size(self) -> int | None:
-        """Return the samples of one microbatch of this process when the user set no bound; None for a whole share."""
         return None
 
     @classmethod
@@ -343,7 +316,7 @@ class Strategy(ABC):
 
         Frozen parameters are not among them: that of a teacher, say, may follow its pupil whenever the task likes.
         """
-        if not self.changes_in_step_only:
+        if not self.rules.changes_in_step_only:
             return frozenset()
         named = self.model.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in named if parameter.requires_grad)
@@ -385,10 +358,10 @@ class Strategy(ABC):
         found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
         declared = self.declared_by_row(found)
         division = BatchDivision(
-            num_parts=len(self.parts_of(self.spec.global_batch_size)),
-            calls_per_step=self.calls_per_step(),
-            is_one_share=self.data_world_size == 1,
-            is_one_device=self.data_world_size * len(self.devices) == 1,
+            num_parts=len(self.parts.of(self.spec.global_batch_size)),
+            calls_per_step=self.parts.calls_per_step(),
+            is_one_share=self.share.count == 1,
+            is_one_device=self.share.count * len(self.devices) == 1,
         )
         return [
             *by_data(self.traits),
@@ -407,22 +380,10 @@ class Strategy(ABC):
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         return has_dropout or self.traits.draws
 
-    def parts_of(self, num_samples: int) -> list[int]:
-        """Return the samples of each part in which model and loss see a step's batch; a stand-in has one."""
-        counts = shares(num_samples, self.data_world_size)
-        size = self.spec.microbatch_size
-        most = self.process_microbatch_size(size) if size else self.default_microbatch_size() or counts[0]
-        num_microbatches = -(-counts[0] // most)
-        return [max(1, part) for count in counts for part in shares(count, num_microbatches)]
-
-    def calls_per_step(self) -> int:
-        """Return how often this process calls the loss in one step, at most."""
-        return -(-len(self.parts_of(self.spec.global_batch_size)) // self.data_world_size)
-
     @functools.cached_property
     def _is_divided(self) -> bool:
         """True if the loss sees a step's batch in parts, here or on other ranks."""
-        return self.group.world_size > 1 or self.calls_per_step() > 1
+        return self.group.world_size > 1 or self.parts.calls_per_step() > 1
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.
@@ -443,14 +404,14 @@ class Strategy(ABC):
                 f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
                 "and values in buffers and make it of these in forward"
             )
-        if self.undoes_writes and (written := self.traits.changed_parameters):
+        if self.rules.undoes_writes and (written := self.traits.changed_parameters):
             faults.append(write_fault(written, self.info.name))
-        elif self.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):
+        elif self.rules.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):
             faults.append(
                 f"the task's loss gives {few(rebound)} other memory (p.data = ...), which {self.info.name} would not "
                 "see: change it in place (p.data.copy_(...)), or use ddp"
             )
-        elif self.data_world_size > 1 and (learned := self.traits.learned_writes):
+        elif self.share.count > 1 and (learned := self.traits.learned_writes):
             faults.append(
                 f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "
                 "keep them as buffers, set them from a few samples in build_model, or use --strategy single"
@@ -517,7 +478,7 @@ class Strategy(ABC):
         Raises:
             TaskInvalid: There are others than at the beginning.
         """
-        if self.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
+        if self.rules.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
             return
         raise TaskInvalid(
             f"a parameter group was added to the optimiser during the run, and {self.info.name} divided the work when "
@@ -526,13 +487,18 @@ class Strategy(ABC):
         )
 
     def follow_freezing(self, freezing: Freezing) -> None:
-        """Take note of parameters that the loss has frozen or unfrozen; what was frozen simply gets no gradient.
+        """Take note of parameters that the loss has frozen or unfrozen, by the rule for these.
 
         Raises:
             TaskInvalid: This strategy decided when the run began which parameters are trained.
         """
-        if freezing.unfrozen:
-            self.refuse_freezing(freezing.unfrozen, "unfroze")
+        if self.rules.freezing == "followed":
+            self.train_all()
+        elif freezing.unfrozen:
+            frozen = freezing.frozen if self.rules.freezing == "refused" else []
+            self.refuse_freezing([*freezing.unfrozen, *frozen], "unfroze")
+        elif self.rules.freezing == "refused":
+            self.refuse_freezing(freezing.frozen, "froze")
 
     def refuse_freezing(self, names: Sequence[str], what: str) -> NoReturn:
         """Raise the sentence about parameters that were frozen or unfrozen during the run."""

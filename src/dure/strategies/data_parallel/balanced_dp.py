@@ -18,8 +18,9 @@ from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.host.devices import available_memory_bytes, total_memory_bytes
 from dure.strategies.contract.batch_layout import Layout, Role, layout_of
+from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch, split_batch, to_device
-from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import LossTerm, Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
 from dure.strategies.data_parallel.loss_replicas import Loss, LossReplicas, same_everywhere
@@ -30,17 +31,45 @@ from dure.strategies.state.module_replicas import Replica, replicate
 from dure.torchcompat import gradient_hooks_of
 
 
+class UnevenParts(BatchParts):
+    """Parts of microbatches of which each device gets its own fraction."""
+
+    fractions: Sequence[float] = (1.0,)
+    """Fraction of each device, once it is known."""
+
+    def of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        return [part for size in self.microbatches(num_samples) for part in self.divided(size) if part]
+
+    def divided(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in one microbatch."""
+        return shares(num_samples, len(self.fractions), self.fractions)
+
+    def process_size(self, microbatch_size: int) -> int:
+        """The device with the largest share must get no more than `microbatch_size`."""
+        return max(1, int(microbatch_size / max(self.fractions)))
+
+    def device_size(self, num_samples: int) -> int:
+        """The device with the largest share of the microbatch."""
+        return max(self.divided(num_samples))
+
+
 class BalancedDataParallel(DeviceReplicas):
     """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
 
     options: BalancedOptions
+    parts: UnevenParts
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.parts = UnevenParts(self.spec, lambda: self.share)
 
     def distribute(self) -> None:
         """Start the threads, and find the shares."""
         super().distribute()
         self._layout: Layout | None = None
         first = self.options.device0_share
-        self.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)
+        self.parts.fractions = self._fractions(device0_share_by_memory(self) if first is None else first)
 
     def _fractions(self, first: float) -> list[float]:
         others = len(self.devices) - 1
@@ -56,7 +85,7 @@ class BalancedDataParallel(DeviceReplicas):
         models = [self.model, *(replica.model for replica in replicas)]
         used: set[int] = set()
         for microbatch in microbatches:
-            counts = shares(microbatch.num_samples, len(self.devices), self.fractions)
+            counts = self.parts.divided(microbatch.num_samples)
             parts = split_batch(microbatch.batch, counts, self._known_layout(microbatch.num_samples))
             calls = [
                 self._call(
@@ -125,10 +154,6 @@ class BalancedDataParallel(DeviceReplicas):
             self._layout = {} if self.example is None else _layout_of_examples(self.example, num_samples)
         return self._layout or {}
 
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on: replicas are made again for every step."""
-        self.train_all()
-
     def zero_gradients(self) -> None:
         """Drop all gradients, also those of parameters that a replica's loss has just unfrozen."""
         self.train_all()
@@ -137,19 +162,6 @@ class BalancedDataParallel(DeviceReplicas):
     def sent_bytes(self, num_microsteps: int) -> int:
         """Parameters and buffers out from device 0 and gradients back, once a step."""
         return self.bytes_between_devices()
-
-    def parts_of(self, num_samples: int) -> list[int]:
-        """Return the samples of each device in each microbatch."""
-        sizes = super().parts_of(num_samples)
-        return [part for size in sizes for part in shares(size, len(self.devices), self.fractions) if part]
-
-    def process_microbatch_size(self, microbatch_size: int) -> int:
-        """The device with the largest share must get no more than `microbatch_size`."""
-        return max(1, int(microbatch_size / max(self.fractions)))
-
-    def device_microbatch_size(self, num_samples: int) -> int:
-        """The device with the largest share of the microbatch."""
-        return max(shares(num_samples, len(self.devices), self.fractions))
 
 
 def device0_share_by_memory(strategy: BalancedDataParallel) -> float:

@@ -19,6 +19,7 @@ from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import DDPOptions
@@ -69,7 +70,7 @@ class DDP(Strategy):
 
     options: DDPOptions
 
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True)
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse sparse embeddings that other modules use too: their gradients are dense, and DDP expects sparse."""

@@ -5,6 +5,7 @@ from torch import nn
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.device_threads import DeviceThreads
 from dure.strategies.state.module_replicas import replicate
 from dure.strategies.state.objects.namespaces import ATOMS
@@ -14,7 +15,7 @@ from dure.strategies.state.objects.object_state import is_inside, plain_attribut
 class DeviceReplicas(Strategy):
     """A thread for each device, and the model on the first of them."""
 
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Refuse state that replicas cannot share too: that of several modules, and what forward leaves elsewhere."""

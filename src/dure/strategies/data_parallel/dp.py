@@ -5,18 +5,49 @@ The classic of PyTorch's first years. Every microstep has five phases: *replicat
 in backward, *reduce* (gradients to device 0).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dure.data.partition import shares
+from dure.spec import RunSpec
+from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
 from dure.strategies.division.divided_calls import DividedCalls
 
 
+class EvenParts(BatchParts):
+    """Parts of microbatches that are divided evenly over devices."""
+
+    def __init__(self, spec: RunSpec, share: Callable[[], DataShare], num_devices: int) -> None:
+        super().__init__(spec, share)
+        self._num_devices = num_devices
+
+    def of(self, num_samples: int) -> list[int]:
+        """Return the samples of each device in each microbatch."""
+        return [part for size in self.microbatches(num_samples) for part in shares(size, self._num_devices) if part]
+
+    def calls_per_step(self) -> int:
+        """Return the microbatches: the loss itself is computed on device 0 alone."""
+        return len(self.microbatches(self.spec.global_batch_size))
+
+    def process_size(self, microbatch_size: int) -> int:
+        """Every device gets its part of what the process gets."""
+        return microbatch_size * self._num_devices
+
+    def device_size(self, num_samples: int) -> int:
+        """The first device has as many as any."""
+        return -(-num_samples // self._num_devices)
+
+
 class DataParallel(DeviceReplicas):
     """One process, many devices, loss on device 0."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.parts = EvenParts(self.spec, lambda: self.share, len(self.devices))
 
     def distribute(self) -> None:
         """Start the threads, and take the calls of the model that the task's loss makes."""
@@ -32,29 +63,9 @@ class DataParallel(DeviceReplicas):
             self.precision.scale(term.root).backward()
             self.sums.add(term)
 
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on."""
-        self.train_all()
-
     def sent_bytes(self, num_microsteps: int) -> int:
         """Parameters and buffers out from device 0 and gradients back, every microstep."""
         return num_microsteps * self.bytes_between_devices()
-
-    def parts_of(self, num_samples: int) -> list[int]:
-        """Return the samples of each device in each microbatch."""
-        return [part for size in super().parts_of(num_samples) for part in shares(size, len(self.devices)) if part]
-
-    def calls_per_step(self) -> int:
-        """Return the microbatches: the loss itself is computed on device 0 alone."""
-        return len(super().parts_of(self.spec.global_batch_size))
-
-    def process_microbatch_size(self, microbatch_size: int) -> int:
-        """Every device gets its part of what the process gets."""
-        return microbatch_size * len(self.devices)
-
-    def device_microbatch_size(self, num_samples: int) -> int:
-        """The first device has as many as any."""
-        return -(-num_samples // len(self.devices))
 
     def close(self) -> None:
         """End the threads, and leave the model as it was."""

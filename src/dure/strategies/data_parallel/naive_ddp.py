@@ -5,18 +5,18 @@ the fast ones are held to.
 """
 
 from dure.comm.choice import open_chosen
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 
 
 class NaiveDDP(Strategy):
     """A process per device; every gradient is reduced by itself after backward."""
 
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     def distribute(self) -> None:
         """Begin with rank 0's weights everywhere."""
@@ -34,10 +34,6 @@ class NaiveDDP(Strategy):
         return reduced_facts(self)
 
     replica = whole_replica
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on."""
-        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the algorithm sends for every gradient by itself."""

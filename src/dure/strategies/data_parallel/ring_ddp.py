@@ -24,6 +24,7 @@ from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.data_parallel.options import RingDDPOptions
@@ -37,7 +38,7 @@ class RingDDP(Strategy):
 
     options: RingDDPOptions
 
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True)
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:

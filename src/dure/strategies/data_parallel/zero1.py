@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.errors import TaskInvalid
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.ddp import DDP
 from dure.strategies.division.optimizer_trial import reason_not_to_divide
 from dure.strategies.division.step_hooks import fault_of_replaced_step, run_around_all
@@ -28,10 +28,9 @@ from dure.strategies.state.tensor_shard import Needs, rectangles
 class ZeRO1(DDP):
     """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
 
-    holds_memory = True
-    follows_groups = False
-
-    orders_parameters = True
+    rules = WeightRules(
+        changes_in_step_only=True, follows_groups=False, freezing="refused", orders_parameters=True, holds_memory=True
+    )
 
     @classmethod
     def import_late_parts(cls) -> None:
@@ -73,10 +72,6 @@ class ZeRO1(DDP):
         run_around_all(self.optimizer, self.part, groups)
         own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Refuse: what a rank steps was dealt out when the run began."""
-        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def state_dict(self) -> StrategyState:
         """Return the weights, this rank's part of the optimiser's state, and the groups with all their names."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from dure.comm.choice import open_chosen
 from dure.data.partition import shares
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import NO_REQUESTS, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients
 from dure.strategies.local_sgd.averaged_state import average_optimizer_state
 from dure.strategies.local_sgd.options import AveragingOptions
@@ -39,7 +39,7 @@ class Averaging(Strategy):
     options: AveragingOptions
 
     is_synchronous = False
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True)
 
     replica = whole_replica
 
@@ -91,7 +91,7 @@ class Averaging(Strategy):
             return
         # a request that no other rank would receive must not be acted upon alone: it is asked again in every step
         self.sums.begin(requests if self.is_averaging else NO_REQUESTS)
-        own_samples = shares(global_samples, self.data_world_size)[self.data_rank]
+        own_samples = shares(global_samples, self.share.count)[self.share.index]
         for microbatch in microbatches:
             if not microbatch.is_padding:
                 term = self.loss_term(self.model, microbatch, own_samples)
@@ -167,11 +167,6 @@ class Averaging(Strategy):
             self._weigh(self._on_its_way(self._items).view(1).clone())
             self.average()
         super().before_reading()
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Refuse what was unfrozen: it is not among what is averaged."""
-        if freezing.unfrozen:
-            self.refuse_freezing(freezing.unfrozen, "unfroze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what the warm-up's gradients take, or the averaging; between averagings nothing."""

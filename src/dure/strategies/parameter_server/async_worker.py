@@ -25,6 +25,7 @@ from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts
 from dure.strategies.parameter_server.serving import Serving
 from dure.strategies.parameter_server.worker import Worker
@@ -234,7 +235,7 @@ class AsyncWorker(Worker):
         """
         said = self.pace.survivors.agree(None)
         living = [member for member in self.pace.survivors.members if member in self.serving.worker_ranks]
-        self.data_rank, self.data_world_size = living.index(self._own), len(living)
+        self.share = DataShare(index=living.index(self._own), count=len(living))
         self.pull()
         self._learn()
         self._note_lost(living, [clocks for clocks in said if clocks is not None])

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.parameter_server.options import ParameterServerOptions
@@ -33,11 +34,9 @@ class Server(Strategy):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.serving = Serving(context.group, context.spec)
-        self.data_world_size = self.serving.num_workers
-        self.waits_for_facts = True
+        self.share = DataShare(index=0, count=self.serving.num_workers, takes_samples=False, leads=False)
+        self.facts_lag = 0
         self.requests = Requests()
-        self.takes_samples = self.leads_share = False
-        self.data_rank = 0
         self.number = self.group.rank - self.serving.num_workers
         """Index of this server among the servers."""
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.parameter_server.options import ParameterServerOptions
 from dure.strategies.parameter_server.serving import Serving
 from dure.strategies.parameter_server.shards import Message
@@ -20,8 +22,7 @@ from dure.units import format_bytes
 class Worker(Strategy):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
-    undoes_writes = True
-    follows_groups = False
+    rules = WeightRules(follows_groups=False, undoes_writes=True)
 
     options: ParameterServerOptions
 
@@ -32,8 +33,8 @@ class Worker(Strategy):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.serving = Serving(context.group, context.spec)
-        self.data_world_size = self.serving.num_workers
-        self.waits_for_facts = True
+        self.share = DataShare(index=self.group.rank, count=self.serving.num_workers)
+        self.facts_lag = 0
 
     def distribute(self) -> None:
         """Lay out a push and a pull for each server; the optimiser keeps no state here."""

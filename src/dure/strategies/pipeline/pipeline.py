@@ -22,15 +22,17 @@ from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
+from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.pipeline.cut import decide
@@ -74,15 +76,30 @@ class _Call:
     """Description of each block's output."""
 
 
+class PipelineParts(BatchParts):
+    """Microbatches for every stage at once."""
+
+    def __init__(self, spec: RunSpec, share: Callable[[], DataShare], num_stages: int) -> None:
+        super().__init__(spec, share)
+        self._num_stages = num_stages
+
+    def default_size(self) -> int:
+        """Return the size with which there are four microbatches for every stage."""
+        share = -(-self.spec.global_batch_size // self.num_shares)
+        return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self._num_stages)))
+
+    def calls_per_step(self) -> int:
+        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
+        return super().calls_per_step() * (2 if self._num_stages > 1 else 1)
+
+
 class Pipeline(Strategy):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
     options: PipelineOptions
+    parts: PipelineParts
 
-    undoes_writes = True
-    follows_groups = False
-
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True, follows_groups=False, freezing="refused", undoes_writes=True)
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -97,10 +114,14 @@ class Pipeline(Strategy):
         self._draws = SectionDraws(self.device)
         self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
         """The stages of this rank."""
-        self.data_rank = self.random_stream = self.mesh.coordinate("data")
-        self.data_world_size = self.mesh.size("data")
-        self.leads_share = self.num_stages - 1 in self.stages
-        self.evaluates_together = True
+        self.random_stream = self.mesh.coordinate("data")
+        self.share = DataShare(
+            index=self.mesh.coordinate("data"),
+            count=self.mesh.size("data"),
+            leads=self.num_stages - 1 in self.stages,
+            is_joint=True,
+        )
+        self.parts = PipelineParts(self.spec, lambda: self.share, self.num_stages)
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
@@ -173,16 +194,7 @@ class Pipeline(Strategy):
 
     def microbatch_samples(self) -> int:
         """Return how many samples a microbatch has at most."""
-        return self.spec.microbatch_size or self.default_microbatch_size()
-
-    def default_microbatch_size(self) -> int:
-        """Return the size with which there are four microbatches for every stage."""
-        share = -(-self.spec.global_batch_size // self.data_world_size)
-        return max(1, -(-share // (_MICROBATCHES_PER_STAGE * self.num_stages)))
-
-    def calls_per_step(self) -> int:
-        """Return the calls on the last stage: one asks how the model is called, one computes the loss."""
-        return super().calls_per_step() * (2 if self.num_stages > 1 else 1)
+        return self.spec.microbatch_size or self.parts.default_size()
 
     # a step
 
@@ -195,7 +207,7 @@ class Pipeline(Strategy):
         self._global_samples = global_samples
         self._found: dict[int, LossTerm] = {}
         # the rank that calls the loss again begins with the state that it has now
-        changes = self.leads_share and (self.traits.learned_state or self.traits.counted_state)
+        changes = self.share.leads and (self.traits.learned_state or self.traits.counted_state)
         state = ObjectState(self.objects) if changes else None
         self._calls = [self._noted(microbatch) for microbatch in microbatches]
         if state is not None:
@@ -225,7 +237,7 @@ class Pipeline(Strategy):
             try:
                 return function(*args)
             except Exception as error:
-                if isinstance(error, DureError) or self.leads_share or torch.is_grad_enabled():
+                if isinstance(error, DureError) or self.share.leads or torch.is_grad_enabled():
                     raise
                 said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 raise TaskInvalid(
@@ -243,7 +255,7 @@ class Pipeline(Strategy):
         """Ask the task how it calls the model; None for a microbatch without samples, which is not computed."""
         if microbatch.is_padding:
             return None
-        states = GeneratorStates.now(self.device) if self.leads_share else None
+        states = GeneratorStates.now(self.device) if self.share.leads else None
         args, kwargs = self.watched(call_of, self.loss, self.model, microbatch.batch)
         seed = self._seeds.draw()
         known = self.sweeps.known(args, kwargs) if self.num_stages > 1 else []
@@ -368,10 +380,6 @@ class Pipeline(Strategy):
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
         return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Refuse: gradients are expected of the parameters that were trained when the run began."""
-        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""

@@ -16,9 +16,9 @@ from dure import torchcompat
 from dure.errors import SpecInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.options import SectionOptions
@@ -32,7 +32,7 @@ class ModelParallel(Strategy):
 
     options: SectionOptions
 
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True, freezing="followed")
 
     plan: SectionPlan
     """Plan of the sections, which have the numbers of their devices."""
@@ -120,10 +120,6 @@ class ModelParallel(Strategy):
             if gradients:
                 there = factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor
                 torchcompat.multiply_(gradients, there)
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Train what is unfrozen from here on."""
-        self.train_all()
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the activations that crossed a cut, or came back as output, and of their gradients."""

@@ -24,10 +24,11 @@ from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.parameter_watch import Freezing
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import guarded
@@ -58,14 +59,13 @@ class RpcModel(Strategy):
 
     options: SectionOptions
 
-    undoes_writes = True
-    follows_groups = False
+    rules = WeightRules(follows_groups=False, freezing="refused", undoes_writes=True)
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self.data_rank, self.data_world_size = 0, 1
-        self.drives = self.takes_samples = self.leads_share = self.group.rank == 0
-        self.waits_for_facts = True
+        self.drives = self.group.rank == 0
+        self.share = DataShare(index=0, count=1, takes_samples=self.drives, leads=self.drives)
+        self.facts_lag = 0
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)
         self._outputs: list[Sequence[Tensor]] = []
@@ -354,10 +354,6 @@ class RpcModel(Strategy):
     def has_drawn_since(self, before: GeneratorStates) -> bool:
         """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
         return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Refuse: gradients are expected of the parameters that were trained when the run began."""
-        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""

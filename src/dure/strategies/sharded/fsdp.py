@@ -10,6 +10,7 @@ ranks, and freed after it; backward gathers them again, and leaves each rank its
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.module_patterns import shortened
-from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.contract.parameter_watch import ParameterWatch
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
@@ -68,9 +70,7 @@ class FSDP(ShardedStrategy):
 
     options: FSDPOptions
 
-    undoes_writes = True
-
-    changes_in_step_only = True
+    rules = WeightRules(changes_in_step_only=True, follows_groups=False, freezing="refused", undoes_writes=True)
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
@@ -108,7 +108,7 @@ class FSDP(ShardedStrategy):
         axes = parse_mesh(self.spec.mesh, self.info.mesh_axes, self.group.world_size)
         self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("shard")
-        self.evaluates_together = True
+        self.share = replace(self.share, is_joint=True)
         self.units = find_units(model, self.options.units)
         self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         for scalar in self.scalars:
@@ -217,7 +217,7 @@ class FSDP(ShardedStrategy):
     def watched_parameters(self) -> ParameterWatch:
         """Watch the parameters that are there when the loss is called: gathered ones outside the units, or shards."""
         return ParameterWatch(
-            self.model, self.info.name, sees_writes=self.undoes_writes, named=self.model.named_parameters
+            self.model, self.info.name, sees_writes=self.rules.undoes_writes, named=self.model.named_parameters
         )
 
     def _named_trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -358,10 +358,6 @@ class FSDP(ShardedStrategy):
             twice = shortened(unit.name for unit in self.units if not unit.has_batchnorm)
             lines.append(f"forward computed twice, activations not kept: {twice}")
         return lines
-
-    def follow_freezing(self, freezing: Freezing) -> None:
-        """Refuse: gradients are expected of the parameters that were trained when the run began."""
-        self.refuse_freezing([*freezing.unfrozen, *freezing.frozen], "unfroze" if freezing.unfrozen else "froze")
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what gathering, scattering and adding up send, and the facts."""

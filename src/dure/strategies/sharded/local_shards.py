@@ -26,6 +26,7 @@ from dure.strategies.contract.batches import map_tensors
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import reason_not_to_cut
 from dure.strategies.division.step_hooks import fault_of_hooks, refuse_later_hooks
 from dure.strategies.state.optimizer import optimizer_to_names
@@ -119,7 +120,7 @@ class ShardedStrategy(Strategy):
     `place` makes them; `shard_group` is the group over whose ranks each is divided.
     """
 
-    follows_groups = False
+    rules = WeightRules(follows_groups=False)
 
     shard_group: Group
 

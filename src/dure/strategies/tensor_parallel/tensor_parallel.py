@@ -31,10 +31,12 @@ from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import Findings
 from dure.strategies.contract.module_patterns import shortened
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
 from dure.strategies.state.module_replicas import INTERNAL, Intercepted
@@ -66,8 +68,7 @@ class TensorParallel(ShardedStrategy):
 
     options: TensorParallelOptions
 
-    changes_in_step_only = True
-    holds_memory = True
+    rules = WeightRules(changes_in_step_only=True, follows_groups=False, holds_memory=True)
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
@@ -104,9 +105,12 @@ class TensorParallel(ShardedStrategy):
         axes = parse_mesh(self.spec.mesh, AXES, self.group.world_size)
         self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("tensor")
-        self.data_rank = self.random_stream = self.mesh.coordinate("data")
-        self.data_world_size = self.mesh.size("data")
-        self.leads_share = self.mesh.coordinate("tensor") == 0
+        self.random_stream = self.mesh.coordinate("data")
+        self.share = DataShare(
+            index=self.mesh.coordinate("data"),
+            count=self.mesh.size("data"),
+            leads=self.mesh.coordinate("tensor") == 0,
+        )
         self.plan = _plan(model, self.mesh.size("tensor"), self.options)
         self.traffic = Traffic(self.mesh.size("tensor"))
         self._is_dividing = False
@@ -292,7 +296,7 @@ class TensorParallel(ShardedStrategy):
     def declared_by_row(self, found: Findings) -> list[str]:
         """Return the row's declarations: with one data rank batches and draws are those of one device."""
         texts = super().declared_by_row(found)
-        return [text for text in texts if self.data_world_size > 1 or text.startswith("random numbers inside")]
+        return [text for text in texts if self.share.count > 1 or text.startswith("random numbers inside")]
 
     def describe(self) -> list[str]:
         """Say what is divided and how, and what is not."""
@@ -300,7 +304,7 @@ class TensorParallel(ShardedStrategy):
         lines = [
             f"{self.mesh.size('tensor')} ranks of a tensor group hold {format_bytes(own)} each of "
             f"{format_bytes(everything)} of parameters"
-            + (f", in {self.data_world_size} groups" if self.data_world_size > 1 else "")
+            + (f", in {self.share.count} groups" if self.share.count > 1 else "")
         ]
         for style, meaning in STYLES.items():
             if names := [name for name, given in self.plan.styles.items() if given == style]:

@@ -73,7 +73,7 @@ def evaluate(
     strategy.before_reading()
     models = strategy.evaluation_models()
     counts = [min(batch_size, num_samples - start) for start in range(0, num_samples, batch_size)]
-    mine = _batches_of(strategy, len(counts))
+    mine = strategy.share.evaluated(len(counts))
     requests = [FetchRequest(0, np.arange(i * batch_size, i * batch_size + counts[i])) for i in mine]
     sums: list[dict[str, Sum]] = []
     modes = [(module, module.training) for model in models for module in model.modules()]
@@ -82,7 +82,7 @@ def evaluate(
         stack.enter_context(kept_global_randomness(*devices))
         stack.callback(_put_back, strategy, models, modes)
         calls_on_devices = stack.enter_context(closing(_SeededCalls(devices, loader.seed if seed is None else seed)))
-        for model in models if strategy.takes_samples else ():  # a server has no whole model
+        for model in models if strategy.share.takes_samples else ():  # a server has no whole model
             strategy.computed(model.eval)
         stack.enter_context(torch.no_grad())
         batches = zip(loader.batches(requests), (counts[i] for i in mine), strict=True)
@@ -94,7 +94,7 @@ def evaluate(
                 for model, device, (i, b) in places
             ]
             sums.extend(calls_on_devices.run(calls))
-    counted = sums[: _num_own(strategy, len(counts))]
+    counted = sums[: strategy.share.num_counted(len(counts))]
     plain = [
         {name: (_number(s.total), check_count(name, _number(s.count))) for name, s in batch.items()}
         for batch in counted
@@ -109,7 +109,7 @@ def evaluate(
 def _put_back(strategy: Strategy, models: list[nn.Module], modes: Sequence[tuple[nn.Module, bool]]) -> None:
     """Restore the modes of modules by `train`, in which some modules do work (LoRA unmerges its weights there)."""
     before = {id(module): mode for module, mode in modes}
-    for model in models if strategy.takes_samples else ():
+    for model in models if strategy.share.takes_samples else ():
         strategy.computed(model.train, before[id(model)])
     for module, mode in modes:
         if module.training is not mode:
@@ -188,20 +188,6 @@ class _SeededCalls:
         """Stop the threads."""
         if self._together is not None:
             self._together.close()
-
-
-def _batches_of(strategy: Strategy, num_batches: int) -> list[int]:
-    """Return the batches that this rank evaluates, padded with batch 0 if all ranks must join each forward."""
-    if not strategy.takes_samples:
-        return []
-    mine = list(range(strategy.data_rank, num_batches, strategy.data_world_size))
-    most = math.ceil(num_batches / strategy.data_world_size)
-    return mine + [0] * (most - len(mine)) if strategy.evaluates_together else mine
-
-
-def _num_own(strategy: Strategy, num_batches: int) -> int:
-    """Return how many of those batches count; of ranks that share their samples, only those of the first count."""
-    return len(range(strategy.data_rank, num_batches, strategy.data_world_size)) if strategy.leads_share else 0
 
 
 def _evaluation_call(

@@ -288,7 +288,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
             times a step; or it fails on a single sample, and a batch has a part of one sample. The message names that
             batch size.
     """
-    is_in_parts = len(session.strategy.parts_of(session.spec.global_batch_size)) > 1
+    is_in_parts = len(session.strategy.parts.of(session.spec.global_batch_size)) > 1
     if session.strategy.traits.sets_gradients and is_in_parts:
         raise SpecInvalid(
             [
@@ -297,7 +297,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
                 "whole batches"
             ]
         )
-    if session.strategy.traits.uses_gradients and session.strategy.calls_per_step() > 1:
+    if session.strategy.traits.uses_gradients and session.strategy.parts.calls_per_step() > 1:
         raise SpecInvalid(
             [
                 "the task's loss reads or changes the parameters' gradients, which hold those of the batch's earlier "
@@ -309,7 +309,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
     if fault is None:
         return
     for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):
-        if size > 1 and 1 in session.strategy.parts_of(size):
+        if size > 1 and 1 in session.strategy.parts.of(size):
             raise SpecInvalid(
                 [
                     f"a batch of this run has {size} samples, of which {session.spec.strategy} gives one alone to the "
@@ -376,7 +376,7 @@ def check_sync_batchnorm(session: Session, samples_seen: int) -> None:
     Raises:
         SpecInvalid: There is such a batch; the message names the size of the smallest.
     """
-    spec, world_size = session.spec, session.strategy.data_world_size
+    spec, world_size = session.spec, session.strategy.share.count
     if not spec.sync_batchnorm:
         return
     for size in sorted(session.order.batch_sizes(samples_seen, session.total_samples)):

@@ -55,7 +55,7 @@ def inspected(
     # a loss that does not repeat its value need not agree on two ranks; ranks would also write to the same files
     if group.world_size == 1 or traits.reason_unknown or traits.data_changes or traits.outer_state:
         return traits
-    is_server = bool(strategy.info.extra_processes) and not strategy.takes_samples
+    is_server = bool(strategy.info.extra_processes) and not strategy.share.takes_samples
     if group.rank and not is_server and _fits(strategy, model):
         inspection = inspection_of(strategy, task, model, loader, order)
         with _on_device(strategy, model):
@@ -172,7 +172,7 @@ def inspection_of(
         order: Order of the training data.
     """
     copied = {_COPIED: loader.data} if loader.has_workers else {}
-    even = -(-strategy.spec.global_batch_size // (strategy.data_world_size * len(strategy.devices)))
+    even = -(-strategy.spec.global_batch_size // (strategy.share.count * len(strategy.devices)))
     return LossInspection(
         task.loss,
         model,
@@ -182,7 +182,7 @@ def inspection_of(
         is_exact=strategy.precision.name == "fp32",
         is_divided=strategy.group.world_size * len(strategy.devices) > 1 or bool(strategy.spec.microbatch_size),
         is_alone=strategy.group.world_size > 1,
-        most_at_once=strategy.spec.microbatch_size or strategy.default_microbatch_size() or even,
+        most_at_once=strategy.spec.microbatch_size or strategy.parts.default_size() or even,
     )
 
 

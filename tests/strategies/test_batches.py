@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import layout_of
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import map_tensors, split_batch, to_device
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, UnevenParts
 from tests.specs import spec_of
 

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from dure.strategies.contract.module_patterns import matching, shortened
+from dure.strategies.state.module_patterns import matching, shortened
 
 
 def model() -> nn.Module:

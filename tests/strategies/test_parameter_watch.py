@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from dure.errors import TaskInvalid
-from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch
+from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch
 
 
 def model_of_two():
@@ -74,7 +74,7 @@ def test_watch_when_a_write_through_data_leaves_the_norm_as_it_was_then_names_it
 
 
 def test_watch_when_writes_through_data_begin_late_then_a_later_call_names_them(monkeypatch):
-    monkeypatch.setattr("dure.strategies.contract.parameter_watch._SUM_INTERVAL", 0)
+    monkeypatch.setattr("dure.strategies.contract.watch.parameter_watch._SUM_INTERVAL", 0)
     model = model_of_two()
     watch = ParameterWatch(model, "fsdp", sees_writes=True)
     for _ in range(10):

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 import dure
 from dure.errors import SpecInvalid, WorkerFailed
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.local_sums import LocalSums
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.step_facts import Requests

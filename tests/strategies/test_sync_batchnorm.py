@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.strategies.contract.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from dure.strategies.state.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from tests.comm.gloo_ranks import on_ranks
 
 COUNTS = [3, 1, 4]

@@ -7,6 +7,7 @@ from dure.cluster.rank import Launched
 from dure.errors import SpecInvalid
 from dure.host.devices import check_devices, resolve_device
 from dure.spec import RunSpec
+from dure.strategies.contract.abilities import faults_of_model, faults_of_optimizer
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.training.fault_injection import read_faults
 from dure.training.session.task_products import refuse_lazy
@@ -84,12 +85,12 @@ def _check_model(spec: RunSpec) -> None:
         return  # it reads values (pretrained weights): every worker looks at its own
     refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy)
-    faults = strategy.check_model(model, spec)
+    faults = faults_of_model(strategy, model, spec)
     try:
         optimizer = task.build_optimizer(model)
     except Exception:
         optimizer = None  # as above
     if isinstance(optimizer, torch.optim.Optimizer):
-        faults += strategy.check_optimizer(optimizer)
+        faults += faults_of_optimizer(strategy, optimizer)
     if faults:
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])

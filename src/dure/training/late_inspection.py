@@ -54,7 +54,11 @@ class LateInspection:
         """
         strategy = self._session.strategy
         traits, texts = strategy.traits, []
-        if self._generators is not None and not strategy.optimizer_draws and strategy.has_drawn_since(self._generators):
+        if (
+            self._generators is not None
+            and not strategy.first_steps.has_drawn
+            and strategy.drawing.has_drawn_since(self._generators)
+        ):
             self._generators = None
             traits = replace(traits, draws=True)
             texts += [self._session.draws_anew] if self._session.draws_anew else []

@@ -15,6 +15,7 @@ from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
 from dure.errors import TaskInvalid
 from dure.records.step_record import Metric
+from dure.strategies.contract.abilities import own_state
 from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
@@ -319,5 +320,5 @@ def _weights(session: Session) -> dict[str, int]:
     """Return a checksum of each parameter of this rank."""
     strategy = session.strategy
     trained = {name for name, _ in strategy.model.named_parameters(remove_duplicate=False)}
-    state = strategy.own_state().model
+    state = own_state(strategy).model
     return {name: checksum([torchcompat.local_tensor(tensor)]) for name, tensor in state.items() if name in trained}

@@ -11,6 +11,7 @@ from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.records.step_record import Metric, StepRecord
 from dure.records.step_writer import RecordWriter
+from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
@@ -300,7 +301,7 @@ class Trainer:
         self._say_what_is_not_kept()
         if texts := self._together(lambda: self.late.new_declarations(self.position.step, is_last=is_last)):
             self._event(events.NotPreserved(texts=tuple(texts)))
-        if lost := self.session.strategy.lost_shares():
+        if lost := lost_shares(self.session.strategy):
             self._say_lost(lost)
 
     def _say_what_is_not_kept(self) -> None:

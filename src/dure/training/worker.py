@@ -25,7 +25,9 @@ from dure.process.stop_signals import stop_exit_code
 from dure.records import events
 from dure.records.run_dir import RunDir
 from dure.spec import RunSpec
+from dure.strategies.contract import abilities
 from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.state.tensor_shard import Needs, rectangles
 from dure.strategies.table import load_strategy
@@ -246,7 +248,7 @@ class Worker:
 
 def _own_parameters(strategy: Strategy) -> dict[str, Tensor]:
     """Return this rank's shard of the parameters."""
-    replica = strategy.replica()
+    replica = replica_of(strategy)
     if replica is not None:
         return {name: replica.tensors[name] for name, _ in strategy.model.named_parameters() if name in replica.tensors}
     return {name: parameter.detach() for name, parameter in strategy.model.named_parameters()}
@@ -270,7 +272,7 @@ def before_fork(job: TrainJob | EvaluateJob) -> None:
     import_late_parts()
     spec = _spec_of(job, RunDir.open(Path(job.run)))
     task_class(spec.task)
-    load_strategy(spec.strategy).import_late_parts()
+    abilities.import_late_parts(load_strategy(spec.strategy))
     importlib.import_module("dure.comm.dure_shm.backend")  # transport between CPU ranks of one host
     if spec.num_workers:
         # directory of the loaders' sockets: created here, this process removes it even if they and their rank were

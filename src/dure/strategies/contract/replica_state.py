@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dure.strategies.contract.sync_batchnorm import SyncBatchNorm
+from dure.strategies.state.sync_batchnorm import SyncBatchNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,19 @@ def replica_state(
             if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
                 tensors |= {f"{path}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
     return ReplicaState(part=part, tensors=tensors)
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """Strategy whose ranks hold the same, bit by bit, between any two steps."""
+
+    def replica(self) -> ReplicaState:
+        """Return the tensors that other ranks hold too."""
+
+
+def replica_of(strategy: object) -> ReplicaState | None:
+    """Return the tensors that are equal bit by bit on all ranks that hold them, between any two steps, or None."""
+    return strategy.replica() if isinstance(strategy, HasReplicas) else None
 
 
 class _Trained(Protocol):

@@ -3,25 +3,20 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dure import torchcompat
-from dure.comm.groups import Group
-from dure.data.randomness import GeneratorStates
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.records.sums import Sum
-from dure.spec import RunSpec
-from dure.strategies.contract.batch_parts import BatchParts
+from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import (
     BatchDivision,
     Findings,
@@ -29,27 +24,25 @@ from dure.strategies.contract.declarations import (
     by_division,
     by_strategy,
     by_trial,
-    few,
 )
 from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.loss_faults import faults_of_loss, hooks_added, refuse_unlike_optimizers
 from dure.strategies.contract.loss_traits import NOTHING_SEEN, LossTraits
-from dure.strategies.contract.own_collectives import watched_collectives
-from dure.strategies.contract.parameter_watch import Freezing, ParameterWatch, freezing_fault, write_fault
-from dure.strategies.contract.replica_state import ReplicaState
-from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts, checked_count, checked_loss
-from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.contract.replica_state import HasReplicas
+from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
+from dure.strategies.contract.watch.draws import DrawWatch
+from dure.strategies.contract.watch.first_steps import FirstSteps
+from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.common_buffers import broadcast_buffers
 from dure.strategies.state.hooks import gradient_hooks
-from dure.strategies.state.optimizer import optimizer_to_names, order_digest, plain_settings, settings_of
+from dure.strategies.state.optimizer import optimizer_to_names, settings_of
 from dure.strategies.state.saved_state import CarriedState, StateSource, StrategyState
+from dure.strategies.state.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import run_backward
 
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
-
-_WATCHED_STEPS = 3
-"""Steps of the optimiser in which random numbers are looked for."""
 
 
 class Strategy(ABC):
@@ -105,10 +98,10 @@ class Strategy(ABC):
         """Losses of this process in the step under way."""
         self.carried: CarriedState | None = None
         """State that this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
-        self.optimizer_draws = False
-        """True if the optimiser drew random numbers in its first steps."""
-        self._num_steps = 0
-        """Steps of the optimiser since this object was made."""
+        self.first_steps = FirstSteps(self.devices, has_other_ranks=self.group.world_size > 1)
+        """Findings in the optimiser's first steps."""
+        self.drawing = DrawWatch(self.devices)
+        """Watch over the generators of random numbers."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 
@@ -120,49 +113,19 @@ class Strategy(ABC):
             self.model.compile()
         hooks = gradient_hooks(self.model)
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
-        self._take_hooks([name for name, number in gradient_hooks(self.model).items() if number > hooks.get(name, 0)])
+        self.stepped = self.optimizer
+        """Optimiser whose `state` this rank keeps; another one than `optimizer` where that is divided."""
+        if added := hooks_added(hooks, gradient_hooks(self.model), self.traits.hooked_parameters):
+            hooked = tuple(dict.fromkeys((*self.traits.hooked_parameters, *added)))
+            self.traits = replace(self.traits, hooked_parameters=hooked, nonlinear_gradients=True)
+            if faults := self.check_traits(self.model):
+                raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._refuse_unlike_settings()
+        refuse_unlike_optimizers(self.group, self.model, self.optimizer, orders_parameters=self.rules.orders_parameters)
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
         self.watch = self.watched_parameters()
-
-    def _take_hooks(self, names: Sequence[str]) -> None:
-        """Take over hooks on gradients that `build_optimizer` registered, unless a trial of the loss saw them."""
-        known = self.traits.hooked_parameters
-        if all(name in known for name in names):
-            return
-        hooked = tuple(dict.fromkeys((*known, *names)))
-        self.traits = replace(self.traits, hooked_parameters=hooked, nonlinear_gradients=True)
-        if faults := self.check_traits(self.model):
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
-
-    def _refuse_unlike_settings(self) -> None:
-        """Refuse settings of the optimiser that follow from a rank's part of the weights, or from its number.
-
-        Communication: one gathered JSON message.
-        """
-        if self.group.world_size == 1:
-            return
-        order = order_digest(self.model, self.optimizer) if self.rules.orders_parameters else None
-        everyones = self.group.all_gather_json([plain_settings(self.optimizer), order])
-        for rank, (settings, theirs) in enumerate(everyones):
-            if settings != everyones[0][0]:
-                raise TaskInvalid(
-                    f"build_optimizer gave {type(self.optimizer).__name__} other settings on rank {rank} than on rank "
-                    "0: compute them in build_model, where weights are whole, and not from the number of a rank"
-                )
-            if theirs != everyones[0][1]:
-                raise TaskInvalid(
-                    f"build_optimizer gave {type(self.optimizer).__name__} the parameters in another order on rank "
-                    f"{rank} than on rank 0: give them in the model's order (a set has another one in each process)"
-                )
-
-    @classmethod
-    def role_for(cls, group: Group, spec: RunSpec) -> "type[Strategy]":
-        """Return the class of this rank's part in the strategy, where ranks have different ones."""
-        return cls
 
     def watched_parameters(self) -> ParameterWatch:
         """Begin to watch over what the loss does to parameters."""
@@ -201,22 +164,15 @@ class Strategy(ABC):
         self.unscale_gradients()
         if self.spec.clip_norm is not None:
             self.clip_gradients(self.stepped_parameters(), self.spec.clip_norm)
-        self._num_steps += 1
-        is_watched = self._num_steps <= _WATCHED_STEPS and self.group.world_size > 1
-        before = GeneratorStates.now(*self.devices) if is_watched else None
-        called: list[str] = []
-        with watched_collectives(self.optimizer, called) if is_watched else nullcontext():
-            self.precision.step(self.optimizer)
-        if called:
-            self.traits = replace(self.traits, reduced_in_step=called[0])
-        if before is not None and not before.is_same_as(GeneratorStates.now(*self.devices)):
-            self.optimizer_draws = True
-            if self.draws and self.replica() is not None:
-                raise TaskInvalid(
-                    f"the optimiser {type(self.optimizer).__name__} draws random numbers, and so do the model or the "
-                    "loss, of which each rank draws its own: the ranks' weights would part; give the optimiser a "
-                    "torch.Generator of its own, or train in one process"
-                )
+        found = self.first_steps.take(self.optimizer, self.precision.step)
+        if found.reduced is not None:
+            self.traits = replace(self.traits, reduced_in_step=found.reduced)
+        if found.draws and self.draws and isinstance(self, HasReplicas):
+            raise TaskInvalid(
+                f"the optimiser {type(self.optimizer).__name__} draws random numbers, and so do the model or the "
+                "loss, of which each rank draws its own: the ranks' weights would part; give the optimiser a "
+                "torch.Generator of its own, or train in one process"
+            )
         self.zero_gradients()
 
     def skip_step(self) -> None:
@@ -248,48 +204,12 @@ class Strategy(ABC):
         """Return lines for the start of a run: how this strategy has divided what it was given."""
         return []
 
-    def share_at(self, step: int) -> tuple[int, int]:
-        """Return which share of a step's batch is this rank's, and of how many.
-
-        Asked once for every step, in order: ahead of the step as far as loader processes fetch ahead.
-        """
-        return self.share.index, self.share.count
-
-    def lost_shares(self) -> list[LostShare]:
-        """Return the shares that were lost with their rank, each once; known whenever weights have been read."""
-        return []
-
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
         """Return what this strategy alone has to tell of the step that was just done, for its record.
 
         A function is called when the step's facts are read: on an accelerator one step later.
         """
         return None
-
-    @classmethod
-    def import_late_parts(cls) -> None:
-        """Import what every rank would import later; called once, in the process that forks them."""
-
-    @classmethod
-    def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
-        """Return why this strategy cannot take a model, a sentence each: the module's name and what to use instead.
-
-        Asked before any process starts, of strategies whose row says `checks_model`.
-
-        Args:
-            model: As the task builds it, on the meta device where that works: shapes are there, values are not.
-            spec: The run, which says over how many devices the model is to be spread.
-        """
-        return []
-
-    @classmethod
-    def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Return why this strategy cannot take the task's optimiser, a sentence each; asked when `check_model` is.
-
-        Args:
-            optimizer: As the task builds it, over a model that may be on the meta device. It is left as it is.
-        """
-        return []
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return one up-to-date model per device of this process, to evaluate on all of them."""
@@ -298,28 +218,6 @@ class Strategy(ABC):
     def state_dict(self) -> StrategyState:
         """Return weights and optimiser state; valid until the next step."""
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
-
-    def own_state(self) -> StrategyState:
-        """Return this rank's part of `state_dict`, without exchanging anything: for a snapshot in memory.
-
-        What other ranks know better is left out. The same groups of all ranks are brought together when it is read.
-        """
-        return self.state_dict()
-
-    @property
-    def stepped(self) -> Optimizer:
-        """The optimiser whose `state` this rank keeps; that of `optimizer` unless it is divided."""
-        return self.optimizer
-
-    def steady_names(self) -> frozenset[str]:
-        """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
-
-        Frozen parameters are not among them: that of a teacher, say, may follow its pupil whenever the task likes.
-        """
-        if not self.rules.changes_in_step_only:
-            return frozenset()
-        named = self.model.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, parameter in named if parameter.requires_grad)
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
@@ -333,10 +231,6 @@ class Strategy(ABC):
             optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
             buffers=whole_buffers(self.model),
         )
-
-    def replica(self) -> ReplicaState | None:
-        """Return the tensors that are equal bit by bit on all ranks that hold them, between any two steps, or None."""
-        return None
 
     def before_reading(self) -> None:
         """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them.
@@ -370,10 +264,6 @@ class Strategy(ABC):
             *by_division(division, self.traits, found, declared),
         ]
 
-    def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether code of the task has drawn from the global generators since they were in these states."""
-        return not before.is_same_as(GeneratorStates.now(*self.devices))
-
     @property
     def draws(self) -> bool:
         """True if model or loss draw random numbers in training, as far as is known."""
@@ -391,32 +281,14 @@ class Strategy(ABC):
         Args:
             model: Whole, as the task built it.
         """
-        faults = []
-        if self.traits.collective is not None and self.group.world_size > 1:
-            faults.append(
-                f"the task's loss, metrics or model call {self.traits.collective} of torch.distributed: dure brings "
-                "together what ranks computed, so leave that out, and return dure.Sum(total, count) where a loss is "
-                "divided by a count over all ranks (for nn.SyncBatchNorm: nn.BatchNorm with --sync-batchnorm)"
-            )
-        sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
-        if sparse and self.group.world_size > 1:
-            faults.append(
-                f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
-                "and values in buffers and make it of these in forward"
-            )
-        if self.rules.undoes_writes and (written := self.traits.changed_parameters):
-            faults.append(write_fault(written, self.info.name))
-        elif self.rules.holds_memory and self.group.world_size > 1 and (rebound := self.traits.rebound_parameters):
-            faults.append(
-                f"the task's loss gives {few(rebound)} other memory (p.data = ...), which {self.info.name} would not "
-                "see: change it in place (p.data.copy_(...)), or use ddp"
-            )
-        elif self.share.count > 1 and (learned := self.traits.learned_writes):
-            faults.append(
-                f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "
-                "keep them as buffers, set them from a few samples in build_model, or use --strategy single"
-            )
-        return faults
+        return faults_of_loss(
+            self.traits,
+            model,
+            self.rules,
+            self.info.name,
+            num_ranks=self.group.world_size,
+            num_shares=self.share.count,
+        )
 
     def close(self) -> None:
         """Let go of threads and engines."""
@@ -496,13 +368,9 @@ class Strategy(ABC):
             self.train_all()
         elif freezing.unfrozen:
             frozen = freezing.frozen if self.rules.freezing == "refused" else []
-            self.refuse_freezing([*freezing.unfrozen, *frozen], "unfroze")
+            raise TaskInvalid(freezing_fault([*freezing.unfrozen, *frozen], "unfroze", self.info.name))
         elif self.rules.freezing == "refused":
-            self.refuse_freezing(freezing.frozen, "froze")
-
-    def refuse_freezing(self, names: Sequence[str], what: str) -> NoReturn:
-        """Raise the sentence about parameters that were frozen or unfrozen during the run."""
-        raise TaskInvalid(freezing_fault(names, what, self.info.name))
+            raise TaskInvalid(freezing_fault(freezing.frozen, "froze", self.info.name))
 
     def train_all(self) -> None:
         """Train whatever requires a gradient now, or did before: gradients of both are zeroed."""
@@ -516,8 +384,8 @@ class Strategy(ABC):
         return self.expectation
 
     def expect(self, count: float) -> None:
-        """Expect the next steps to count about as many items as a step that is now known."""
-        if self.expectation is not None:
+        """Expect the next steps to count about as many items as a step that is now known, if it had any."""
+        if self.expectation is not None and count > 0:
             self.expectation = 2.0 ** round(math.log2(count))
 
     def _correct_count(self) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dure.errors import TaskInvalid, UnusedParameters
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import NO_REQUESTS, LossTerm, Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.watch.parameter_watch import Freezing
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 
 from dure.data.partition import shares
 from dure.spec import RunSpec
-from dure.strategies.contract.batch_parts import BatchParts
+from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.data_parallel.device_replicas import DeviceReplicas
 from dure.strategies.division.divided_calls import DividedCalls

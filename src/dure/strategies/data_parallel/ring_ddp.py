@@ -20,10 +20,10 @@ from dure.comm.choice import open_chosen
 from dure.errors import TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.parameter_watch import Freezing
 from dure.strategies.contract.replica_state import whole_replica
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.watch.parameter_watch import Freezing
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.data_parallel.compression import Compression, check_compression, open_compression
 from dure.strategies.data_parallel.gradient_sums import add_up_gradients

@@ -26,7 +26,7 @@ from dure.strategies.state.tensor_shard import Needs, rectangles
 
 
 class ZeRO1(DDP):
-    """DDP whose optimiser is divided: `optimizer` has all parameter groups, `part` steps and remembers this rank's."""
+    """DDP whose optimiser is divided: `optimizer` has all parameter groups, `stepped` has this rank's part."""
 
     rules = WeightRules(
         changes_in_step_only=True, follows_groups=False, freezing="refused", orders_parameters=True, holds_memory=True
@@ -64,13 +64,12 @@ class ZeRO1(DDP):
         if faults := self.check_optimizer(self.optimizer):
             raise TaskInvalid("; ".join(faults))
         super().distribute()
-        self.part = self.optimizer
-        self._group_names = group_names(self.model, self.part)
-        groups = [dict(group) for group in self.part.param_groups]
-        self.optimizer = divide(self.part)
-        self.optimizer.defaults |= self.part.defaults  # a scheduler of torch's looks there for what it may set
-        run_around_all(self.optimizer, self.part, groups)
-        own: list[nn.Parameter] = [parameter for group in self.part.param_groups for parameter in group["params"]]
+        self._group_names = group_names(self.model, self.stepped)
+        groups = [dict(group) for group in self.stepped.param_groups]
+        self.optimizer = divide(self.stepped)
+        self.optimizer.defaults |= self.stepped.defaults  # a scheduler of torch's looks there for what it may set
+        run_around_all(self.optimizer, self.stepped, groups)
+        own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
 
     def state_dict(self) -> StrategyState:
@@ -79,24 +78,19 @@ class ZeRO1(DDP):
             {**group, "params": names}
             for group, names in zip(self.optimizer.param_groups, self._group_names, strict=True)
         ]
-        optimizer = {**optimizer_to_names(self.model, self.part), "groups": groups}
+        optimizer = {**optimizer_to_names(self.model, self.stepped), "groups": groups}
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer, is_spread=True)
-
-    @property
-    def stepped(self) -> Optimizer:
-        """The optimiser of this rank's part."""
-        return self.part
 
     def load_state_dict(self, source: StateSource) -> None:
         """Take over the weights, and of the optimiser's state what this rank's part needs."""
         source.load_model(self.model)
-        source.load_optimizer(self.model, self.part, whole=self._group_names)
-        for group, loaded in zip(self.optimizer.param_groups, self.part.param_groups, strict=True):
+        source.load_optimizer(self.model, self.stepped, whole=self._group_names)
+        for group, loaded in zip(self.optimizer.param_groups, self.stepped.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
     def needs(self) -> Needs:
         """Return all of the weights, and of the optimiser's state that of the parameters that this rank steps."""
-        own = {id(parameter) for group in self.part.param_groups for parameter in group["params"]}
+        own = {id(parameter) for group in self.stepped.param_groups for parameter in group["params"]}
         named = self.model.named_parameters(remove_duplicate=False)
         return replace(super().needs(), optimizer=rectangles((name, p) for name, p in named if id(p) in own))
 

@@ -177,11 +177,6 @@ class Averaging(Strategy):
         lengths = {dtype: sum(tensor.numel() for tensor in tensors) for dtype, tensors in self._averaged.items()}
         return sum(self._all_reduce.sent_bytes_for(length, dtype.itemsize) for dtype, length in lengths.items())
 
-    def expect(self, count: float) -> None:
-        """Expect about as many items as this rank has just counted, if it did."""
-        if count > 0:
-            super().expect(count)
-
     # checkpoints
 
     def state_dict(self) -> StrategyState:

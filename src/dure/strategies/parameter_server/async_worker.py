@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from dure import torchcompat
 from dure.comm.survivors import SurvivorsGroup
 from dure.errors import PeerLost
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import LossTerm, LostShare, Requests, StepFacts
 from dure.strategies.parameter_server.serving import Serving
 from dure.strategies.parameter_server.worker import Worker
@@ -130,11 +130,6 @@ class AsyncWorker(Worker):
         self._planned_step = max(self._planned_step, step)
         living = [worker for worker in self.serving.worker_ranks if self._gone_from[worker] > step]
         return living.index(self._own), len(living)
-
-    def expect(self, count: float) -> None:
-        """Expect what the last share that had any items had."""
-        if count:
-            super().expect(count)
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
         """Accumulate the gradients of this worker's share, and count its samples."""

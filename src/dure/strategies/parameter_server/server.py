@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.parameter_server.options import ParameterServerOptions

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.parameter_server.options import ParameterServerOptions

@@ -22,10 +22,9 @@ from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
-from dure.strategies.contract.batch_parts import BatchParts
+from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import few
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
@@ -44,7 +43,7 @@ from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
 from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SectionPlan
-from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
+from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
@@ -112,6 +111,7 @@ class Pipeline(Strategy):
         self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)
+        self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
         self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
         """The stages of this rank."""
         self.random_stream = self.mesh.coordinate("data")
@@ -376,10 +376,6 @@ class Pipeline(Strategy):
         Communication: one all_reduce of one number over the pipeline.
         """
         clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.sums.dtype, device=self.device)
-
-    def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
-        return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""

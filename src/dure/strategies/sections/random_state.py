@@ -5,13 +5,14 @@ must come out the same on all of them: every stage's generators are kept in the 
 (dropout) comes from a seed of the microbatch and the section, and leaves the generators as they were.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.contract.watch.draws import DrawWatch
 
 
 class SectionDraws:
@@ -56,3 +57,16 @@ class CommonSeeds:
         if self._begin is None or self._state is None or not torch.equal(self._begin, before.of_cpu):
             return False
         return GeneratorStates.now().is_same_as(before._replace(of_cpu=self._state, of_devices=()))
+
+
+class SectionDrawWatch(DrawWatch):
+    """Watch over the generators where seeds for sections are drawn from them too."""
+
+    def __init__(self, devices: Sequence[torch.device], draws: SectionDraws, seeds: CommonSeeds) -> None:
+        super().__init__(devices)
+        self._draws = draws
+        self._seeds = seeds
+
+    def has_drawn_since(self, before: GeneratorStates) -> bool:
+        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
+        return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))

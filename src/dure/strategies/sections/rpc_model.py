@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.rpc import agent_name, close_agent, open_agent
-from dure.data.randomness import GeneratorStates
 from dure.errors import DureError, SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.strategy import Strategy
@@ -38,7 +37,7 @@ from dure.strategies.sections.gradients import clip_by_common_norm, share_overfl
 from dure.strategies.sections.options import SectionOptions
 from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.sections.random_state import CommonSeeds, SectionDraws
+from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
 from dure.strategies.sections.sectioned_model import SectionedModel
 from dure.strategies.sections.stand_in import stand_in
@@ -68,6 +67,7 @@ class RpcModel(Strategy):
         self.facts_lag = 0
         self._seeds = CommonSeeds()
         self._draws = SectionDraws(self.device)
+        self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
         self._outputs: list[Sequence[Tensor]] = []
         """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
         self._threads = threading.local()
@@ -350,10 +350,6 @@ class RpcModel(Strategy):
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
         """Clip by the norm over all sections. Communication: one all_reduce of one number."""
         clip_by_common_norm(self.group, parameters, most, dtype=self.sums.dtype, device=self.device)
-
-    def has_drawn_since(self, before: GeneratorStates) -> bool:
-        """Return whether a section has drawn, or anything but the seeds of sections has been drawn."""
-        return self._draws.is_seen or (super().has_drawn_since(before) and not self._seeds.are_all_since(before))
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""

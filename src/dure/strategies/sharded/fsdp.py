@@ -27,17 +27,17 @@ from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
 from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.declarations import few
-from dure.strategies.contract.module_patterns import shortened
-from dure.strategies.contract.parameter_watch import ParameterWatch
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
-from dure.strategies.contract.sync_batchnorm import convert_sync_batchnorm
+from dure.strategies.contract.watch.parameter_watch import ParameterWatch
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.fsdp_units import find_units, has_batchnorm, parameter_bytes, unit_faults
 from dure.strategies.sharded.local_shards import ShardedStrategy
 from dure.strategies.sharded.options import FSDPOptions
+from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.sync_batchnorm import convert_sync_batchnorm
 from dure.torchcompat import run_backward
 from dure.units import format_bytes
 

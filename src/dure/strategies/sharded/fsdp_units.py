@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dure.strategies.contract.module_patterns import matching
+from dure.strategies.state.module_patterns import matching
 from dure.torchcompat import BatchNorm
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

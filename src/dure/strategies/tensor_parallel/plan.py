@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from dure.strategies.contract.module_patterns import matching, shortened
+from dure.strategies.state.module_patterns import matching, shortened
 
 STYLES = {
     "column": "output features divided, and the output left divided",

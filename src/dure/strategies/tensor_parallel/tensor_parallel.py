@@ -30,15 +30,15 @@ from dure.comm.mesh import Mesh
 from dure.errors import RanksDisagree, TaskInvalid
 from dure.spec import RunSpec
 from dure.spec.mesh import parse_mesh
+from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch
-from dure.strategies.contract.data_share import DataShare
 from dure.strategies.contract.declarations import Findings
-from dure.strategies.contract.module_patterns import shortened
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.sharded.local_shards import ShardedStrategy, share_bytes, whole_bytes
 from dure.strategies.state.containers import attributes_of, map_leaves, set_attribute
+from dure.strategies.state.module_patterns import shortened
 from dure.strategies.state.module_replicas import INTERNAL, Intercepted
 from dure.strategies.tensor_parallel.boundary import Traffic, counted_by
 from dure.strategies.tensor_parallel.layers import (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dure.strategies.contract.abilities import steady_names
 from dure.strategies.state.saved_state import StrategyState
 from dure.training.checkpoints.reader import Checkpoint
 from dure.training.checkpoints.state import Snapshot
@@ -59,7 +60,7 @@ def snapshot_of(
         model=state.model,
         optimizer=state.optimizer,
         is_spread=state.is_spread,
-        steady=session.strategy.steady_names(),
+        steady=steady_names(session.strategy),
         extra={**plain_state(session, progression), "identity": session.identity.to_json()},
         per_rank=own,
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.documents import parse_json
+from dure.strategies.contract.abilities import own_state
 from dure.training.checkpoints.rank_shard import RankShard, shard_of
 from dure.training.checkpoints.state_tree import encode
 from dure.training.objects.state_watch import StateWatch
@@ -70,7 +71,7 @@ class LiveShare:
 
     def _build(self, own: dict[str, Tensor], before: ShareLayout | None) -> None:
         session, strategy = self._session, self._session.strategy
-        state = strategy.own_state()
+        state = own_state(strategy)
         snapshot = snapshot_of(session, self._progression, state, own)
         share = shard_of(snapshot, session.group.rank, is_whole=self._is_whole)
         share.per_rank = {**own_buffers(session), **own}

@@ -13,6 +13,7 @@ from typing import Any
 
 from dure.errors import ReplicasDiverged, SpecInvalid, TaskInvalid
 from dure.records import events
+from dure.strategies.contract.replica_state import replica_of
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.optimizer import difference_of_settings, plain_settings
 from dure.training.run_state.capture import Progression
@@ -104,7 +105,7 @@ class ReplicaCheck:
         self._checked, self._next = now.step, now.step + self.pace.every
         was_on = self.is_on
         if self.is_on:
-            own = self.session.strategy.replica()
+            own = replica_of(self.session.strategy)
             self.is_on = bool(common_parts(self.session.group.all_gather_json(None if own is None else own.part)))
         is_asked_for = bool(spec.check_replicas_every) or self.heals
         if is_asked_for and not self.is_on and self.session.group.world_size > 1:
@@ -135,7 +136,7 @@ class ReplicaCheck:
             return
         begun = time.perf_counter()
         step_seconds = (begun - self._last) / max(now.step - self._checked, 1)
-        own = self.session.strategy.replica()
+        own = replica_of(self.session.strategy)
         digest = None if own is None else checksum(own.tensors.values())
         summed = time.perf_counter()
         said = group.all_gather_json(

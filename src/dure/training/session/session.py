@@ -18,6 +18,7 @@ from dure.errors import DataInvalid, RanksDisagree, SpecInvalid
 from dure.host.devices import check_devices, count_accelerators, resolve_device
 from dure.process.context import Place
 from dure.spec import RunSpec
+from dure.strategies.contract.abilities import faults_of_model, role_of
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.loss_traits import LossTraits
@@ -161,7 +162,7 @@ def open_session(
             model = built_model(task)
     check_ranks_agree(group, _fingerprint(spec, task, model, data.order, data.eval_samples))
     strategy = _build_strategy(spec, group, devices)
-    if faults := load_strategy(spec.strategy).check_model(model, spec):
+    if faults := faults_of_model(load_strategy(spec.strategy), model, spec):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     strategy.example = lambda num_samples: _first_samples(data.train_loader, min(num_samples, data.order.num_samples))
     strategy.objects = {"task": task, **used_globals(type(task), *dict.fromkeys(type(m) for m in model.modules()))}
@@ -322,7 +323,7 @@ def check_parts(session: Session, samples_seen: int) -> None:
 def _build_strategy(spec: RunSpec, group: Group, devices: tuple[torch.device, ...]) -> Strategy:
     name = spec.strategy
     precision = Precision(spec.precision, devices[0].type)
-    return load_strategy(name).role_for(group, spec)(StrategyContext(STRATEGIES[name], group, devices, precision, spec))
+    return role_of(load_strategy(name), group, spec)(StrategyContext(STRATEGIES[name], group, devices, precision, spec))
 
 
 def _fingerprint(spec: RunSpec, task: Task, model: nn.Module, order: SampleOrder, eval_samples: int) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""Reasons why a strategy cannot take a task's loss, or what it builds."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dure.comm.groups import Group
+from dure.errors import TaskInvalid
+from dure.strategies.contract.declarations import few
+from dure.strategies.contract.loss_traits import LossTraits
+from dure.strategies.contract.watch.parameter_watch import write_fault
+from dure.strategies.contract.weight_rules import WeightRules
+from dure.strategies.state.optimizer import order_digest, plain_settings
+
+
+def faults_of_loss(
+    traits: LossTraits, model: nn.Module, rules: WeightRules, strategy: str, *, num_ranks: int, num_shares: int
+) -> list[str]:
+    """Return why a loss cannot be divided over ranks, a sentence each.
+
+    Args:
+        traits: Of the loss.
+        model: Whole, as the task built it.
+        rules: Of the strategy for weights.
+        strategy: Its name, for sentences.
+        num_ranks: Ranks of the run.
+        num_shares: Shares into which batches are divided.
+    """
+    faults = []
+    if traits.collective is not None and num_ranks > 1:
+        faults.append(
+            f"the task's loss, metrics or model call {traits.collective} of torch.distributed: dure brings "
+            "together what ranks computed, so leave that out, and return dure.Sum(total, count) where a loss is "
+            "divided by a count over all ranks (for nn.SyncBatchNorm: nn.BatchNorm with --sync-batchnorm)"
+        )
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
+    if sparse and num_ranks > 1:
+        faults.append(
+            f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
+            "and values in buffers and make it of these in forward"
+        )
+    if rules.undoes_writes and (written := traits.changed_parameters):
+        faults.append(write_fault(written, strategy))
+    elif rules.holds_memory and num_ranks > 1 and (rebound := traits.rebound_parameters):
+        faults.append(
+            f"the task's loss gives {few(rebound)} other memory (p.data = ...), which {strategy} would not "
+            "see: change it in place (p.data.copy_(...)), or use ddp"
+        )
+    elif num_shares > 1 and (learned := traits.learned_writes):
+        faults.append(
+            f"the task's loss sets {few(learned)} by what is in a batch, of which every rank has its own part: "
+            "keep them as buffers, set them from a few samples in build_model, or use --strategy single"
+        )
+    return faults
+
+
+def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimizer, *, orders_parameters: bool) -> None:
+    """Refuse settings of the optimiser that follow from a rank's part of the weights, or from its number.
+
+    Args:
+        group: All ranks.
+        model: Of this rank.
+        optimizer: As the task built it.
+        orders_parameters: Whether the order of parameters in its groups matters.
+
+    Communication: one gathered JSON message.
+
+    Raises:
+        TaskInvalid: Ranks have other ones.
+    """
+    if group.world_size == 1:
+        return
+    order = order_digest(model, optimizer) if orders_parameters else None
+    everyones = group.all_gather_json([plain_settings(optimizer), order])
+    name = type(optimizer).__name__
+    for rank, (settings, theirs) in enumerate(everyones):
+        if settings != everyones[0][0]:
+            raise TaskInvalid(
+                f"build_optimizer gave {name} other settings on rank {rank} than on rank "
+                "0: compute them in build_model, where weights are whole, and not from the number of a rank"
+            )
+        if theirs != everyones[0][1]:
+            raise TaskInvalid(
+                f"build_optimizer gave {name} the parameters in another order on rank "
+                f"{rank} than on rank 0: give them in the model's order (a set has another one in each process)"
+            )
+
+
+def hooks_added(before: dict[str, int], after: dict[str, int], known: Sequence[str]) -> list[str]:
+    """Return the parameters that have got hooks on their gradients, if any of them is not known for it.
+
+    Args:
+        before: Number of hooks of each parameter.
+        after: The same later.
+        known: Parameters that a trial of the loss saw to have hooks.
+    """
+    added = [name for name, number in after.items() if number > before.get(name, 0)]
+    return [] if all(name in known for name in added) else added

@@ -1,0 +1,1 @@
+"""Watch over what the task does to parameters, generators and other ranks while it trains."""

@@ -1,10 +1,10 @@
 """Rehearsal of later calls of a task, of its schedule and an evaluation, without a trace."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
+from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
@@ -37,6 +38,10 @@ from dure.training.session.session import Session
 from dure.training.task.task import Schedule
 
 _NUM_SAMPLES = 8
+_NUM_POSITIONS = 33
+"""Number of positions at which a schedule is called before training, for the state that it sets only at some."""
+_MOST_SECONDS = 1.0
+"""Seconds after which no further position is tried."""
 
 
 def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
@@ -46,30 +51,88 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         TaskInvalid: It is not a function of samples, or uses weights of which this rank has only a part.
     """
     strategy = session.strategy
-    before = ObjectState({**strategy.objects, "model": strategy.model, "schedule": given}, sees_data=True)
     copied = ObjectState(
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
-    buffers = [(buffer, buffer.clone()) for buffer in strategy.model.buffers()]
-    with kept_global_randomness(*strategy.devices), _without_weights(strategy):
+    with _only_asked(strategy, given) as state:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
-            with suppress(Exception), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
-                schedule(session.total_samples)  # the step that reaches it will raise its errors
-    found = frozenset(before.changed())
+            with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
+                _ask_all_along(strategy, schedule, session.total_samples)
+        found = frozenset(state.changed())
     if in_data := [*copied.changed()]:
         session.notes.append(
             f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
             "with (use --num-workers 0)"
         )
     copied.put_back()
-    before.put_back()
     if strategy.group.world_size > 1:
         _compare_schedules(session, schedule)
-        before.put_back()
-    for buffer, value in buffers:
-        buffer.copy_(value)
-    return None if schedule is None else partial(strategy.computed, schedule), found
+    return None if schedule is None else WatchedSchedule(strategy, schedule), found
+
+
+def _ask_all_along(strategy: Strategy, schedule: Schedule, total: int) -> None:
+    """Call a schedule at positions of the whole run, the end first; its errors are left to the steps."""
+    started = time.monotonic()
+    for place in range(_NUM_POSITIONS - 1, -1, -1):
+        with suppress(Exception):
+            strategy.computed(schedule, total * place // (_NUM_POSITIONS - 1))
+        if time.monotonic() - started > _MOST_SECONDS:
+            break
+
+
+class WatchedSchedule:
+    """Schedule of a task, called before each step, and refused if it uses values of which this rank has only a part."""
+
+    def __init__(self, strategy: Strategy, schedule: Schedule) -> None:
+        self._strategy = strategy
+        self._schedule = schedule
+        self._is_watched = strategy.rules.divides_gradients
+
+    def __call__(self, samples_seen: int) -> float:
+        """Return the factor on the learning rate.
+
+        Raises:
+            TaskInvalid: The schedule uses gradients, or weights, of which this rank has only a part.
+        """
+        strategy = self._strategy
+        if not self._is_watched:
+            return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
+        named = strategy.model.named_parameters()
+        with UsedTensors({name: p for name, p in named if _is_in_parts(strategy, p)}) as used:
+            factor = strategy.computed(self._schedule, samples_seen)
+        _refuse_use_of_parts(strategy, used)
+        return factor  # type: ignore[no-any-return]
+
+
+def _refuse_use_of_parts(strategy: Strategy, used: UsedTensors, error: Exception | None = None) -> None:
+    """Refuse a schedule that has used what this rank has only in part.
+
+    Args:
+        strategy: Strategy with its rules.
+        used: Parameters, of which some may be whole.
+        error: Error that the schedule raised; it becomes the cause.
+
+    Raises:
+        TaskInvalid: It has.
+    """
+    parameters = dict(strategy.model.named_parameters())
+    in_parts = [name for name in used.names if _is_in_parts(strategy, parameters[name])]
+    if in_parts:
+        raise TaskInvalid(
+            f"the task's schedule uses the weights of {few_of(sorted(in_parts))}, of which a rank of "
+            f"{strategy.info.name} has a part only: let the loss use them on every batch, or use ddp"
+        ) from error
+    if used.has_used_gradients and strategy.rules.divides_gradients:
+        raise TaskInvalid(
+            f"the task's schedule uses gradients, of which a rank of {strategy.info.name} has a part only: clip with "
+            "--clip-norm, or use ddp"
+        ) from error
+
+
+def _is_in_parts(strategy: Strategy, parameter: nn.Parameter) -> bool:
+    """Return whether this rank has only a part of a parameter's values."""
+    return hasattr(parameter, "__create_chunk_list__") or not strategy.share.takes_samples
 
 
 def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
@@ -81,7 +144,7 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
         TaskInvalid: It depends on the rank; the message names two ranks and their factors.
     """
     strategy = session.strategy
-    with _only_asked(strategy):
+    with _only_asked(strategy, schedule), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
         here = _factors(strategy, schedule, session.total_samples)
     everyones = strategy.group.all_gather_json(here)
     for rank, factors in enumerate(everyones):
@@ -92,7 +155,9 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
     if strategy.group.rank == 0 and here:
         task = session.task
         with (
-            _only_asked(strategy),
+            _only_asked(strategy, schedule),
+            _kept_groups(strategy.optimizer),
+            _kept_groups(strategy.built_optimizer),
             suppress(Exception, CollectiveCalled),
             no_collectives(),
             session.alone.entered(task),
@@ -104,15 +169,24 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 
 @contextmanager
-def _only_asked(strategy: Strategy) -> Iterator[None]:
-    """Restore generators, weights, and what a schedule may set in the optimiser."""
-    with (
-        kept_global_randomness(*strategy.devices),
-        _without_weights(strategy),
-        _kept_groups(strategy.optimizer),
-        _kept_groups(strategy.built_optimizer),
-    ):
-        yield
+def _only_asked(strategy: Strategy, schedule: Any) -> Iterator[ObjectState]:
+    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks and plain state."""
+    model = strategy.model
+    state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
+    modules = KeptModules(model, strategy.objects)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with (
+            kept_global_randomness(*strategy.devices),
+            _without_weights(strategy),
+            without_new_hooks(model, strategy.built_optimizer),
+        ):
+            yield state
+    finally:
+        modules.put_back()
+        state.put_back()
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 def _first_difference(one: dict[str, float], other: dict[str, float], where: str, elsewhere: str) -> str | None:
@@ -125,7 +199,7 @@ def _first_difference(one: dict[str, float], other: dict[str, float], where: str
 
 
 def _factors(strategy: Strategy, schedule: Schedule | None, total: int) -> dict[str, float]:
-    """Return the factors of a schedule at some positions; its errors are left to the step that reaches them."""
+    """Return the factors of a schedule at some positions; the step that reaches a position raises its error."""
     factors: dict[str, float] = {}
     if schedule is not None:
         with suppress(Exception):
@@ -149,16 +223,7 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-    in_parts = [
-        name
-        for name in used.names
-        if hasattr(parameters[name], "__create_chunk_list__") or not strategy.share.takes_samples
-    ]
-    if in_parts:
-        raise TaskInvalid(
-            f"the task's schedule uses the weights of {few_of(sorted(in_parts))}, of which a rank of "
-            f"{strategy.info.name} has a part only: let the loss use them on every batch, or use ddp"
-        ) from error
+    _refuse_use_of_parts(strategy, used, error)
     used.put_back()
     for parameter, is_trained in are_trained:
         parameter.requires_grad_(is_trained)

@@ -13,6 +13,7 @@ from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.watch.parameter_watch import write_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.optimizer import order_digest, plain_settings
+from dure.strategies.state.shared_storage import sharing_memory
 
 
 def faults_of_loss(
@@ -40,6 +41,12 @@ def faults_of_loss(
         faults.append(
             f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
             "and values in buffers and make it of these in forward"
+        )
+    if rules.divides_state and num_ranks > 1 and (sharing := sharing_memory(model)):
+        faults.append(
+            f"{few(sharing)} share memory without being one parameter, which {strategy} would divide as if each had "
+            "its own: tie weights by the parameter itself (decoder.weight = encoder.weight) or compute one from the other "
+            "in forward, or use ddp"
         )
     if rules.undoes_writes and (written := traits.changed_parameters):
         faults.append(write_fault(written, strategy))

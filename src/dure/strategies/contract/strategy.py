@@ -4,6 +4,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from dure.strategies.contract.replica_state import HasReplicas
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.contract.watch.draws import DrawWatch
 from dure.strategies.contract.watch.first_steps import FirstSteps
+from dure.strategies.contract.watch.hidden_state import hidden_state
 from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.common_buffers import broadcast_buffers
@@ -42,6 +44,7 @@ from dure.strategies.state.sync_batchnorm import convert_sync_batchnorm
 from dure.strategies.state.tensor_shard import Needs, rectangles, whole_buffers
 from dure.torchcompat import run_backward
 
+_AS_IT_IS = nullcontext()
 LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
 
@@ -328,10 +331,14 @@ class Strategy(ABC):
         """
         return function(*args)
 
+    def hidden_state(self) -> AbstractContextManager[None]:
+        """Return a context in which the task cannot use the optimiser's state, if this rank has only a part of it."""
+        return hidden_state(self.built_optimizer, self.info.name) if self.rules.divides_state else _AS_IT_IS
+
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
         """Compute a function of the task under autocast, and act on what it did to parameters and optimiser."""
         settings = settings_of(self.built_optimizer) if self._is_divided else None
-        with self.watch, self.precision.autocast():
+        with self.watch, self.precision.autocast(), self.hidden_state():
             result = self.computed(function, *args)
         if settings is not None and settings_of(self.built_optimizer) != settings:
             raise TaskInvalid(

@@ -23,3 +23,7 @@ class WeightRules:
     holds_memory: bool = False
     """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
     lost."""
+    divides_gradients: bool = False
+    """True if a rank has only a part of the gradients, or none, when the optimiser steps."""
+    divides_state: bool = False
+    """True if a rank has only a part of the optimiser's state."""

@@ -29,7 +29,12 @@ class ZeRO1(DDP):
     """DDP whose optimiser is divided: `optimizer` has all parameter groups, `stepped` has this rank's part."""
 
     rules = WeightRules(
-        changes_in_step_only=True, follows_groups=False, freezing="refused", orders_parameters=True, holds_memory=True
+        changes_in_step_only=True,
+        follows_groups=False,
+        freezing="refused",
+        orders_parameters=True,
+        holds_memory=True,
+        divides_state=True,
     )
 
     @classmethod
@@ -68,6 +73,7 @@ class ZeRO1(DDP):
         groups = [dict(group) for group in self.stepped.param_groups]
         self.optimizer = divide(self.stepped)
         self.optimizer.defaults |= self.stepped.defaults  # a scheduler of torch's looks there for what it may set
+        self.optimizer.state = self.stepped.state  # a schedule may clear it
         run_around_all(self.optimizer, self.stepped, groups)
         own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
@@ -85,6 +91,7 @@ class ZeRO1(DDP):
         """Take over the weights, and of the optimiser's state what this rank's part needs."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.stepped, whole=self._group_names)
+        self.optimizer.state = self.stepped.state
         for group, loaded in zip(self.optimizer.param_groups, self.stepped.param_groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 

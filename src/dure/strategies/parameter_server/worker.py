@@ -22,7 +22,7 @@ from dure.units import format_bytes
 class Worker(Strategy):
     """A rank with a device: computes on its share, pushes gradients and pulls parameters."""
 
-    rules = WeightRules(follows_groups=False, undoes_writes=True)
+    rules = WeightRules(follows_groups=False, undoes_writes=True, divides_gradients=True, divides_state=True)
 
     options: ParameterServerOptions
 

@@ -98,7 +98,14 @@ class Pipeline(Strategy):
     options: PipelineOptions
     parts: PipelineParts
 
-    rules = WeightRules(changes_in_step_only=True, follows_groups=False, freezing="refused", undoes_writes=True)
+    rules = WeightRules(
+        changes_in_step_only=True,
+        follows_groups=False,
+        freezing="refused",
+        undoes_writes=True,
+        divides_gradients=True,
+        divides_state=True,
+    )
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

@@ -107,6 +107,8 @@ class UsedTensors(TorchFunctionMode):
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Tensors that were used, by name: themselves, their memory, and a copy of it."""
+        self.has_used_gradients = False
+        """True if `.grad` of any tensor was read or set."""
 
     @property
     def names(self) -> set[str]:
@@ -124,6 +126,7 @@ class UsedTensors(TorchFunctionMode):
     ) -> Any:
         """Note the tensors among the arguments, unless only their shape or the like is asked for."""
         name, is_attribute = _name_of(function)
+        self.has_used_gradients |= is_attribute and name == "grad"
         if name in _VALUE_ATTRIBUTES if is_attribute else name not in _METADATA:
             map_tensors((args, dict(kwargs or {})), self._note)
         return function(*args, **(kwargs or {}))

@@ -58,7 +58,9 @@ class RpcModel(Strategy):
 
     options: SectionOptions
 
-    rules = WeightRules(follows_groups=False, freezing="refused", undoes_writes=True)
+    rules = WeightRules(
+        follows_groups=False, freezing="refused", undoes_writes=True, divides_gradients=True, divides_state=True
+    )
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

@@ -70,7 +70,14 @@ class FSDP(ShardedStrategy):
 
     options: FSDPOptions
 
-    rules = WeightRules(changes_in_step_only=True, follows_groups=False, freezing="refused", undoes_writes=True)
+    rules = WeightRules(
+        changes_in_step_only=True,
+        follows_groups=False,
+        freezing="refused",
+        undoes_writes=True,
+        divides_gradients=True,
+        divides_state=True,
+    )
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:

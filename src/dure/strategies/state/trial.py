@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
-from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import gradient_hooks
+from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
+from dure.strategies.state.shared_storage import overlap
 
 
 class Trial:
@@ -79,10 +80,8 @@ class Trial:
         if self._seed is not None:
             seed_draws(self._device, self._seed, 0)
         self._generators = GeneratorStates.now(self._device)
-        self._modules = [(module, dict(vars(module)), _registered(module)) for module in model.modules()]
-        self._definitions = Definitions(model, self._objects)
+        self._modules = KeptModules(model, self._objects)
         self._buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-        self._hooks = [torchcompat.keep_gradient_hooks(parameter) for parameter in model.parameters()]
         self._num_hooks = gradient_hooks(model)
         self._parameters = [(name, p, p.data, p.requires_grad, p.grad) for name, p in model.named_parameters()]
         # a gradient is added to in place
@@ -134,14 +133,7 @@ class Trial:
         return before is not None and (self._watches_writes or not is_equal(data, before))
 
     def _put_back(self) -> None:
-        for undo in self._hooks:
-            undo()
-        self._definitions.put_back()
-        for module, attributes, registered in self._modules:
-            _put_back_entries(vars(module), attributes)
-            for kind, entries in registered.items():
-                vars(module)[kind].clear()
-                vars(module)[kind].update(entries)
+        self._modules.put_back()
         for buffer, before in self._buffers.values():
             if not is_equal(buffer, before):
                 buffer.copy_(before)
@@ -159,26 +151,6 @@ class Trial:
             self._large[path].copy_(before)
         self.left = [path for path in self._plain.put_back(keeps_derived=self._keeps_caches) if path not in restored]
         self.left += self._surroundings.put_back()  # after the state, in which files may still have been open
-
-
-def _put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Let a dictionary have the very objects that it had: attributes that hold functions, too, such as `forward`."""
-    for name in now.keys() - before.keys():
-        del now[name]
-    for name, value in before.items():
-        if name not in now or now[name] is not value:
-            now[name] = value
-
-
-def _registered(module: nn.Module) -> dict[str, Any]:
-    return {kind: entries.copy() for kind, entries in vars(module).items() if kind in _REGISTERS}
-
-
-_REGISTERS = {
-    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
-    *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
-}
-"""Dictionaries and sets of a module: what is registered in it, hooks included."""
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
@@ -213,21 +185,8 @@ class _Writes(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor) -> None:
         for name in self._names.get(tensor.untyped_storage().data_ptr(), ()):
-            if name not in self.before and _overlap(tensor, self.tensors[name]):
+            if name not in self.before and overlap(tensor, self.tensors[name]):
                 self.before[name] = self.tensors[name].detach().clone()
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage may have memory in common: the spans from first to last element."""
-    spans = [_span(tensor) for tensor in (one, other) if tensor.numel()]
-    return len(spans) == 2 and spans[0].start < spans[1].stop and spans[1].start < spans[0].stop
-
-
-def _span(tensor: Tensor) -> range:
-    size = tensor.element_size()
-    begin = tensor.storage_offset() * size
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(begin, begin + (last + 1) * size)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -68,7 +68,9 @@ class TensorParallel(ShardedStrategy):
 
     options: TensorParallelOptions
 
-    rules = WeightRules(changes_in_step_only=True, follows_groups=False, holds_memory=True)
+    rules = WeightRules(
+        changes_in_step_only=True, follows_groups=False, holds_memory=True, divides_gradients=True, divides_state=True
+    )
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:

@@ -1,0 +1,58 @@
+"""Modules as they were: their attributes, what is registered in them, and hooks on gradients."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dure.strategies.state.definitions import Definitions
+from dure.torchcompat import keep_gradient_hooks
+
+
+class KeptModules:
+    """Modules of a model, with the definitions that the model and the objects of a task use, as they are now.
+
+    Values of tensors are not kept, nor those of plain state in lists and the like.
+    """
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
+        """Record the modules.
+
+        Args:
+            model: Its modules.
+            objects: Further objects by name, such as the task.
+        """
+        self._modules = [(module, dict(vars(module)), _registered(module)) for module in model.modules()]
+        self._definitions = Definitions(model, objects)
+        self._undo_hooks = [keep_gradient_hooks(parameter) for parameter in model.parameters()]
+
+    def put_back(self) -> None:
+        """Restore the modules, also if some were replaced, parametrised or pruned since."""
+        for undo in self._undo_hooks:
+            undo()
+        self._definitions.put_back()
+        for module, attributes, registered in self._modules:
+            _put_back_entries(vars(module), attributes)
+            for kind, entries in registered.items():
+                vars(module)[kind].clear()
+                vars(module)[kind].update(entries)
+
+
+def _put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Restore the very objects of a dictionary, attributes that hold functions included, such as `forward`."""
+    for name in now.keys() - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
+
+
+def _registered(module: nn.Module) -> dict[str, Any]:
+    return {kind: entries.copy() for kind, entries in vars(module).items() if kind in _REGISTERS}
+
+
+_REGISTERS = {
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"),
+    *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
+}
+"""Dictionaries and sets of a module that hold what is registered in it, hooks included."""

@@ -30,27 +30,20 @@ from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.replica_state import ReplicaState, replica_state
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
-from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
-from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.pipeline.cut import decide
 from dure.strategies.pipeline.options import PipelineOptions
 from dure.strategies.pipeline.schedule import Schedule, num_scheduled
 from dure.strategies.pipeline.sequential import Sweeps
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
-from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
-from dure.strategies.sections.own_part import LocalStages
-from dure.strategies.sections.plan import CURE, SectionPlan
-from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
-from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.plan import CURE
+from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import call_of, called_again, stand_in
 from dure.strategies.sections.values import Description, Lanes, lanes_of, nothing, num_bytes, packed, unpacked
 from dure.strategies.sections.verify import hooks_gradients
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.state.tensor_shard import Needs
 
 _STAGES_PER_RANK = 2
 _MICROBATCHES_PER_STAGE = 4
@@ -92,7 +85,7 @@ class PipelineParts(BatchParts):
         return super().calls_per_step() * (2 if self._num_stages > 1 else 1)
 
 
-class Pipeline(Strategy):
+class Pipeline(SectionedStrategy):
     """Stages over the axis `pipeline` of a mesh, replicas of the pipeline over its axis `data`."""
 
     options: PipelineOptions
@@ -113,13 +106,10 @@ class Pipeline(Strategy):
         if fault := fault_of_backend(self.device.type, dist.get_backend(), axes["pipeline"]):
             raise SpecInvalid([f"strategy is {self.info.name}: {fault}"])
         self.mesh = Mesh(axes, self.group, self.device)
-        self.stage_ranks = self.mesh.group("pipeline")
+        self.section_ranks = self.mesh.group("pipeline")
         self.replicas = self.mesh.group("data")
         self.num_stages = _num_stages(self.mesh.size("pipeline"), self.options)
-        self._seeds = CommonSeeds()
-        self._draws = SectionDraws(self.device)
-        self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
-        self.stages = list(range(self.stage_ranks.rank, self.num_stages, self.stage_ranks.world_size))
+        self.stages = list(range(self.section_ranks.rank, self.num_stages, self.section_ranks.world_size))
         """The stages of this rank."""
         self.random_stream = self.mesh.coordinate("data")
         self.share = DataShare(
@@ -162,31 +152,15 @@ class Pipeline(Strategy):
 
     # the cut
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Decide where to cut; the model stays whole and where it is until the optimiser has seen it.
-
-        Communication: one gathered JSON message, the plan.
-        """
-        is_teller = self.group.rank == 0
-        told = decide(self, model, self.num_stages, self.options.cuts) if is_teller else None
-        told = self.group.all_gather_json(told)[0]
-        if told["faults"]:
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
-        self.plan = SectionPlan(**told["plan"])
-        return model
+    def decide(self, model: nn.Module) -> dict[str, Any]:
+        """Return where to cut, and what is wrong with it."""
+        return decide(self, model, self.num_stages, self.options.cuts)
 
     def distribute(self) -> None:
         """Keep this rank's stages, of the model and of the optimiser, and let go of the others."""
-        if faults := self.check_optimizer(self.optimizer):
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
-        refuse_later_hooks(self.optimizer)
-        super().distribute()
-        self.part = LocalStages(self.model, self.plan, self.stages, self.device)
-        self.trainable = self.part.trainable()
-        self.part.divide(self.optimizer)
-        self.sections = SectionedModel(self.model, self.plan)
+        self.keep(self.stages)
         self.sweeps = Sweeps(self.sections, self.part, self.mesh, self.device, self.precision)
-        self._evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
+        self.evaluated = stand_in(self.model, self.sweeps.evaluate, self.part.state_dict)
         self._clock = StepClock(self.device)
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._schedules: dict[Any, Schedule] = {}
@@ -219,7 +193,7 @@ class Pipeline(Strategy):
         self._calls = [self._noted(microbatch) for microbatch in microbatches]
         if state is not None:
             state.put_back()
-        number = num_scheduled(self._schedule_name(), len(self._calls), self.stage_ranks.world_size, self.num_stages)
+        number = num_scheduled(self._schedule_name(), len(self._calls), self.section_ranks.world_size, self.num_stages)
         self._calls += [None] * (number - len(self._calls))
         self._schedule = self._schedule_for(number)
         try:
@@ -369,21 +343,6 @@ class Pipeline(Strategy):
             for parameter, gradient, part in zip(bucket, gradients, parts, strict=True):
                 parameter.grad = gradient.copy_(part.view_as(gradient))
 
-    def unscale_gradients(self) -> None:
-        """Unscale, and agree over all stages whether a gradient overflowed: all skip the step, or none.
-
-        Communication: with fp16 one all_reduce of one number over the pipeline.
-        """
-        super().unscale_gradients()
-        share_overflows(self.stage_ranks, self.precision, self.optimizer, self.device)
-
-    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Clip by the norm over all stages.
-
-        Communication: one all_reduce of one number over the pipeline.
-        """
-        clip_by_common_norm(self.stage_ranks, parameters, most, dtype=self.sums.dtype, device=self.device)
-
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return what this rank sent over its cuts in the last step, and 2 (D-1)/D of its gradients over replicas."""
         if self._schedule is None:
@@ -411,31 +370,15 @@ class Pipeline(Strategy):
 
     # evaluation and checkpoints
 
-    def evaluation_models(self) -> list[nn.Module]:
-        """Return the pipeline as a model: a call runs through all stages, and every rank gets the output."""
-        return [self._evaluated]
-
     def replica(self) -> ReplicaState:
         """Ranks with the same stages hold the same tensors."""
         own = ((name, p) for name, p in self.model.named_parameters() if self.part.is_own(name))
-        return replica_state(f"stages of pipeline rank {self.stage_ranks.rank}", own, self.optimizer)
+        return replica_state(f"stages of pipeline rank {self.section_ranks.rank}", own, self.optimizer)
 
     def before_reading(self) -> None:
         """Make what several ranks have the same: buffers over replicas, what is in no block over stages."""
         self.replicas.broadcast([buffer for buffer in self.part.own_buffers() if buffer.numel()])
-        self.part.broadcast_loose(self.stage_ranks)
-
-    def state_dict(self) -> StrategyState:
-        """Return this rank's tensors and optimiser state; rank 0 of the data axis writes them."""
-        return self.part.save(self.optimizer)
-
-    def load_state_dict(self, source: StateSource) -> None:
-        """Take over this rank's part of a checkpoint."""
-        self.part.load(source, self.optimizer)
-
-    def needs(self) -> Needs:
-        """Return this rank's part."""
-        return self.part.needs()
+        super().before_reading()
 
     def close(self) -> None:
         """Let go of the schedules, which hold process groups."""

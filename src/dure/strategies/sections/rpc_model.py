@@ -19,32 +19,25 @@ from torch.optim import Optimizer
 
 from dure import torchcompat
 from dure.comm.rpc import agent_name, close_agent, open_agent
-from dure.errors import DureError, SpecInvalid, TaskInvalid
+from dure.errors import DureError, TaskInvalid
 from dure.spec import RunSpec
 from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import Microbatch, to_device
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.reduced_facts import reduced_facts
 from dure.strategies.contract.step_facts import Requests, StepFacts
-from dure.strategies.contract.strategy import Strategy
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.division.optimizer_trial import faults_of_parts
-from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.sections.absent_tensors import guarded
 from dure.strategies.sections.costs import held_bytes
 from dure.strategies.sections.cuts import cut_names, faults_of, registered_chain
-from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
 from dure.strategies.sections.options import SectionOptions
-from dure.strategies.sections.own_part import LocalStages
 from dure.strategies.sections.plan import CURE, SURVEYED_SAMPLES, SectionPlan, look_at, plan_sections
-from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
 from dure.strategies.sections.rpc_calls import HOST, Call, Failed, Result, leads_to, on_host
-from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.sections.sectioned_strategy import SectionedStrategy
 from dure.strategies.sections.stand_in import stand_in
 from dure.strategies.sections.trace import Survey, tensors_of
 from dure.strategies.sections.verify import SETS_GRADIENTS, changes_module, hooks_gradients, rehearse
-from dure.strategies.state.saved_state import StateSource, StrategyState
-from dure.strategies.state.tensor_shard import Needs
 
 _UNUSED = (
     "{what} has no part in this batch's gradient (it is detached, or not used), and rpc_model's backward would wait "
@@ -53,7 +46,7 @@ _UNUSED = (
 """Sentence about a message between sections that backward would not come to."""
 
 
-class RpcModel(Strategy):
+class RpcModel(SectionedStrategy):
     """One section of the model on each rank; rank 0 has the data and calls the others."""
 
     options: SectionOptions
@@ -64,12 +57,10 @@ class RpcModel(Strategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
+        self.section_ranks = self.group
         self.drives = self.group.rank == 0
         self.share = DataShare(index=0, count=1, takes_samples=self.drives, leads=self.drives)
         self.facts_lag = 0
-        self._seeds = CommonSeeds()
-        self._draws = SectionDraws(self.device)
-        self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
         self._outputs: list[Sequence[Tensor]] = []
         """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""
         self._threads = threading.local()
@@ -103,18 +94,7 @@ class RpcModel(Strategy):
 
     # the cut
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Decide where to cut; the model stays whole until the optimiser has seen it.
-
-        Communication: one gathered JSON message, the plan.
-        """
-        told = self.group.all_gather_json(self._decide(model) if self.drives else None)[0]
-        if told["faults"]:
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
-        self.plan = SectionPlan(**told["plan"])
-        return model
-
-    def _decide(self, model: nn.Module) -> dict[str, Any]:
+    def decide(self, model: nn.Module) -> dict[str, Any]:
         """Return the plan, by the bytes that each section would hold, and what is wrong with it."""
         num_sections = self.group.world_size
         if num_sections == 1:
@@ -137,16 +117,9 @@ class RpcModel(Strategy):
 
         Communication: rank 0's weights broadcast to all; the agents' rendezvous; a reference to each parameter.
         """
-        if faults := self.check_optimizer(self.optimizer):
-            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
-        refuse_later_hooks(self.optimizer)
-        super().distribute()
         self.group.broadcast([tensor for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor)])
-        self.part = LocalStages(self.model, self.plan, [self.group.rank], self.device)
-        self.trainable = self.part.trainable()
-        self.part.divide(self.optimizer)
-        self.sections = SectionedModel(self.model, self.plan)
-        self._evaluated = stand_in(self.model, self._call, self.part.state_dict)
+        self.keep([self.group.rank])
+        self.evaluated = stand_in(self.model, self._call, self.part.state_dict)
         self._gradients: dict[int, Tensor] = {}
         self._sent_bytes = 0
         self._open_context = ExitStack()
@@ -341,18 +314,6 @@ class RpcModel(Strategy):
         if self.expectation is not None and self._gradients:
             torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.counted_items())
 
-    def unscale_gradients(self) -> None:
-        """Unscale, and let all ranks skip the step in which any rank's gradient overflowed.
-
-        Communication: with fp16 one all_reduce of one number.
-        """
-        super().unscale_gradients()
-        share_overflows(self.group, self.precision, self.optimizer, self.device)
-
-    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Clip by the norm over all sections. Communication: one all_reduce of one number."""
-        clip_by_common_norm(self.group, parameters, most, dtype=self.sums.dtype, device=self.device)
-
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""
         sent, self._sent_bytes = self._sent_bytes, 0
@@ -360,26 +321,10 @@ class RpcModel(Strategy):
 
     # evaluation, checkpoints, the end
 
-    def evaluation_models(self) -> list[nn.Module]:
-        """Return the model as rank 0 drives it; the others are called."""
-        return [self._evaluated]
-
     def before_reading(self) -> None:
-        """Make what is in no block the same on all ranks: each has it, and one trains it."""
+        """Make what is in no block the same on all ranks, when all have come to here."""
         self.group.barrier()
-        self.part.broadcast_loose(self.group)
-
-    def state_dict(self) -> StrategyState:
-        """Return this rank's tensors and optimiser state."""
-        return self.part.save(self.optimizer)
-
-    def load_state_dict(self, source: StateSource) -> None:
-        """Take over this rank's part of a checkpoint."""
-        self.part.load(source, self.optimizer)
-
-    def needs(self) -> Needs:
-        """Return this rank's part."""
-        return self.part.needs()
+        super().before_reading()
 
     def close(self) -> None:
         """Let go of what is referred to elsewhere, and end the agent together with the others."""

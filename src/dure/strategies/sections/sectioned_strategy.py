@@ -1,0 +1,93 @@
+"""Common part of the strategies under which processes keep sections of the model: `pipeline` and `rpc_model`."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from dure.comm.groups import Group
+from dure.errors import SpecInvalid
+from dure.strategies.contract.abilities import faults_of_optimizer
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.strategy import Strategy
+from dure.strategies.division.step_hooks import refuse_later_hooks
+from dure.strategies.sections.gradients import clip_by_common_norm, share_overflows
+from dure.strategies.sections.own_part import LocalStages
+from dure.strategies.sections.plan import SectionPlan
+from dure.strategies.sections.random_state import CommonSeeds, SectionDraws, SectionDrawWatch
+from dure.strategies.sections.sectioned_model import SectionedModel
+from dure.strategies.state.saved_state import StateSource, StrategyState
+from dure.strategies.state.tensor_shard import Needs
+
+
+class SectionedStrategy(Strategy):
+    """Sections of the model on several ranks, each of which steps and saves its own."""
+
+    section_ranks: Group
+    """Ranks that have the sections of one model."""
+    evaluated: nn.Module
+    """The sections as one model, for evaluations."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._seeds = CommonSeeds()
+        self._draws = SectionDraws(self.device)
+        self.drawing = SectionDrawWatch(self.devices, self._draws, self._seeds)
+
+    @abstractmethod
+    def decide(self, model: nn.Module) -> dict[str, Any]:
+        """Return the `plan`, and the `faults` for which there is none; called on rank 0."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Decide where to cut; the model stays whole and where it is until the optimiser has seen it.
+
+        Communication: one gathered JSON message, the plan.
+        """
+        told = self.group.all_gather_json(self.decide(model) if self.group.rank == 0 else None)[0]
+        if told["faults"]:
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in told["faults"]])
+        self.plan = SectionPlan(**told["plan"])
+        return model
+
+    def keep(self, sections: Iterable[int]) -> None:
+        """Keep this rank's sections, of the model and of the optimiser, and let go of the others."""
+        if faults := faults_of_optimizer(type(self), self.optimizer):
+            raise SpecInvalid([f"strategy is {self.info.name}: {fault}" for fault in faults])
+        refuse_later_hooks(self.optimizer)
+        self.part = LocalStages(self.model, self.plan, sections, self.device)
+        self.trainable = self.part.trainable()
+        self.part.divide(self.optimizer)
+        self.sections = SectionedModel(self.model, self.plan)
+
+    def unscale_gradients(self) -> None:
+        """Unscale, and agree over all sections whether a gradient overflowed: all ranks skip the step, or none.
+
+        Communication: with fp16 one all_reduce of one number.
+        """
+        super().unscale_gradients()
+        share_overflows(self.section_ranks, self.precision, self.optimizer, self.device)
+
+    def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
+        """Clip by the norm over all sections. Communication: one all_reduce of one number."""
+        clip_by_common_norm(self.section_ranks, parameters, most, dtype=self.sums.dtype, device=self.device)
+
+    def evaluation_models(self) -> list[nn.Module]:
+        """Return the sections as one model: a call runs through all of them."""
+        return [self.evaluated]
+
+    def before_reading(self) -> None:
+        """Make what is in no block the same on all ranks: each has it, and one trains it."""
+        self.part.broadcast_loose(self.section_ranks)
+
+    def state_dict(self) -> StrategyState:
+        """Return this rank's tensors and optimiser state."""
+        return self.part.save(self.optimizer)
+
+    def load_state_dict(self, source: StateSource) -> None:
+        """Take over this rank's part of a checkpoint."""
+        self.part.load(source, self.optimizer)
+
+    def needs(self) -> Needs:
+        """Return this rank's part."""
+        return self.part.needs()

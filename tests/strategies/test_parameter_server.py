@@ -11,6 +11,7 @@ from torch import nn
 
 import dure
 from dure.errors import SpecInvalid
+from dure.strategies.contract.abilities import role_of
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
@@ -88,7 +89,7 @@ def test_message_when_filled_through_its_views_then_the_bytes_hold_numbers_and_e
 
 def strategy_on(group, model, **options):
     given = spec_of("parameter_server", **options)
-    role = load_strategy("parameter_server").role_for(group, given)
+    role = role_of(load_strategy("parameter_server"), group, given)
     strategy = role(
         StrategyContext(STRATEGIES["parameter_server"], group, (torch.device("cpu"),), Precision("fp32", "cpu"), given)
     )

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dure.comm.algorithms.backend import BackendAllReduce
 from dure.comm.buckets import FlatGradients
 from dure.errors import TaskInvalid
+from dure.strategies.contract.abilities import faults_of_model
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
@@ -201,7 +202,7 @@ def test_parameters_that_some_or_all_leave_unused_stay_as_on_one_device(strategy
 
 def test_sparse_gradients_are_refused_by_the_name_of_their_module():
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1))
-    faults = load_strategy("ring_ddp").check_model(model, spec_of("ring_ddp", nproc=2))
+    faults = faults_of_model(load_strategy("ring_ddp"), model, spec_of("ring_ddp", nproc=2))
     assert faults == [
         "0 gives sparse gradients (sparse=True), which have no place in a flat buffer: use ddp or naive_ddp"
     ]

@@ -398,8 +398,4 @@ class Strategy(ABC):
     def _correct_count(self) -> None:
         if self.expectation is not None:
             gradients = [p.grad for p in self.trainable if p.grad is not None]
-            torchcompat.multiply_(gradients, self.expectation / self.counted_items())
-
-    def counted_items(self) -> "Tensor | float":
-        """Return the step's count over all ranks; a tensor where reading it would make the host wait."""
-        return self.sums.count
+            torchcompat.multiply_(gradients, self.expectation / self.sums.count)

@@ -114,7 +114,7 @@ class ModelParallel(Strategy):
     def _correct_count(self) -> None:
         if self.expectation is None:
             return
-        factor = self.expectation / self.counted_items()
+        factor = self.expectation / self.sums.count
         for device in dict.fromkeys(self.devices):
             gradients = [p.grad for p in self.trainable if p.grad is not None and p.device == device]
             if gradients:

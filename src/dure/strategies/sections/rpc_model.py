@@ -312,7 +312,7 @@ class RpcModel(SectionedStrategy):
 
     def _correct_count(self) -> None:
         if self.expectation is not None and self._gradients:
-            torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.counted_items())
+            torchcompat.multiply_(list(self._gradients.values()), self.expectation / self.sums.count)
 
     def sent_bytes(self, num_microsteps: int) -> int:
         """Return the bytes of the tensors that this rank sent to others since it was asked last."""

@@ -299,6 +299,8 @@ class FSDP(ShardedStrategy):
         scalars = [torch.zeros((), dtype=used.dtype) if p.grad is None else p.grad for p in self._own_scalars]
         beside = torch.cat([used, *(scalar.reshape(1).to(used) for scalar in scalars)])
         facts = reduced_facts(self, beside)
+        if self.options.cpu_offload and self.expectation is not None:
+            self.sums.count = float(self.sums.count)  # offloaded gradients are on the host and are multiplied there
         for parameter, gradient in zip(self._own_scalars, beside[len(self.trainable) :], strict=True):
             parameter.grad = gradient.to(parameter)
         if not is_all_reached:
@@ -315,11 +317,6 @@ class FSDP(ShardedStrategy):
             return True, torch.ones(len(self.trainable), dtype=self.sums.dtype, device=self.device)
         flags = [float(position in reached) for position in range(len(self.trainable))]
         return False, torch.tensor(flags, dtype=self.sums.dtype, device=self.device)
-
-    def counted_items(self) -> "Tensor | float":
-        """Return the step's count; offloaded gradients are on the host and are multiplied there."""
-        count = super().counted_items()
-        return float(count) if self.options.cpu_offload else count
 
     def evaluation_models(self) -> list[nn.Module]:
         """Return the model, with the parameters outside its units gathered.

@@ -85,8 +85,6 @@ def test_share_when_all_ranks_take_part_in_each_forward_pass_then_all_make_as_ma
     ("size", "parts"), [(None, [4, 3, 3]), (2, [2, 2, 2, 1, 2, 1]), (3, [2, 2, 2, 1, 2, 1]), (8, [4, 3, 3])]
 )
 def test_parts_when_a_batch_is_divided_then_every_share_has_as_many_microbatches(size, parts):
-    of_batch = BatchParts(
-        spec_of("ddp", microbatch_size=size, global_batch_size=10), lambda: DataShare(index=0, count=3)
-    )
+    of_batch = BatchParts(spec_of("ddp", microbatch_size=size, global_batch_size=10), 3)
     assert of_batch.of(10) == parts
     assert of_batch.calls_per_step() == len(parts) // 3

@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dure.errors import TaskInvalid
 from dure.strategies.contract.batch_layout import layout_of
-from dure.strategies.contract.batch_parts import DataShare
 from dure.strategies.contract.batches import map_tensors, split_batch, to_device
 from dure.strategies.data_parallel.balanced_dp import BalancedDataParallel, UnevenParts
 from tests.specs import spec_of
@@ -213,6 +212,6 @@ def test_what_is_the_same_in_both_batches_goes_to_every_part(value):
 def test_no_device_gets_more_than_its_microbatch(microbatch_size, first, devices):
     strategy = BalancedDataParallel.__new__(BalancedDataParallel)
     strategy.devices = (torch.device("cpu"),) * devices
-    parts = UnevenParts(spec_of("balanced_dp"), lambda: DataShare(index=0, count=1))
+    parts = UnevenParts(spec_of("balanced_dp"), 1)
     parts.fractions = strategy._fractions(first)
     assert max(parts.divided(parts.process_size(microbatch_size))) <= microbatch_size

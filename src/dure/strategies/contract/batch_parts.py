@@ -1,7 +1,6 @@
 """Parts of the batch of a step: a rank's share, and the parts in which model and loss see it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dure.data.partition import shares
@@ -39,15 +38,10 @@ class DataShare:
 class BatchParts:
     """Sizes of microbatches, and the parts that a batch falls into by them."""
 
-    def __init__(self, spec: RunSpec, share: Callable[[], DataShare]) -> None:
-        """Take the settings, and a function that returns the rank's share."""
+    def __init__(self, spec: RunSpec, num_shares: int) -> None:
         self.spec = spec
-        self._share = share
-
-    @property
-    def num_shares(self) -> int:
+        self.num_shares = num_shares
         """Number of shares into which a batch is divided over the ranks."""
-        return self._share().count
 
     def process_size(self, microbatch_size: int) -> int:
         """Return the samples of one microbatch of this process when a device takes at most `microbatch_size`."""

@@ -81,7 +81,7 @@ class Strategy(ABC):
         """Options of this strategy. A subclass declares their class."""
         self.share = DataShare(index=self.group.rank, count=self.group.world_size)
         """Share of every batch that is this rank's."""
-        self.parts = BatchParts(self.spec, lambda: self.share)
+        self.parts = BatchParts(self.spec, self.share.count)
         """Parts in which model and loss see a batch."""
         self.random_stream = self.group.rank
         """Number of the stream of random numbers: ranks with the same number draw the same (dropout)."""
@@ -129,6 +129,11 @@ class Strategy(ABC):
         self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
         self.watch = self.watched_parameters()
+
+    def take_share(self, share: DataShare) -> None:
+        """Work on another share of every batch from here on."""
+        self.share = share
+        self.parts.num_shares = share.count
 
     def watched_parameters(self) -> ParameterWatch:
         """Begin to watch over what the loss does to parameters."""

@@ -62,7 +62,7 @@ class BalancedDataParallel(DeviceReplicas):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self.parts = UnevenParts(self.spec, lambda: self.share)
+        self.parts = UnevenParts(self.spec, self.share.count)
 
     def distribute(self) -> None:
         """Start the threads, and find the shares."""

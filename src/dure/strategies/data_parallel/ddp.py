@@ -287,5 +287,5 @@ class DDP(Strategy):
 
     def close(self) -> None:
         """Let DDP's reducer go before the process group does."""
-        self.sums.terms.clear()
+        self.sums.begin(NO_REQUESTS)
         del self.engine

@@ -5,11 +5,11 @@ The classic of PyTorch's first years. Every microstep has five phases: *replicat
 in backward, *reduce* (gradients to device 0).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from dure.data.partition import shares
 from dure.spec import RunSpec
-from dure.strategies.contract.batch_parts import BatchParts, DataShare
+from dure.strategies.contract.batch_parts import BatchParts
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests
@@ -20,8 +20,8 @@ from dure.strategies.division.divided_calls import DividedCalls
 class EvenParts(BatchParts):
     """Parts of microbatches that are divided evenly over devices."""
 
-    def __init__(self, spec: RunSpec, share: Callable[[], DataShare], num_devices: int) -> None:
-        super().__init__(spec, share)
+    def __init__(self, spec: RunSpec, num_shares: int, num_devices: int) -> None:
+        super().__init__(spec, num_shares)
         self._num_devices = num_devices
 
     def of(self, num_samples: int) -> list[int]:
@@ -46,7 +46,7 @@ class DataParallel(DeviceReplicas):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self.parts = EvenParts(self.spec, lambda: self.share, len(self.devices))
+        self.parts = EvenParts(self.spec, self.share.count, len(self.devices))
 
     def distribute(self) -> None:
         """Start the threads, and take the calls of the model that the task's loss makes."""

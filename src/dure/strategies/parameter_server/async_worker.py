@@ -230,7 +230,7 @@ class AsyncWorker(Worker):
         """
         said = self.pace.survivors.agree(None)
         living = [member for member in self.pace.survivors.members if member in self.serving.worker_ranks]
-        self.share = DataShare(index=living.index(self._own), count=len(living))
+        self.take_share(DataShare(index=living.index(self._own), count=len(living)))
         self.pull()
         self._learn()
         self._note_lost(living, [clocks for clocks in said if clocks is not None])

@@ -34,7 +34,7 @@ class Server(Strategy):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.serving = Serving(context.group, context.spec)
-        self.share = DataShare(index=0, count=self.serving.num_workers, takes_samples=False, leads=False)
+        self.take_share(DataShare(index=0, count=self.serving.num_workers, takes_samples=False, leads=False))
         self.facts_lag = 0
         self.requests = Requests()
         self.number = self.group.rank - self.serving.num_workers

@@ -33,7 +33,7 @@ class Worker(Strategy):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.serving = Serving(context.group, context.spec)
-        self.share = DataShare(index=self.group.rank, count=self.serving.num_workers)
+        self.take_share(DataShare(index=self.group.rank, count=self.serving.num_workers))
         self.facts_lag = 0
 
     def distribute(self) -> None:

@@ -71,8 +71,8 @@ class _Call:
 class PipelineParts(BatchParts):
     """Microbatches for every stage at once."""
 
-    def __init__(self, spec: RunSpec, share: Callable[[], DataShare], num_stages: int) -> None:
-        super().__init__(spec, share)
+    def __init__(self, spec: RunSpec, num_shares: int, num_stages: int) -> None:
+        super().__init__(spec, num_shares)
         self._num_stages = num_stages
 
     def default_size(self) -> int:
@@ -118,7 +118,7 @@ class Pipeline(SectionedStrategy):
             leads=self.num_stages - 1 in self.stages,
             is_joint=True,
         )
-        self.parts = PipelineParts(self.spec, lambda: self.share, self.num_stages)
+        self.parts = PipelineParts(self.spec, self.share.count, self.num_stages)
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:

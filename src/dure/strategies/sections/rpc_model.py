@@ -59,7 +59,7 @@ class RpcModel(SectionedStrategy):
         super().__init__(context)
         self.section_ranks = self.group
         self.drives = self.group.rank == 0
-        self.share = DataShare(index=0, count=1, takes_samples=self.drives, leads=self.drives)
+        self.take_share(DataShare(index=0, count=1, takes_samples=self.drives, leads=self.drives))
         self.facts_lag = 0
         self._outputs: list[Sequence[Tensor]] = []
         """Tensors of what each call of the model gave in the microbatch under way, on rank 0."""

@@ -108,11 +108,8 @@ class TensorParallel(ShardedStrategy):
         self.mesh = Mesh(axes, self.group, self.device, divides_tensors=True)
         self.shard_group = self.mesh.group("tensor")
         self.random_stream = self.mesh.coordinate("data")
-        self.share = DataShare(
-            index=self.mesh.coordinate("data"),
-            count=self.mesh.size("data"),
-            leads=self.mesh.coordinate("tensor") == 0,
-        )
+        index, leads = self.mesh.coordinate("data"), self.mesh.coordinate("tensor") == 0
+        self.take_share(DataShare(index=index, count=self.mesh.size("data"), leads=leads))
         self.plan = _plan(model, self.mesh.size("tensor"), self.options)
         self.traffic = Traffic(self.mesh.size("tensor"))
         self._is_dividing = False

@@ -61,7 +61,7 @@ def test_questions_when_a_strategy_has_none_of_the_abilities_then_there_is_an_an
     assert abilities.faults_of_model(Single, model, spec) == []
     assert abilities.faults_of_optimizer(Single, strategy.optimizer) == []
     assert replica_of(strategy) is None
-    assert abilities.share_at(strategy, 7) == (0, 1)
+    assert abilities.share_by_step(strategy)(7) == (0, 1)
     assert abilities.lost_shares(strategy) == []
     assert abilities.own_state(strategy).model.keys() == model.state_dict().keys()
     model.bias.requires_grad_(False)

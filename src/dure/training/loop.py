@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dure.data.partition import shares
 from dure.errors import DataInvalid, LossNotFinite, TaskInvalid
 from dure.records.step_record import StepRecord
-from dure.strategies.contract.abilities import share_at
+from dure.strategies.contract.abilities import share_by_step
 from dure.strategies.contract.batches import Microbatch
 from dure.strategies.contract.step_clock import StepClock
 from dure.strategies.contract.step_facts import Requests, StepFacts
@@ -201,8 +201,9 @@ class TrainingLoop:
         self._last_end = self.clock.mark()
 
     def _requests(self, samples_seen: int, total_samples: int, step: int) -> Iterator[FetchRequest]:
+        share_at = share_by_step(self.strategy)
         for number, batch in enumerate(self.order.batches(samples_seen, total_samples), step + 1):
-            share = RankBatch.of(batch, *share_at(self.strategy, number), self.microbatch_size)
+            share = RankBatch.of(batch, *share_at(number), self.microbatch_size)
             self._planned.append((batch, share))
             start = 0
             for size in share.microbatches:

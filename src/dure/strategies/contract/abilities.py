@@ -3,6 +3,7 @@
 Those of classes are looked for on the class itself, before there is an object of it.
 """
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -109,11 +110,11 @@ def faults_of_optimizer(strategy: object, optimizer: Optimizer) -> list[str]:
     return strategy.check_optimizer(optimizer) if isinstance(strategy, ChecksOptimizer) else []
 
 
-def share_at(strategy: Strategy, step: int) -> tuple[int, int]:
-    """Return which share of a step's batch is this rank's, and of how many."""
+def share_by_step(strategy: Strategy) -> Callable[[int], tuple[int, int]]:
+    """Return a function that returns which share of a step's batch is this rank's, and of how many."""
     if isinstance(strategy, OutlivesRanks):
-        return strategy.share_at(step)
-    return strategy.share.index, strategy.share.count
+        return strategy.share_at
+    return lambda step: (strategy.share.index, strategy.share.count)
 
 
 def lost_shares(strategy: Strategy) -> list[LostShare]:

@@ -1,6 +1,5 @@
 """The contract between the loop and a strategy: three verbs, each one measured span."""
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -128,6 +127,8 @@ class Strategy(ABC):
         optimizer_to_names(self.model, self.optimizer)  # refuses what no checkpoint could name, before the first step
         self._num_groups = len(self.optimizer.param_groups)
         self.distribute()
+        self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
+        """True if the loss sees a step's batch in parts, here or on other ranks."""
         self.watch = self.watched_parameters()
 
     def take_share(self, share: DataShare) -> None:
@@ -277,11 +278,6 @@ class Strategy(ABC):
         """True if model or loss draw random numbers in training, as far as is known."""
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         return has_dropout or self.traits.draws
-
-    @functools.cached_property
-    def _is_divided(self) -> bool:
-        """True if the loss sees a step's batch in parts, here or on other ranks."""
-        return self.group.world_size > 1 or self.parts.calls_per_step() > 1
 
     def check_traits(self, model: nn.Module) -> list[str]:
         """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.

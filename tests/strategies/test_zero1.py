@@ -57,7 +57,7 @@ def held(build_model: Callable[[], nn.Module], width: int, kind: Any = optim.Ada
     def work(group: ProcessGroup) -> tuple[int, int, int]:
         strategy = prepared(group, build_model(), lambda model: kind(model.parameters(), lr=0.01))
         step(strategy, width)
-        found = state_bytes(strategy.part)
+        found = state_bytes(strategy.stepped)
         answer = sum(found), max(found, default=0), strategy.sent_bytes(1)
         strategy.close()
         return answer

@@ -45,8 +45,8 @@ def faults_of_loss(
     if rules.divides_state and num_ranks > 1 and (sharing := sharing_memory(model)):
         faults.append(
             f"{few(sharing)} share memory without being one parameter, which {strategy} would divide as if each had "
-            "its own: tie weights by the parameter itself (decoder.weight = encoder.weight) or compute one from the other "
-            "in forward, or use ddp"
+            "its own: tie weights by the parameter itself (decoder.weight = encoder.weight) or compute "
+            "one from the other in forward, or use ddp"
         )
     if rules.undoes_writes and (written := traits.changed_parameters):
         faults.append(write_fault(written, strategy))

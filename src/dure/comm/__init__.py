@@ -1,4 +1,4 @@
-"""Communication between ranks. Importing it makes the backend `dure_shm` known to torch.distributed."""
+"""Communication between ranks. Importing this package registers the backend `dure_shm` with torch.distributed."""
 
 from dure.comm.dure_shm.registration import register_backend
 

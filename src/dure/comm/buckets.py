@@ -1,4 +1,4 @@
-"""One flat buffer for all gradients, cut into buckets: what a reducer sends instead of a tensor at a time."""
+"""Flat buffer for all gradients, cut into buckets, which a reducer sends instead of single tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """A slice of a flat buffer that is reduced at once."""
+    """Slice of a flat buffer that is reduced at once."""
 
     vector: Tensor
     """1-D view into the buffer."""
     positions: tuple[int, ...]
-    """Parameters in the bucket, as positions in the list that the buffers were made for."""
+    """Parameters in the bucket, as positions in the parameter list of the buffers."""
     index: int
     tail_elements: int = 0
 
     @property
     def gradients(self) -> Tensor:
-        """The vector without the tail."""
+        """Vector without the tail."""
         return self.vector[: self.vector.numel() - self.tail_elements]
 
     @property
     def tail(self) -> Tensor:
-        """The numbers that travel with the gradients."""
+        """Numbers that are reduced together with the gradients."""
         return self.vector[self.vector.numel() - self.tail_elements :]
 
 
 class FlatGradients:
-    """Gradients as views into one buffer per dtype: they are added up in the place that they are sent from.
+    """Gradients as views into one buffer per dtype, so that they are accumulated where they are sent from.
 
-    Parameters lie in reverse order, which is about the order in which backward reaches them, so that the first bucket
-    is full first (Li et al. 2020, section 3.2.3). Behind the last parameter is a tail for a few numbers that travel
+    Parameters are in reverse order, which is roughly the order in which backward reaches them, so that the first bucket
+    is full first (Li et al. 2020, section 3.2.3). After the last parameter is a tail for a few numbers that are sent
     with the last bucket.
     """
 
@@ -48,10 +48,10 @@ class FlatGradients:
         """Allocate the buffers, zeroed; the parameters' gradients are not touched.
 
         Args:
-            parameters: Dense, on one device.
-            bucket_elements: A bucket is closed when it has at least so many.
-            tail_elements: Length of the tail, which is kept in float32 or float64.
-            zeros: Allocates a buffer; None takes torch's own memory.
+            parameters: Dense parameters on one device.
+            bucket_elements: Minimum elements at which a bucket is closed.
+            tail_elements: Length of the tail, which has dtype float32 or float64.
+            zeros: Allocates a buffer; None for torch's own memory.
         """
         self._zeros = zeros or (lambda length, dtype, device: torch.zeros(length, dtype=dtype, device=device))
         self.parameters = list(parameters)
@@ -61,7 +61,7 @@ class FlatGradients:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for position in reversed(range(len(self.parameters))):
             by_dtype.setdefault(self.parameters[position].dtype, []).append(position)
-        # the buffer with the tail comes last, so that the tail is in the last bucket; halves are too coarse for it
+        # the buffer with the tail is last, so that the tail is in the last bucket; half precision is too coarse for it
         carrier = next((dtype for dtype in by_dtype if dtype in (torch.float32, torch.float64)), torch.float32)
         for dtype in [*(dtype for dtype in by_dtype if dtype != carrier), carrier]:
             is_last = dtype == carrier
@@ -86,14 +86,14 @@ class FlatGradients:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers, the tail counted."""
+        """Bytes of all buffers, including the tail."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def keeper(self, position: int, reached: list[nn.Parameter]) -> Callable[[nn.Parameter], None]:
-        """Return a post-accumulate hook that makes a parameter's gradient its view, and notes that it was reached.
+        """Return a post-accumulate hook that makes a parameter's gradient its view, and records that it was reached.
 
-        Backward's first gradient is new memory, still in the caches: it is copied over what lies in the buffer, which
-        need not be zeroed then. Later microsteps add to the view.
+        Backward's first gradient is new memory, still in the caches. It is copied over the contents of the buffer,
+        which therefore need not be zeroed. Later microsteps add to the view.
         """
         view = self.views[position]
 
@@ -108,17 +108,17 @@ class FlatGradients:
 
 
 def as_gradient_of(parameter: Tensor, flat: Tensor) -> Tensor:
-    """Return a parameter's gradient, given as a vector in the order of its elements, with the parameter's own strides.
+    """Return a parameter's gradient, given as a vector in the order of its elements, with the parameter's strides.
 
-    Fused optimisers read both in the order of memory. With other strides (channels_last weights and a contiguous
-    gradient) those of CUDA refuse, and those of the CPU silently step each element by the gradient of another.
+    Fused optimisers read both in memory order. With different strides (channels_last weights and a contiguous gradient)
+    those of CUDA refuse, and those of the CPU silently update each element with the gradient of another.
     """
     gradient = flat.view_as(parameter)
     return gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
 
 
 def _like(parameter: Tensor, buffer: Tensor, start: int) -> Tensor:
-    """Return the parameter's place in the buffer, with its strides where they leave no gaps (channels_last)."""
+    """Return the parameter's view of the buffer, with its strides if they leave no gaps (channels_last)."""
     flat = buffer[start : start + parameter.numel()]
     is_dense = torch.empty_like(parameter).stride() == parameter.stride()
     return (

@@ -1,4 +1,4 @@
-"""Choice of an all-reduce algorithm where none is named, by the hosts that the ranks are on."""
+"""Choice of an all-reduce algorithm if none is named, by the hosts of the ranks."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ _PROCESSES = Path("/proc/self/ns/pid")
 
 
 def host_numbers(group: Group) -> list[int]:
-    """Return for every rank the number of its host; ranks that can share memory have the same.
+    """Return the host number of every rank; ranks that can share memory have the same number.
 
     Communication: one gathered JSON message of about 100 bytes per rank.
     """
@@ -28,7 +28,7 @@ def host_numbers(group: Group) -> list[int]:
 
 
 def _host_identity() -> str:
-    """Name what ranks must have in common to share memory: in another container they do not see each other."""
+    """Return a name common to processes that can share memory; other containers cannot see each other's processes."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else socket.gethostname()
     return f"{boot} {os.stat(_PROCESSES).st_ino}" if _PROCESSES.exists() else boot
 
@@ -36,40 +36,40 @@ def _host_identity() -> str:
 def open_chosen(
     wanted: str, device_type: str, group: Group, process_group: dist.ProcessGroup | None = None
 ) -> AllReduce:
-    """Make the algorithm ready that `--comm` means here, on all ranks.
+    """Open the algorithm selected by `--comm`, on all ranks.
 
     Communication: one gathered JSON message, and what opening the algorithm needs.
 
     Args:
         wanted: `auto` or an algorithm's name.
-        device_type: Where the gradients are.
+        device_type: Type of the device of the gradients.
         group: All ranks that reduce.
-        process_group: The same ranks as torch's group; None takes the default one.
+        process_group: The same ranks as a torch group; None for the default group.
 
     Raises:
-        SpecInvalid: Shared memory was asked for where ranks have none in common.
-        EnvironmentLacks: It was asked for and the system gives none.
+        SpecInvalid: Shared memory was requested, and the ranks have none in common.
+        EnvironmentLacks: Shared memory was requested, and the system provides none.
     """
     hosts = host_numbers(group)
     name = choose_algorithm(wanted, device_type, hosts)
     try:
         return open_all_reduce(name, process_group, hosts=hosts)
-    except EnvironmentLacks:  # on all ranks alike
+    except EnvironmentLacks:  # raised on all ranks
         if wanted != "auto":
             raise
         return open_all_reduce("ring", process_group, hosts=hosts)
 
 
 def choose_algorithm(wanted: str, device_type: str, hosts: Sequence[int]) -> str:
-    """Return the algorithm that `--comm` means here.
+    """Return the algorithm selected by `--comm`.
 
     Args:
         wanted: `auto` or an algorithm's name.
-        device_type: Where the gradients are.
-        hosts: The host of each rank.
+        device_type: Type of the device of the gradients.
+        hosts: Host number of each rank.
 
     Raises:
-        SpecInvalid: Shared memory was asked for where ranks have none in common.
+        SpecInvalid: Shared memory was requested, and the ranks have none in common.
     """
     is_shared = device_type == "cpu" and len(set(hosts)) == 1 and sys.platform == "linux"
     if wanted == "shm" and not is_shared:

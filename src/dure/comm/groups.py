@@ -1,4 +1,4 @@
-"""The one place where process groups are made and ended, and what the loop needs of one."""
+"""Creation and destruction of process groups, and the operations that the loop needs of one."""
 
 import json
 import os
@@ -20,21 +20,21 @@ from dure.documents import parse_json
 from dure.process.context import StoreAddress
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
-"""Largest size of one JSON message."""
+"""Maximum bytes of one JSON message."""
 
 _LIFE_SECONDS = 600.0
-"""Longest time without a sign of life at the start, where no limit for collectives is given."""
+"""Maximum seconds without a sign of life at the start, if no timeout for collectives is given."""
 
 _TRANSPORTS = {"dure_shm": "shared memory", "gloo": "sockets (gloo)", "nccl": "NCCL"}
 
 
 class Group(ABC):
-    """All ranks of a run. `Solo` is its twin for one process without a process group."""
+    """All ranks of a run. `Solo` is the counterpart for one process without a process group."""
 
     rank: int
     world_size: int
     transport: str = ""
-    """Description of the way in which ranks exchange data; empty for one rank alone."""
+    """Description of the transport between ranks; empty for a single rank."""
 
     @abstractmethod
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
@@ -49,28 +49,29 @@ class Group(ABC):
 
     @abstractmethod
     def all_gather_json(self, message: Any) -> list[Any]:
-        """Return what every rank said, by rank. JSON, never pickled. Communication: two all_gather, blocking."""
+        """Return the messages of all ranks, by rank; JSON, never pickled. Communication: two all_gather, blocking."""
 
     def broadcast_bytes(self, data: bytearray, source_rank: int) -> None:
-        """Overwrite bytes with those of `source_rank`; every rank has as many. A group of one has nothing to do.
+        """Overwrite bytes with those of `source_rank`; all ranks pass the same number. A group of one does nothing.
 
         Communication: one broadcast, blocking.
         """
 
     def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-        """Make a torch group of some of the ranks with the backend and the timeout of the run.
+        """Create a torch group of some of the ranks with the backend and the timeout of the run.
 
-        Every rank calls it, with the same ranks. Ranks outside get an object that is no group; a rank alone gets None.
+        Every rank calls this with the same ranks. Ranks outside get an object that is not a group; a single rank gets
+        None.
 
         Args:
-            ranks: None for all.
+            ranks: Ranks of the group; None for all.
 
         Communication: the rendezvous of the group, blocking.
         """
         return None
 
     def startup(self, report: Callable[[str], None] | None = None) -> Startup:
-        """Return the steps of a start that may take ranks any time; see `Startup`. Once per group."""
+        """Return the steps of a start that may take any time on some ranks; see `Startup`. Called once per group."""
         return Startup(self.rank, self.world_size, None, timeout_seconds=0.0, report=report)
 
     @abstractmethod
@@ -79,41 +80,41 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave in order: all ranks wait for each other, then the group is destroyed."""
+        """Leave in an orderly way: all ranks wait for each other, then the group is destroyed."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave after a failure, without the others."""
+        """Leave without the others, after a failure."""
 
 
 class Solo(Group):
-    """A group of one: everything is already reduced."""
+    """Group of one rank, in which everything is already reduced."""
 
     rank = 0
     world_size = 1
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        """Leave the tensor as it is."""
+        """Leave the tensor unchanged."""
 
     def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
-        """Leave the tensors as they are."""
+        """Leave the tensors unchanged."""
 
     def all_gather_json(self, message: Any) -> list[Any]:
-        """Return the one message, through JSON as a real group would."""
+        """Return the only message, after the same JSON conversion as in a real group."""
         return [json.loads(json.dumps(message))]
 
     def barrier(self) -> None:
-        """Return at once: there is no other rank."""
+        """Return immediately, because there is no other rank."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
     def abandon(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
 
 class ProcessGroup(Group):
-    """A torch process group, with messages and reductions on the backend's own device."""
+    """torch process group, with messages and reductions on the backend's own device."""
 
     def __init__(
         self,
@@ -123,26 +124,26 @@ class ProcessGroup(Group):
         timeout_seconds: float | None = None,
         is_one_host: bool = False,
     ) -> None:
-        """Take the default group, or another one, that is there already.
+        """Use the default group, or another existing one.
 
         Args:
-            device: This rank's.
-            process_group: None for the default group.
+            device: Device of this rank.
+            process_group: Existing group; None for the default group.
             timeout_seconds: Timeout of the collectives of its subgroups; None for torch's own.
-            is_one_host: Whether all ranks are on one host, where sockets of subgroups stay on the loopback interface.
+            is_one_host: Whether all ranks are on one host; sockets of subgroups then use only the loopback interface.
         """
         self.process_group = process_group
-        """Group of torch; None for the default group."""
+        """Torch's group; None for the default group."""
         self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._is_one_host = is_one_host
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.backend: str = dist.get_backend(process_group)
-        """Name of the backend in torch."""
+        """Torch's name of the backend."""
         why_gloo = getattr(process_group or dist.group.WORLD, "why_gloo", "")
         shared = f"sockets (gloo), not shared memory: {why_gloo}" if why_gloo else ""
         self.transport = shared or _TRANSPORTS.get(self.backend.rpartition(":")[2], self.backend)
-        # NCCL moves CUDA tensors only; gloo prefers host memory for small messages.
+        # NCCL accepts CUDA tensors only; gloo prefers host memory for small messages
         self._is_nccl = self.backend == "nccl"
         self._message_device = device if self._is_nccl else torch.device("cpu")
 
@@ -157,7 +158,7 @@ class ProcessGroup(Group):
         """Overwrite with the tensors of one rank."""
         for tensor in tensors:
             own = tensor.detach()
-            # NCCL takes no tensor of the host; gloo takes the bytes of one with gaps as they lie
+            # NCCL accepts no host tensors; gloo would send the bytes of a non-contiguous one as they are in memory
             moved = (own.to(self._message_device) if self._is_nccl else own).contiguous()
             dist.broadcast(moved, group=self.process_group, group_src=source_rank)
             if moved is not own and self.rank != source_rank:
@@ -201,7 +202,7 @@ class ProcessGroup(Group):
         """Wait for all ranks."""
         arrived = torch.zeros(1, device=self._message_device)
         self.all_reduce_sum(arrived)
-        arrived.item()  # NCCL only queues what it is asked for: reading is what waits
+        arrived.item()  # NCCL only queues operations; reading the result waits
 
     def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """Make a group of some ranks."""
@@ -214,7 +215,7 @@ class ProcessGroup(Group):
         dist.destroy_process_group(self.process_group)
 
     def abandon(self) -> None:
-        """Destroy at once: an interpreter that ends with a living group may abort."""
+        """Destroy the group at once, because an interpreter that exits with a live group may abort."""
         if self._is_nccl and self.process_group is None:
             torchcompat.abort_process_groups()
         else:
@@ -224,14 +225,14 @@ class ProcessGroup(Group):
 def open_group(
     rank: RankInfo, address: StoreAddress | None, *, device: torch.device, backend: str, timeout_seconds: float
 ) -> ProcessGroup:
-    """Make the default process group of this process, the only way that dure makes one.
+    """Create the default process group of this process; dure creates it in no other way.
 
     Args:
-        rank: This process.
-        address: The run's own store; None for a process alone.
-        device: The device of this rank.
+        rank: Rank of this process.
+        address: Address of the run's own store; None for a single process.
+        device: Device of this rank.
         backend: `gloo` or `nccl`.
-        timeout_seconds: For the store and for every collective.
+        timeout_seconds: Timeout of the store and of every collective.
     """
     timeout = timedelta(seconds=timeout_seconds)
     store: dist.Store
@@ -258,9 +259,9 @@ def open_group(
 
 @contextmanager
 def _gloo_on_loopback() -> Iterator[None]:
-    """Keep gloo from listening on the address that the host's name resolves to; it asks when a group is made."""
+    """Prevent gloo from listening on the address of the host's name, which it looks up when a group is created."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield  # the user has named an interface
+        yield  # the user has selected an interface
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     try:

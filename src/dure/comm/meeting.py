@@ -1,4 +1,4 @@
-"""Meeting point of ranks that a launcher started: one store, served by rank 0 or by the launcher."""
+"""Meeting of ranks that a launcher started, through one store that rank 0 or the launcher serves."""
 
 import errno
 import ipaddress
@@ -24,38 +24,38 @@ from dure.torchcompat import store_at, store_on_socket
 
 _POLL_SECONDS = 0.02
 _SAY_AFTER_SECONDS = 10.0
-"""Seconds after which a rank that waits for others reports which ones."""
+"""Seconds after which a waiting rank reports which ranks it waits for."""
 _PORT_PATIENCE_SECONDS = 5.0
 """Seconds that the ranks of an earlier start have to release the port."""
 
 _STORE_SECONDS = 1800.0
-"""Seconds that a script waits for a key, as torch's own store does."""
+"""Seconds that a script waits for a key, the same as torch's own store."""
 _LEAVE_SECONDS = 30.0
-"""Seconds that rank 0 keeps a store up for ranks that have not ended: one that was killed never reports its end."""
+"""Seconds that rank 0 keeps a store running for ranks that have not ended; a killed rank never reports its end."""
 
 _served: dict[tuple[str, int], dist.Store] = {}
 """Stores that this process serves. They live as long as the process: other ranks may still be leaving one run, or
 entering the next."""
 
 _numbers = itertools.count()
-"""Counter of this process's meetings. Ranks meet once for each run that their script trains, and the number keeps the
-keys of the runs apart."""
+"""Counter of this process's meetings. Ranks meet once for each run that their script trains, and the number separates
+the keys of the runs."""
 
 
 class Meeting:
-    """Exchange between ranks before there is a process group."""
+    """Exchange of messages between ranks before there is a process group."""
 
     def __init__(self, rank: RankInfo, point: MeetingPoint, *, timeout_seconds: float) -> None:
-        """Serve the store, as rank 0, unless the launcher does; wait until it can be reached, and connect.
+        """Serve the store on rank 0, unless the launcher does; wait until it is reachable, and connect.
 
         Args:
-            rank: This process.
-            point: Where.
-            timeout_seconds: How long to wait for rank 0, and for each answer of the store.
+            rank: Rank of this process.
+            point: Address of the store.
+            timeout_seconds: Maximum wait for rank 0, and for each reply of the store.
 
         Raises:
-            EnvironmentLacks: The address is none of rank 0's host, or the port is taken.
-            PeerLost: No rank answers there.
+            EnvironmentLacks: The address does not belong to rank 0's host, or the port is taken.
+            PeerLost: The store is not reachable.
         """
         self.rank = rank
         self.timeout_seconds = timeout_seconds
@@ -66,24 +66,24 @@ class Meeting:
         _wait_until_reachable(rank, host, point.port, timeout_seconds)
         store = store_at(host, point.port, timedelta(seconds=timeout_seconds))
         self.interface = None if rank.is_one_host else _interface_towards(host, point.port)
-        """The network interface that leads to the other hosts, if it can be told."""
+        """Network interface towards the other hosts; None if unknown, or if all ranks are on one host."""
         self._of_all_starts = dist.PrefixStore(f"dure/all/{point.job}/{number}", store)
-        """Keys that the ranks' next start will find too, if the launcher serves the store."""
+        """Store of keys that later starts of the ranks see too, if the launcher serves it."""
         self._knocks_answered = 0
         self._start = self._name_of_start() if point.is_served else point.job
         self.address = StoreAddress(host=host, port=point.port, prefix=f"dure/{self._start}/{number}")
-        """Address of the store, for the group."""
+        """Address of the store, for the process group."""
         self._store = dist.PrefixStore(f"{self.address.prefix}/said", store)
 
     def tell_all(self, key: str, say: Callable[[], Any] | None) -> Any:
-        """Let rank 0 say something to all ranks, as JSON; rank 0 returns when all have heard it.
+        """Send a JSON message from rank 0 to all ranks, and return it; rank 0 returns when all have received it.
 
         Args:
-            key: A name for it.
-            say: On rank 0, what makes the message; None on the others.
+            key: Name of the message.
+            say: On rank 0, function that creates the message; None on the others.
 
         Raises:
-            PeerLost: A rank did not come in time.
+            PeerLost: A rank did not arrive in time.
         """
         heard = f"{key}/heard"
         if say is not None:
@@ -98,14 +98,14 @@ class Meeting:
         return parse_json(message)
 
     def gather(self, key: str, message: Any) -> list[Any]:
-        """Return what each rank says, as JSON.
+        """Return the JSON messages of all ranks.
 
         Args:
-            key: A name for it.
-            message: This rank's.
+            key: Name of the message.
+            message: Message of this rank.
 
         Raises:
-            PeerLost: A rank did not come in time.
+            PeerLost: A rank did not arrive in time.
         """
         keys = [f"{key}/of {rank}" for rank in range(self.rank.world_size)]
         self._store.set(keys[self.rank.rank], json.dumps(message))
@@ -119,19 +119,19 @@ class Meeting:
         return found
 
     def remember(self, key: str, value: str) -> None:
-        """Leave word for the ranks of a later start."""
+        """Store a value for the ranks of a later start."""
         self._of_all_starts.set(f"word/{key}", value)
 
     def recall(self, key: str) -> str | None:
-        """Return what an earlier start has left, or None."""
+        """Return the value that an earlier start stored, or None."""
         store, key = self._of_all_starts, f"word/{key}"
         return store.get(key).decode() if store.check([key]) else None
 
     def store_of_this_start(self) -> StoreAddress:
-        """Return a store that no earlier start has written to; all ranks ask for it.
+        """Return a store that no earlier start has written to; all ranks call this.
 
-        A script's own group writes its keys as they are: in a store that the launcher serves, it would take the
-        addresses of dead ranks for those of the living.
+        A script's own group uses its keys without a prefix. In a store that the launcher serves, it would take the
+        addresses of dead ranks for those of living ones.
         """
         if not self._point.is_served:
             return self.address
@@ -144,22 +144,22 @@ class Meeting:
         return StoreAddress(host=told["host"], port=told["port"], prefix="")
 
     def leave(self) -> None:
-        """Say that this rank needs no store any more; rank 0, which may serve one, waits until all have said it."""
+        """Report that this rank needs no store any more; rank 0, which may serve one, waits for all reports."""
         try:
             if self._store.add("left", 1) == self.rank.world_size:
                 self._store.set("all left", "")
             if self.rank.rank == 0:
                 self._wait_for(self._store, "all left", "the other ranks to end", _LEAVE_SECONDS)
         except (PeerLost, dist.DistError):
-            return  # they are dead: their launcher sees it
+            return  # they are dead, which their launcher notices
 
     def _name_of_start(self) -> str:
-        """Return a name that all ranks of this start have, and those of an earlier one have not.
+        """Return a name that is common to all ranks of this start, and different from those of earlier starts.
 
-        A store that the launcher serves outlives the ranks, and what the dead have left in it must not be taken for
-        words of the living. The launcher has no number for it: each of torchrun's agents counts its restarts for
-        itself. So rank 0 makes up a name, every other rank knocks with a word that it made up, and is told the name
-        under that word, which only a living rank 0 can have read.
+        A store that the launcher serves outlives the ranks, and what dead ranks left in it must not be taken for
+        messages of living ones. The launcher provides no number: each of torchrun's agents counts its own restarts.
+        Rank 0 therefore creates a random name. Every other rank registers a random key, and receives the name under
+        that key, which only a living rank 0 can have read.
         """
         made_up = secrets.token_hex(8)
         if self.rank.rank == 0:
@@ -180,7 +180,7 @@ class Meeting:
                 store.set(store.get(f"knock/{rank}").decode(), self._start)
 
     def _wait_for(self, store: dist.Store, key: str, whom: str, seconds: float | None = None) -> None:
-        """Wait for a key in small sleeps: inside of the store's own wait Python hears no signal."""
+        """Wait for a key in short sleeps, because Python handles no signals during the store's own wait."""
         patience = _Patience(self.rank, whom, self.timeout_seconds if seconds is None else seconds)
         try:
             while not store.check([key]):
@@ -192,7 +192,7 @@ class Meeting:
 
 
 class _Patience:
-    """Time that is left for others to come; says once that it is running."""
+    """Time left for other ranks to arrive; reports once that it is running."""
 
     def __init__(self, rank: RankInfo, whom: str, seconds: float) -> None:
         self.rank, self.whom, self.seconds = rank, whom, seconds
@@ -219,7 +219,7 @@ def _wait_until_reachable(rank: RankInfo, host: str, port: int, seconds: float) 
         try:
             socket.create_connection((host, port), timeout=min(5.0, seconds)).close()
             return
-        except OSError as error:  # no listener there yet, or a name that the network does not know yet
+        except OSError as error:  # no listener yet, or a host name that is not known yet
             patience.sleep(error.strerror or str(error))
 
 
@@ -234,7 +234,7 @@ def _serve(address: str, point: MeetingPoint, timeout_seconds: float) -> tuple[s
 
 
 def _own_address(rank: RankInfo, point: MeetingPoint) -> str:
-    """Return the address that the name of the meeting point has on this host, where the other ranks can reach it."""
+    """Return the address of this host that the meeting point's name stands for, reachable by the other ranks."""
     try:
         found = socket.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -257,7 +257,7 @@ def _own_address(rank: RankInfo, point: MeetingPoint) -> str:
 
 
 def _address_here(rank: RankInfo, point: MeetingPoint) -> str:
-    """Return an address of this host where the other ranks can reach it; the meeting point may be on another one."""
+    """Return an address of this host that the other ranks can reach; the meeting point may be on another host."""
     if rank.is_one_host:
         return "127.0.0.1"
     return next(iter(_addresses_towards(point.host, point.port)), None) or _own_address(rank, point)
@@ -268,7 +268,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses_towards(host: str, port: int) -> list[str]:
-    """Ask the kernel from which address it would speak to another host; nothing is sent."""
+    """Return the address from which the kernel would reach another host, or none; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))

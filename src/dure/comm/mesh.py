@@ -1,4 +1,4 @@
-"""Ranks laid out in several axes, and the group of each line along an axis."""
+"""Mesh of ranks with several axes, and the process group of each line along an axis."""
 
 import math
 from collections.abc import Mapping
@@ -12,25 +12,25 @@ from dure.errors import SpecInvalid
 
 
 class Mesh:
-    """A hybrid layout: rank `r` stands where counting through the axes, the last one fastest, arrives at `r`.
+    """Hybrid layout: ranks count through the axes in row-major order, the last axis fastest.
 
-    Neighbours on the last axis are neighbours in rank, so on one host as far as it goes: the axis that talks most
-    belongs there (Narayanan et al. 2021, section 3.2).
+    Neighbours on the last axis have consecutive ranks, so that they are mostly on one host. The axis that communicates
+    most belongs there (Narayanan et al. 2021, section 3.2).
     """
 
     def __init__(
         self, axes: Mapping[str, int], group: Group, device: torch.device, *, divides_tensors: bool = False
     ) -> None:
-        """Make the groups of all axes; every rank of `group` calls it, in the same order with other groups.
+        """Create the groups of all axes; every rank of `group` calls this, in the same order as for other groups.
 
         Args:
             axes: Size of each axis, outermost first; their product is the number of ranks.
             group: All ranks.
-            device: This rank's.
-            divides_tensors: The ranks are to gather and scatter parts of tensors on their devices.
+            device: Device of this rank.
+            divides_tensors: Whether the ranks will gather and scatter parts of tensors on their devices.
 
         Raises:
-            SpecInvalid: The backend does not do that.
+            SpecInvalid: The backend does not support that.
         """
         if divides_tensors and isinstance(group, ProcessGroup):
             _check_backend(device, group)
@@ -39,8 +39,8 @@ class Mesh:
         self._device = device
         self.device_mesh: DeviceMesh | None = None
         if isinstance(group, ProcessGroup):
-            # groups of our own: left to itself DeviceMesh makes them with torch's default timeout, and where there is
-            # CUDA it makes another one of all ranks if theirs is gloo
+            # Own groups: by itself DeviceMesh would create them with torch's default timeout, and with CUDA it creates
+            # another group of all ranks if theirs is gloo.
             grid = torch.arange(group.world_size).view(tuple(axes.values()))
             lines = [self._line_groups(axis, group) for axis in axes]
             self.device_mesh = DeviceMesh.from_group(
@@ -52,7 +52,7 @@ class Mesh:
         self._groups: dict[str, Group] = {}
 
     def _line_groups(self, axis: str, group: ProcessGroup) -> dist.ProcessGroup:
-        """Make the groups of all lines along an axis, in the same order on every rank, and return this rank's."""
+        """Create the groups of all lines along an axis, in the same order on every rank, and return this rank's."""
         if self.size(axis) == group.world_size:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -69,7 +69,7 @@ class Mesh:
         return self.axes[axis]
 
     def coordinate(self, axis: str) -> int:
-        """Return where along an axis this rank stands, from 0."""
+        """Return this rank's coordinate along an axis, from 0."""
         return self._everyone.rank // self._stride(axis) % self.axes[axis]
 
     def ranks(self, axis: str) -> list[int]:
@@ -86,12 +86,12 @@ class Mesh:
         return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
-        """Return torch's group of this rank's line along an axis."""
+        """Return the torch group of this rank's line along an axis."""
         assert self.device_mesh is not None
         return self.device_mesh.get_group(axis)
 
     def group(self, axis: str) -> Group:
-        """Return the group of this rank's line along an axis; one rank alone needs no group."""
+        """Return the group of this rank's line along an axis; `Solo` for a line of one rank."""
         if axis not in self._groups:
             alone = self.size(axis) == 1
             self._groups[axis] = Solo() if alone else ProcessGroup(self._device, self.process_group(axis))

@@ -1,7 +1,8 @@
-"""torch RPC over the run's own store: the one place where an agent is started and ended.
+"""torch RPC over the run's own store: start and end of a rank's agent.
 
-RPC unpickles what peers send, so a client that reaches an agent can run code in its process; the table of strategies
-says so to users. Agents of one host therefore have no port (on Linux), unless `TP_SOCKET_IFNAME` names an interface.
+RPC unpickles what peers send, so that a client that reaches an agent can run code in its process; the table of
+strategies says so to users. Agents of one host therefore have no port (on Linux), unless `TP_SOCKET_IFNAME` selects an
+interface.
 """
 
 import os
@@ -15,27 +16,27 @@ from dure.comm.groups import Group
 from dure.errors import SpecInvalid
 
 INTERFACE_VARIABLE = "TP_SOCKET_IFNAME"
-"""TensorPipe's own."""
+"""TensorPipe's own variable for its interface."""
 _CLOSE_SECONDS = 30.0
-"""Time for all to come to the end; they have met shortly before."""
+"""Seconds for all agents to end; they have met shortly before."""
 
 
 def agent_name(rank: int) -> str:
-    """Return the name by which a rank's agent is called."""
+    """Return the name of a rank's agent."""
     return f"rank{rank}"
 
 
 def open_agent(group: Group, *, timeout_seconds: float) -> None:
-    """Start this rank's agent; every rank of the group does.
+    """Start this rank's agent; every rank of the group calls this.
 
     Args:
         group: All ranks.
-        timeout_seconds: Of every call.
+        timeout_seconds: Timeout of every call.
 
-    Communication: a rendezvous through the run's store, and one call from each to all; blocking.
+    Communication: a rendezvous through the run's store, and one call from each rank to all; blocking.
 
     Raises:
-        SpecInvalid: Ranks are on several hosts, and no trusted network is named.
+        SpecInvalid: The ranks are on several hosts, and no trusted network is selected.
     """
     if INTERFACE_VARIABLE not in os.environ and len(set(host_numbers(group))) > 1:
         raise SpecInvalid(
@@ -52,13 +53,13 @@ def open_agent(group: Group, *, timeout_seconds: float) -> None:
 
 
 def close_agent() -> None:
-    """End the agent together with all others, every call done; none of them may be dead."""
+    """End the agent together with all others after all calls are done; none of them may be dead."""
     torchcompat.stop_rpc(_CLOSE_SECONDS)
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Name the interface for TensorPipe, and for the group of gloo that torch makes with it, unless it is named."""
+    """Select the loopback interface for TensorPipe, and for torch's gloo group, unless one is selected."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = [name for name in (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME") if name not in os.environ]
     os.environ.update(dict.fromkeys(added, loopback))

@@ -1,7 +1,7 @@
 """Work before the first step that may take any time on some ranks: a download, pretrained weights, an index of data.
 
-A collective has a timeout, which is short enough to notice a hang and too short for a download. So ranks that are done
-wait at the store instead, for as long as the others show signs of life.
+The timeout of a collective is short enough to detect a hang, and too short for a download. Ranks that are done
+therefore wait at the store, for as long as the others show signs of life.
 """
 
 import threading
@@ -14,13 +14,13 @@ from dure.errors import PeerLost
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.25
 _BEAT_SECONDS = 1.0
-"""Interval between two signs of life, and between two looks for those of others."""
+"""Seconds between two signs of life, and between two checks of those of others."""
 FIRST_NOTICE_SECONDS = 10.0
-"""Seconds after which a step is reported, and again each time they have doubled."""
+"""Seconds after which a step is reported, and again whenever they have doubled."""
 
 
 class Store(Protocol):
-    """Methods of torch's stores that are used."""
+    """Methods of torch's stores used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -29,10 +29,10 @@ class Store(Protocol):
 
 
 class Startup:
-    """The steps of a start that all ranks make together, one after another.
+    """Steps of a start that all ranks perform together, one after another.
 
-    Every rank counts its signs of life up at the store while it works. Rank 0 reads the counters of those that are not
-    done, and ends the wait of all if one stands still. The others read only rank 0's.
+    Every rank increments a counter in the store as a sign of life while it works. Rank 0 reads the counters of the
+    ranks that are not done, and ends the wait of all if one stops. The others read only rank 0's counter.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Startup:
         timeout_seconds: float,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepare; nothing is sent yet.
+        """Prepare the steps; nothing is sent yet.
 
         Args:
-            rank: This process.
-            world_size: All of them.
-            store: Of these ranks and this start alone; None for one rank.
-            timeout_seconds: Longest time without a sign of life.
-            report: Receives a sentence about what takes long, on rank 0.
+            rank: Rank of this process.
+            world_size: Number of ranks.
+            store: Store of these ranks and this start alone; None for one rank.
+            timeout_seconds: Maximum time without a sign of life.
+            report: Receives a sentence on slow steps, on rank 0.
         """
         self._rank, self._world_size, self._store = rank, world_size, store
         self._timeout_seconds = timeout_seconds
@@ -60,13 +60,13 @@ class Startup:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Do this rank's part of a step inside, however long it takes, and wait for the others at its end.
+        """Run this rank's part of a step in a context, however long it takes, and wait for the others at its end.
 
         Args:
-            what: Completes "rank 0 is still", the same on all ranks.
+            what: Completion of "rank 0 is still", the same on all ranks.
 
         Raises:
-            PeerLost: Another rank failed inside, or shows no sign of life.
+            PeerLost: Another rank failed in the step, or shows no sign of life.
         """
         if self._store is None or self._world_size == 1:
             yield
@@ -86,7 +86,7 @@ class Startup:
 
 
 class _Step:
-    """One step as the ranks see it in the store."""
+    """A step as the ranks see it in the store."""
 
     def __init__(
         self, store: Store, number: int, what: str, rank: int, world_size: int, timeout_seconds: float
@@ -96,7 +96,7 @@ class _Step:
         self._timeout_seconds = timeout_seconds
         self._prefix = f"start/{number}"
         self._seen: dict[int, tuple[int, float]] = {}
-        """Last known count of each rank, and the time when that was new."""
+        """Last known counter of each rank, and the time when it was new."""
 
     def beat(self) -> None:
         self._store.add(f"{self._prefix}/beats/{self.rank}", 1)
@@ -110,7 +110,7 @@ class _Step:
         self._store.set(f"{self._prefix}/failure", reason)
 
     def wait(self, notices: "_Notices") -> None:
-        """Wait for all; rank 0 looks after the others, and they after it."""
+        """Wait for all ranks; rank 0 watches the others, and they watch rank 0."""
         pause, next_look = _FIRST_POLL_SECONDS, time.monotonic() + _BEAT_SECONDS
         while not self._store.check([f"{self._prefix}/all done"]):
             if time.monotonic() >= next_look:
@@ -142,7 +142,7 @@ class _Step:
 
 
 class _Notices:
-    """Reports of steps that take long."""
+    """Reports of slow steps."""
 
     def __init__(self, report: Callable[[str], None] | None, what: str) -> None:
         self._report, self._what = report, what
@@ -150,7 +150,7 @@ class _Notices:
         self._next_seconds = FIRST_NOTICE_SECONDS
 
     def update(self, late: list[int]) -> None:
-        """Report, if it is time, which ranks are waited for."""
+        """Report, if due, which ranks are waited for."""
         seconds = time.monotonic() - self._begun
         if self._report is not None and late and seconds >= self._next_seconds:
             self._next_seconds = 2 * seconds
@@ -160,11 +160,11 @@ class _Notices:
 
 @contextmanager
 def _beating(step: _Step, notices: _Notices) -> Iterator[None]:
-    """Give signs of life from another thread."""
+    """Show signs of life from another thread."""
     stop = threading.Event()
 
     def beat() -> None:
-        with suppress(Exception):  # a store that is gone is noticed when the step ends
+        with suppress(Exception):  # loss of the store is noticed when the step ends
             while not stop.wait(_BEAT_SECONDS):
                 step.beat()
                 notices.update([step.rank])

@@ -1,9 +1,9 @@
-"""A group that goes on without ranks that died: every exchange goes through one rank, so all learn the same of it.
+"""Group that continues without ranks that died: every exchange goes through one rank, so that all see the same.
 
-In a collective each rank sees a death by itself, or does not: one may have its result while another has an error. Here
-the leader gathers what every member says and answers all of them, so an exchange succeeds on all members or raises
-`GroupShrank` on all, and they can begin it again together. It is for few and small messages: evaluations' sums and
-checkpoints' tables.
+In a collective each rank detects a death by itself, or not at all: one may have its result while another gets an error.
+Here the leader gathers the messages of all members and replies to each. An exchange therefore succeeds on all members
+or raises `GroupShrank` on all, and they can repeat it together. It is meant for few and small messages: sums of
+evaluations and tables of checkpoints.
 """
 
 import json
@@ -20,34 +20,35 @@ from dure.failures.report import is_peer_lost
 from dure.torchcompat import bytes_of
 
 TAG = 42
-"""Tag of the messages here, which keeps them apart from others between the same ranks."""
+"""Tag of the messages here, which separates them from others between the same ranks."""
 _LOST, _SIZE = -1, 0
-"""Entries for a member in the leader's reply, other than a number of bytes: it is lost; its bytes are not sent."""
+"""Entries for a member in the leader's reply other than a number of bytes: the member is lost; its bytes are not
+sent."""
 
 
 class SurvivorsGroup(Group):
-    """Ranks of a group that live.
+    """Live ranks of a group.
 
-    `rank` and `world_size` count members only, and change when one is lost; the leader must live.
+    `rank` and `world_size` count members only, and change when one is lost; the leader must not be lost.
     """
 
     def __init__(self, group: Group, *, leader: int, expendable: Collection[int]) -> None:
-        """Begin with all ranks of a group of processes.
+        """Start with all ranks of a process group.
 
         Args:
-            group: All ranks, none of them dead. It is only left by `close`.
-            leader: The rank that everything goes through.
+            group: All ranks, none of them dead. Only `close` leaves it.
+            leader: Rank through which everything is sent.
             expendable: Ranks that may die.
         """
         self.everyone = group
         self.transport = group.transport
         self.members = list(range(group.world_size))
-        """The living, by their rank in `everyone`, as all members know them."""
+        """Live members by their rank in `everyone`, as known to all of them."""
         self._own = group.rank
         self._leader = leader
         self._expendable = frozenset(expendable)
         self._dead: set[int] = set()
-        """Dead members that the leader knows of already; empty elsewhere."""
+        """Dead members already known to the leader; empty elsewhere."""
         self._renumber()
 
     def _renumber(self) -> None:
@@ -55,17 +56,18 @@ class SurvivorsGroup(Group):
         self.world_size = len(self.members)
 
     def bury(self, rank: int) -> None:
-        """Let the leader know of a death that was seen elsewhere; the members learn it in the next exchange."""
+        """Inform the leader of a death that was detected elsewhere; the members learn of it in the next exchange."""
         self._dead.add(rank)
 
     def exchange(self, said: bytes) -> list[bytes]:
-        """Return what every member said, in the order of members.
+        """Return the messages of all members, in the order of members.
 
-        Communication: two messages from each member to the leader, and two back with all that was said; blocking.
+        Communication: two messages from each member to the leader, and two replies with all messages; blocking.
 
         Raises:
-            GroupShrank: A member is gone, on every other one of them: `members` are the living now. Begin again.
-            RuntimeError: One that the others cannot do without is gone.
+            GroupShrank: A member was lost; raised on all others, and `members` are then the live ones. The exchange can
+                be repeated.
+            RuntimeError: A member that is not expendable was lost.
         """
         heard = self._gather(said) if self._own == self._leader else self._report(said)
         if len(heard) < len(self.members):
@@ -109,7 +111,7 @@ class SurvivorsGroup(Group):
                 if answer.numel():
                     dist.send(answer, member, tag=TAG)
             except RuntimeError as error:
-                self._let_go(member, error)  # the others had its word: they learn of its end the next time
+                self._let_go(member, error)  # the others have its message already, and learn of its end next time
         return heard
 
     def _let_go(self, member: int, error: RuntimeError) -> None:
@@ -117,12 +119,12 @@ class SurvivorsGroup(Group):
             raise error
         self._dead.add(member)
 
-    # what a group does
+    # methods of a group
 
     def agree(self, message: Any) -> list[Any]:
-        """Return what every living member says, as JSON, beginning again for as long as a member dies.
+        """Return the JSON messages of all live members; repeat the exchange while members are lost.
 
-        Communication: as `exchange`.
+        Communication: as in `exchange`.
         """
         while True:
             try:
@@ -131,21 +133,21 @@ class SurvivorsGroup(Group):
                 continue
 
     def all_gather_json(self, message: Any) -> list[Any]:
-        """Return what every member said. Communication: as `exchange`."""
+        """Return the JSON messages of all members. Communication: as in `exchange`."""
         data = json.dumps(message).encode()
         if len(data) > MESSAGE_LIMIT_BYTES:
             raise ValueError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT_BYTES}")
         return [parse_json(said, may_repeat_keys=True, most_depth=None) for said in self.exchange(data)]
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        """Add up over the members, in their order. Communication: as `exchange`, the tensor from each to each."""
+        """Add up over the members, in their order. Communication: as in `exchange`, the tensor from each to each."""
         total = torch.zeros_like(tensor, device="cpu")
         for said in self.exchange(_as_bytes(tensor)):
             total += torch.frombuffer(bytearray(said), dtype=tensor.dtype).view(tensor.shape)
         tensor.copy_(total)
 
     def broadcast(self, tensors: list[torch.Tensor], source_rank: int = 0) -> None:
-        """Overwrite with the tensors of one member. Communication: one `exchange` with all of them."""
+        """Overwrite the tensors with those of one member. Communication: one `exchange` with all of them."""
         is_source = self.rank == source_rank
         said = self.exchange(b"".join(map(_as_bytes, tensors)) if is_source else b"")[source_rank]
         start = 0
@@ -161,7 +163,7 @@ class SurvivorsGroup(Group):
         self.exchange(b"")
 
     def close(self) -> None:
-        """Wait for the living, then leave the group of all without asking the dead."""
+        """Wait for the live members, then leave the underlying group without the dead."""
         self.agree(None)
         self.everyone.abandon()
 

@@ -1,7 +1,7 @@
-"""Times collectives on the ranks of a group, in the columns that people know from nccl-tests.
+"""Timing of collectives on the ranks of a group, in the columns of nccl-tests.
 
-Every measurement is checked as well: inputs are whole numbers whose reduced values are known, and `num_wrong` counts
-the elements that came out otherwise.
+Every measurement is verified as well: the inputs are integers whose reduced values are known, and `num_wrong` counts
+the elements that differ.
 """
 
 import math
@@ -23,9 +23,9 @@ from dure.process.jobs import BenchPlan
 from dure.torchcompat import all_gather_single, reduce_scatter_single
 
 LEAST_SECONDS = 0.05
-"""Time that the repeats of one size take together, at least."""
+"""Minimum seconds of all repeats of one size together."""
 LEAST_REPEATS, MOST_REPEATS = 3, 2000
-"""Bounds of the number of repeats, whatever time they take."""
+"""Minimum and maximum repeats, whatever time they take."""
 
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda world_size: 2 * (world_size - 1) / world_size,
@@ -34,17 +34,17 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda world_size: 1.0,
     "send_recv": lambda world_size: 1.0,
 }
-"""Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md): what a link carries of each byte at best."""
+"""Bus bandwidth over algorithm bandwidth (nccl-tests, PERFORMANCE.md): the optimal load of a link per byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRow:
-    """One line of the table."""
+    """One row of the table."""
 
     collective: str
     algorithm: str
     num_bytes: int
-    """Bytes of the whole vector: the output of an all-gather, the input of a reduce-scatter, as nccl-tests counts."""
+    """Bytes of the whole vector: the output of an all-gather, the input of a reduce-scatter, as in nccl-tests."""
     count: int
     """Number of elements of the vector."""
     dtype: str
@@ -58,12 +58,12 @@ class BenchRow:
 
     @property
     def algorithm_bytes_per_second(self) -> float:
-        """Bytes over seconds."""
+        """Bytes per second of the whole vector."""
         return self.num_bytes / self.seconds
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Return the bandwidth of each link, comparable between collectives and numbers of ranks."""
+        """Bandwidth of each link, comparable between collectives and numbers of ranks."""
         return self.algorithm_bytes_per_second * self.bus_factor
 
 
@@ -75,9 +75,9 @@ class _Case(NamedTuple):
 
 
 def measure(group: ProcessGroup, device: torch.device, plan: BenchPlan) -> Iterator[BenchRow]:
-    """Measure all that the plan asks for; every rank gets every row.
+    """Run all measurements of the plan; every rank gets every row.
 
-    Communication: what is measured, and two small all_reduce per row.
+    Communication: the measured collectives, and per row a few small all_reduce and gathered JSON messages.
     """
     dtype = getattr(torch, plan.dtype)
     hosts = host_numbers(group)
@@ -110,7 +110,7 @@ def measure(group: ProcessGroup, device: torch.device, plan: BenchPlan) -> Itera
 
 
 def _time(group: ProcessGroup, case: _Case, warm_up: int) -> tuple[float, int]:
-    """Return the seconds of one call on the slowest rank, and how often it was repeated."""
+    """Return the seconds of one call on the slowest rank, and the number of repeats."""
     for _ in range(max(1, warm_up)):
         case.call()
     _finish()
@@ -134,7 +134,7 @@ def _finish() -> None:
 
 
 def _slowest(group: ProcessGroup, seconds: float) -> float:
-    # all ranks must repeat equally often, so all take the same number
+    # all ranks must repeat equally often, so they all use the same number
     return float(max(group.all_gather_json(seconds)))
 
 
@@ -147,7 +147,7 @@ def _case(
     op: str,
     reducer: object,
 ) -> _Case:
-    """Build one measurement: what is called, how its input is made afresh, and how its output is checked."""
+    """Build one measurement: its call, the reset of its input, and the check of its output."""
     world_size, rank = group.world_size, group.rank
     count = max(1, num_bytes // dtype.itemsize)
     if collective in ("all_gather", "reduce_scatter"):
@@ -196,7 +196,7 @@ def _case(
 
 
 def _wait(work: object) -> None:
-    """Take the answer of a blocking collective, which is nothing."""
+    """Accept the result of a blocking collective, which is None."""
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -204,7 +204,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _pattern(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small whole numbers, exact in every dtype: 1, 2, 3, 4, 5, 1, ..."""
+    """Return small integers that are exact in every dtype: 1, 2, 3, 4, 5, 1, ..."""
     return (torch.arange(count, device=device) % 5 + 1).to(dtype)
 
 
@@ -218,14 +218,14 @@ def _reduced(of_rank: Tensor, world_size: int, op: str) -> Tensor:
 
 
 def _num_wrong(seen: Tensor, expected: Tensor) -> int:
-    # a mean may be off by rounding, everything else is exact
+    # a mean may differ by rounding, everything else is exact
     return int(
         (~torch.isclose(seen, expected, rtol=1e-2 if seen.dtype in (torch.float16, torch.bfloat16) else 1e-6)).sum()
     )
 
 
 def sizes_between(least: int, most: int, factor: float) -> Sequence[int]:
-    """Return sizes in bytes from the least to the most, each `factor` times the one before, the most included."""
+    """Return sizes in bytes from `least` to `most`, each `factor` times the one before; `most` is included."""
     sizes = []
     size = float(least)
     while size < most * (1 - 1e-9):

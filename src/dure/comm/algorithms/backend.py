@@ -1,4 +1,4 @@
-"""torch's own all-reduce of the group's backend, behind the same face as the algorithms of this folder."""
+"""All-reduce of torch and the group's backend, with the interface of the algorithms in this folder."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,16 +12,16 @@ from dure.comm.algorithms.segments import finish_mean
 
 
 class BackendAllReduce(AllReduce):
-    """`torch.distributed.all_reduce`. Its bytes are not counted: its messages cannot be seen.
+    """`torch.distributed.all_reduce`, whose bytes are not counted, because its messages are not visible.
 
-    `sent_bytes` adds up what a bandwidth-optimal algorithm sends instead, a ring's formula. gloo's moves as many over
-    the loopback interface (to 1 %, `tests/comm/test_kernel_counter.py`).
+    `sent_bytes` adds up what a bandwidth-optimal algorithm would send, by a ring's formula. gloo transfers as many
+    bytes over the loopback interface (to 1 %, `tests/comm/test_kernel_counter.py`).
     """
 
     name = "backend"
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int] | None = None) -> None:
-        """Take a group that exists; which rank is on which host is the backend's own knowledge."""
+        """Use an existing group; `hosts` is ignored, because the backend itself knows which rank is on which host."""
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self._group = process_group
@@ -29,20 +29,20 @@ class BackendAllReduce(AllReduce):
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes of all calls so far, by the formula."""
+        """Bytes of all calls so far, by the formula."""
         return self._sent_bytes
 
     def all_reduce(self, vector: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce a vector over all ranks, in place.
 
-        A mean is a sum and a division here too: gloo has no mean, and one division is what the others do.
+        A mean is a sum and a division here too: gloo has no mean, and the other algorithms also divide once.
         """
         check_reducible(vector, op)
         self._begin(vector.detach(), op, is_waited_for=True)
         finish_mean(vector.detach(), op, self.world_size)
 
     def start(self, vector: Tensor, op: ReduceOp = "sum") -> Callable[[], None]:
-        """Begin to reduce a vector; an accelerator does it while its current stream goes on."""
+        """Start to reduce a vector; on an accelerator the current stream continues meanwhile."""
         check_reducible(vector, op)
         work = self._begin(vector.detach(), op, is_waited_for=False)
 
@@ -60,7 +60,7 @@ class BackendAllReduce(AllReduce):
         return work
 
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
-        """Return the least that an all-reduce can send from this rank."""
+        """Return the minimum bytes that an all-reduce can send from this rank."""
         return sent_elements(num_elements, self.world_size)[self.rank] * element_bytes
 
 

@@ -2,14 +2,14 @@
 
 Let Q be the largest power of two up to P. Four phases:
 
-`fold`, only if P > Q: of the first 2 (P-Q) ranks each even one sends its vector to the odd one after it and then waits;
-Q ranks take part from here on, numbered again from 0.
+`fold`, only if P > Q: of the first 2 (P-Q) ranks each even one sends its vector to the odd one after it and then waits.
+The remaining Q ranks participate, numbered again from 0.
 
-`halving`, log2(Q) steps: in step s a rank and the one whose number differs in bit s have the same part of the vector in
-work. Each keeps one half of it, sends the other half, and adds what comes in to its own. The part is N/Q at the end.
-Neighbours come first, when the halves are largest: they are the most likely to be on one host.
+`halving`, log2(Q) steps: in step s a rank and the one whose number differs in bit s work on the same part of the
+vector. Each keeps one half of it, sends the other half, and adds what it receives to its own. The part is N/Q at the
+end. Neighbours come first, when the halves are largest: they are the most likely to be on one host.
 
-`doubling`, the same pairs in reverse: they exchange their finished parts, so the part in work doubles each time.
+`doubling`, the same pairs in reverse: they exchange their finished parts, so that the part doubles each time.
 
 `unfold`, only if P > Q: the odd ranks send the result to the even ones.
 """
@@ -24,20 +24,20 @@ from dure.comm.algorithms.wire import PointToPoint
 
 
 class Halving(NamedTuple):
-    """One step of a participant."""
+    """One step of a participating rank."""
 
     peer: int
     """Number of its partner among the participants."""
     kept: slice
-    """The elements that it goes on with."""
+    """Elements that it keeps and continues with."""
     sent: slice
-    """The elements that it leaves to its partner; until here they were one part with the kept ones."""
+    """Elements that it leaves to its partner; before this step they were one part with the kept ones."""
 
 
 def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
     """Reduce a vector over all ranks, in place.
 
-    Communication: 2 N (Q-1)/Q elements from a rank that takes part, and N from each that folds or unfolds; blocking.
+    Communication: 2 N (Q-1)/Q elements from each participant, and N from each rank that folds or unfolds; blocking.
     """
     partner = fold_partner(wire.rank, wire.world_size)
     folds = [] if partner is None else [partner]
@@ -80,18 +80,18 @@ def halvings(num_elements: int, number: int, num_participants: int) -> list[Halv
 
 
 def largest_power_of_two(world_size: int) -> int:
-    """Return how many ranks take part in halving and doubling."""
+    """Return the number of ranks that participate in halving and doubling."""
     return 1 << world_size.bit_length() - 1
 
 
 def fold_partner(rank: int, world_size: int) -> int | None:
-    """Return with whom a rank folds; None if its vector is its own."""
+    """Return the rank with which a rank folds; None if it does not fold."""
     num_folded = world_size - largest_power_of_two(world_size)
     return rank ^ 1 if rank < 2 * num_folded else None
 
 
 def participant(rank: int, world_size: int) -> int | None:
-    """Return a rank's number among those that take part; None if it waits."""
+    """Return a rank's number among the participants; None if it waits."""
     num_folded = world_size - largest_power_of_two(world_size)
     if rank >= 2 * num_folded:
         return rank - num_folded
@@ -105,7 +105,7 @@ def rank_of(number: int, world_size: int) -> int:
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank sends: folding or unfolding, the halves it leaves, the parts it gives back."""
+    """Return the elements that each rank sends: its fold or unfold, the halves it leaves, and the parts it returns."""
     counts = []
     for rank in range(world_size):
         folded = 0 if fold_partner(rank, world_size) is None else num_elements

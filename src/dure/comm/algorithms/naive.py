@@ -1,10 +1,10 @@
-"""The naive all-reduce: every rank sends its whole vector to every other.
+"""Naive all-reduce: every rank sends its whole vector to every other.
 
-One phase, `exchange`: every rank sends its whole vector to every other and receives theirs. Then each adds all of
-them up for itself, in the order of the ranks, so that all come to the same bits.
+One phase, `exchange`: every rank sends its whole vector to every other and receives theirs. Each rank then adds up all
+of them in the order of the ranks, so that all get the same bits.
 
-It sends N (P-1) elements from each rank, P/2 times as many as a ring and as many from each as a star's server.
-It is here to be read first, and to be what the others are compared with.
+It sends N (P-1) elements from each rank, P/2 times as many as a ring and as many from each as a star's server. It
+serves as an introduction, and as the reference for the others.
 """
 
 from torch import Tensor
@@ -28,7 +28,7 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
     room = wire.scratch(vector, window * wire.world_size * length).view(window, wire.world_size, -1)
 
     def vectors(number: int) -> list[Tensor]:
-        """Every rank's part of a piece: this rank's own where it is, the others' where they land."""
+        """Return every rank's part of a piece: the own one in place, the others where they are received."""
         piece = pieces[number]
         landing = room[number % window, :, : piece.numel()]
         return [piece if rank == wire.rank else landing[rank] for rank in range(wire.world_size)]
@@ -50,5 +50,5 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank sends: its vector, to all others."""
+    """Return the elements that each rank sends: its vector, to all others."""
     return [num_elements * (world_size - 1)] * world_size

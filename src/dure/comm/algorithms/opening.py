@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 def open_all_reduce(
     name: str, process_group: "dist.ProcessGroup | None" = None, *, hosts: Sequence[int] | None = None
 ) -> AllReduce:
-    """Make an algorithm ready on all ranks of a process group, which then call it in the same order.
+    """Open an algorithm on all ranks of a process group, which then call it in the same order.
 
     Args:
         name: One of `ALGORITHMS`.
-        process_group: Of the tensors' kind of device; None takes the default group. Code that communicates from
-            a thread of its own needs a group of its own.
-        hosts: One host number per rank, the same on all; None says that all are on one.
+        process_group: Group for the tensors' type of device; None for the default group. Code that communicates from
+            its own thread needs its own group.
+        hosts: Host number of each rank, the same on all ranks; None if all are on one host.
 
     Raises:
-        SpecInvalid: No such algorithm.
+        SpecInvalid: There is no such algorithm.
     """
     module_name, _, class_name = find_algorithm(name).implementation.partition(":")
     if not class_name:

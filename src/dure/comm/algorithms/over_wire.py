@@ -1,4 +1,4 @@
-"""The algorithms that are written over a wire, as objects."""
+"""Algorithms written over a wire, as objects."""
 
 import importlib
 from functools import lru_cache
@@ -11,7 +11,7 @@ from dure.comm.algorithms.wire import PointToPoint
 
 
 class AllReduceOverWire(AllReduce):
-    """An algorithm's two functions, and the wire that they send over."""
+    """An algorithm's two functions, and the wire over which they send."""
 
     def __init__(self, name: str, wire: PointToPoint) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class AllReduceOverWire(AllReduce):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent, message by message."""
+        """Bytes that this rank has sent, counted message by message."""
         return self._wire.sent_bytes
 
     def all_reduce(self, vector: Tensor, op: ReduceOp = "sum") -> None:
@@ -32,7 +32,7 @@ class AllReduceOverWire(AllReduce):
         self._all_reduce(self._wire, vector.detach(), op)
 
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
-        """Return what the formula says of this rank."""
+        """Return the bytes that this rank sends, by the formula."""
         return self._sent_elements(num_elements) * element_bytes
 
     def _count(self, num_elements: int) -> int:
@@ -41,10 +41,10 @@ class AllReduceOverWire(AllReduce):
 
 
 def check_reducible(vector: Tensor, op: str) -> None:
-    """Refuse what no algorithm here can reduce in place.
+    """Refuse a vector or op that no algorithm here can reduce in place.
 
     Raises:
-        ValueError: Not a contiguous vector, or an unknown op.
+        ValueError: The vector is not contiguous and 1-D, or the op is unknown.
     """
     if vector.dim() != 1 or not vector.is_contiguous():
         raise ValueError(

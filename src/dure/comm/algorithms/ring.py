@@ -1,15 +1,15 @@
-"""The ring: each rank talks to its neighbours only, and no rank can send less (Patarasuk and Yuan 2009).
+"""Ring all-reduce: each rank communicates with its neighbours only; none can send less (Patarasuk and Yuan 2009).
 
 The vector is cut into one shard per rank. Rank r sends to r + 1 and receives from r - 1.
 
-Phase `scatter-reduce`, P-1 steps: in step s rank r sends shard r - s and adds what comes in to shard r - s - 1, which
-it sends in the next step. After the last step rank r, and no other, has the sum over all ranks of shard r + 1.
+Phase `scatter-reduce`, P-1 steps: in step s rank r sends shard r - s and adds what it receives to shard r - s - 1,
+which it sends in the next step. After the last step rank r, and no other, has the sum over all ranks of shard r + 1.
 
 Phase `all-gather`, P-1 steps: in step s rank r sends the finished shard r + 1 - s and overwrites shard r - s with the
-one that comes in. All ranks end with the bits that one rank computed.
+one it receives. All ranks end with the bits that one rank computed.
 
-Long shards travel in segments, and the steps are not waited for as a whole: a segment goes on to the next rank as soon
-as it was added, while the ones behind it are still coming in.
+Long shards are sent in segments, without waiting for whole steps. A segment is passed on to the next rank as soon as it
+is added, while those behind it are still being received.
 """
 
 from torch import Tensor
@@ -30,7 +30,7 @@ from dure.data.partition import shares
 def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
     """Reduce a vector over all ranks, in place.
 
-    Communication: 2 N (P-1)/P elements from each rank, to the element as `sent_elements` says; blocking.
+    Communication: 2 N (P-1)/P elements from each rank, exactly as `sent_elements` says; blocking.
     """
     rank, world_size = wire.rank, wire.world_size
     if world_size == 1:
@@ -39,7 +39,7 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
     longest = bounds[1]
     length = segment_length(longest, vector.element_size())
     num_segments = -(-longest // length)
-    # a segment is sent one step, that is `num_segments` transfers, after it came in: it must be finished by then
+    # a segment is sent one step, or `num_segments` transfers, after it was received, and must be finished by then
     window = window_for(num_segments)
     room = wire.scratch(vector, window * length)
     next_rank, previous_rank = (rank + 1) % world_size, (rank - 1) % world_size
@@ -65,7 +65,7 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
     def take(number: int) -> None:
         step, segment = divmod(number, num_segments)
         if step >= world_size - 1:
-            return  # all-gather: it came in where it belongs
+            return  # all-gather: it was received in its final place
         target = cut(rank - step - 1, segment)
         first = number % window * length
         reduce_into(target, room[first : first + target.numel()], op)
@@ -76,9 +76,10 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank sends: twice the vector, without the shard that it finishes and the next one.
+    """Return the elements that each rank sends: twice the vector, without the shard that it finishes and the next one.
 
-    Shards differ by one element where `num_elements` is no multiple of `world_size`, so ranks do by up to two.
+    Shards differ by one element if `num_elements` is not a multiple of `world_size`, so the results differ by up to
+    two.
     """
     sizes = shares(num_elements, world_size)
     return [

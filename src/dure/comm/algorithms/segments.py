@@ -1,4 +1,4 @@
-"""Segments of a vector: how algorithms cut it, reduce two into one, and keep long ones flowing."""
+"""Segments of a vector: how algorithms cut it, reduce two into one, and pipeline long ones."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from dure.comm.algorithms.wire import PointToPoint, Transfer
 from dure.data.partition import shares
 
 SEGMENT_BYTES = 4 * 2**20
-"""A long message travels in equal segments of at most this size, so that the next is under way while one is added up.
+"""Maximum size of the equal segments of a long message; the next one is in flight while one is added up.
 
-Smaller ones cost more than they hide: a handshake and four changes of thread each, about 0.2 ms of the processors with
+Smaller segments cost more than they hide: a handshake and four thread switches each, about 0.2 ms of CPU time with
 gloo; see benchmarks/all_reduce.py.
 """
 
 WINDOW = 4
-"""Segments under way at once."""
+"""Maximum segments in flight at once."""
 
 
 def shard_bounds(num_elements: int, num_shards: int) -> list[int]:
-    """Return where each shard of a vector begins, and the end: sizes differ by one at most, the first are larger."""
+    """Return the start of each shard of a vector, and the end; sizes differ by at most one, the first are larger."""
     bounds = [0]
     for size in shares(num_elements, num_shards):
         bounds.append(bounds[-1] + size)
@@ -30,20 +30,21 @@ def shard_bounds(num_elements: int, num_shards: int) -> list[int]:
 
 
 def segment_length(num_elements: int, element_bytes: int) -> int:
-    """Return the elements of one segment when a message is cut into equal ones; at least 1."""
+    """Return the elements per segment if a message is cut into equal ones; at least 1."""
     num_segments = max(1, -(-num_elements * element_bytes // SEGMENT_BYTES))
     return max(1, -(-num_elements // num_segments))
 
 
 def window_for(num_segments: int, num_sources: int = 1) -> int:
-    """Return how many segments to have under way: fewer when each comes from several sources at once."""
+    """Return the number of segments in flight: fewer if each comes from several sources at once."""
     return min(max(1, WINDOW // max(1, num_sources)), num_segments)
 
 
 def reduce_into(target: Tensor, incoming: Tensor, op: ReduceOp) -> None:
     """Add `incoming` to `target`, or take the larger values. A mean is a sum until `finish_mean`.
 
-    Halves are added in float32 and every sum is rounded to the vector's dtype, as in torch's own `add_`.
+    Half-precision values are added in float32, and every sum is rounded to the vector's dtype, as in torch's own
+    `add_`.
     """
     if op == "max":
         torch.maximum(target, incoming, out=target)
@@ -52,7 +53,7 @@ def reduce_into(target: Tensor, incoming: Tensor, op: ReduceOp) -> None:
 
 
 def finish_mean(reduced: Tensor, op: ReduceOp, world_size: int) -> None:
-    """Divide a sum over all ranks by their number if a mean was asked for; whole numbers are cut off towards zero."""
+    """Divide a sum over all ranks by the world size if the op is a mean; integers are truncated towards zero."""
     if op != "mean":
         return
     if reduced.dtype.is_floating_point or reduced.dtype.is_complex:
@@ -62,15 +63,15 @@ def finish_mean(reduced: Tensor, op: ReduceOp, world_size: int) -> None:
 
 
 def in_window(num_transfers: int, window: int, start: Callable[[int], Transfer], finish: Callable[[int], None]) -> None:
-    """Run numbered transfers in order with at most `window` of them under way.
+    """Run numbered transfers in order with at most `window` of them in flight.
 
-    Transfer `n` is started after `n - window` was finished, so it may send what that one brought.
+    Transfer `n` starts after `n - window` has finished, so it may send what that one received.
 
     Args:
-        num_transfers: How many.
-        window: At least 1 if there are any.
-        start: Starts a transfer by its number.
-        finish: Uses what a transfer, which is over, has brought.
+        num_transfers: Number of transfers.
+        window: Maximum transfers in flight; at least 1 if there are any transfers.
+        start: Starts a transfer, given its number.
+        finish: Processes what a completed transfer has received, given its number.
     """
     under_way: deque[Transfer] = deque()
     for number in range(num_transfers + window):
@@ -84,16 +85,16 @@ def in_window(num_transfers: int, window: int, start: Callable[[int], Transfer],
 def relay(
     wire: PointToPoint, vector: Tensor, *, sources: Sequence[int], targets: Sequence[int], op: ReduceOp | None
 ) -> None:
-    """Take a vector from each source and pass the result on to each target, segment by segment.
+    """Receive a vector from each source and send the result to each target, segment by segment.
 
     Communication: N elements to each target, blocking.
 
     Args:
-        wire: Who is there.
-        vector: (N,) contiguous, in place.
-        sources: Peers to receive from. Without any, the vector goes out as it is.
+        wire: Wire of the ranks.
+        vector: (N,) contiguous, modified in place.
+        sources: Peers to receive from. If there are none, the vector is sent unchanged.
         targets: Peers to send to.
-        op: How what comes in is reduced into the vector, in the order of `sources`; None overwrites it.
+        op: Reduction of received vectors into the vector, in the order of `sources`; None to overwrite it.
     """
     length = segment_length(vector.numel(), vector.element_size())
     pieces = vector.split(length) if vector.numel() else ()
@@ -128,11 +129,11 @@ def swap(wire: PointToPoint, outgoing: Tensor, target: Tensor, peer: int, op: Re
     Communication: the elements of `outgoing`, blocking.
 
     Args:
-        wire: Who is there.
+        wire: Wire of the ranks.
         outgoing: (M,) contiguous.
-        target: (K,) contiguous: what the peer sends is reduced into it.
-        peer: Who swaps.
-        op: How; None overwrites the target.
+        target: (K,) contiguous; receives or reduces what the peer sends.
+        peer: Rank to exchange with.
+        op: Reduction into the target; None to overwrite it.
     """
     longest = max(outgoing.numel(), target.numel())  # the same on both sides
     length = segment_length(longest, target.element_size())

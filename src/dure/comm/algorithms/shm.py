@@ -1,24 +1,23 @@
-"""Shared memory: ranks of one host reduce through one segment, each its own share, in blocks that stay in the caches.
+"""Shared-memory all-reduce: ranks of one host reduce through one segment, each its own share, in cache-sized blocks.
 
 The vector goes through the segment in rounds. A round has three phases with a barrier between each two:
 
-Phase `write`: each rank copies what the others are to reduce, all but its own share of the round, into its slot.
+Phase `write`: each rank copies what the others will reduce, all but its own share of the round, into its slot.
 
-Phase `reduce`: each rank adds up its own share over all ranks, from rank 0 upwards, and leaves the result in its slot
-where its own share was left out, and in its vector.
+Phase `reduce`: each rank adds up its own share over all ranks, from rank 0 upwards. It writes the result into its
+vector, and into its slot in the place of its own share.
 
 Phase `read`: each rank copies the others' results into its vector.
 
-The segment is small and used again and again: it stays in the caches, and main memory sees each vector read and
-written once.
+The segment is small and reused, so that it stays in the caches, and main memory reads and writes each vector once.
 
-Where ranks are two, or the vector is short, each rank writes the whole of it and, after one barrier, reduces the whole
-for itself, in the same order as all others. It writes no more than by shares, N elements, and reads (P-1) N instead of
-2 (P-1)/P N: the same for two ranks, and for a short vector less than a second barrier costs.
+If there are two ranks, or the vector is short, each rank writes the whole vector and, after one barrier, reduces the
+whole for itself, in the same order as all others. It writes no more than with shares, N elements, and reads (P-1) N
+instead of 2 (P-1)/P N. That is the same for two ranks, and cheaper than a second barrier for a short vector.
 
-A vector that lies in shared memory itself (`SharedMemoryAllReduce.zeros`) does not go through the segment: after a
-barrier each rank adds up its own share and puts the sums into every rank's vector, block by block while they are in its
-caches, and a second barrier keeps ranks from using a vector that another still puts sums into.
+A vector that is itself in shared memory (`SharedMemoryAllReduce.zeros`) does not go through the segment. After a
+barrier each rank adds up its own share and writes the sums into every rank's vector, block by block while they are in
+its caches. A second barrier keeps ranks from using a vector into which another one still writes sums.
 """
 
 import ctypes
@@ -37,17 +36,17 @@ from dure.comm.shared_memory.rounds import in_rounds
 from dure.torchcompat import group_timeout_seconds
 
 SHARE_BYTES = 512 * 2**10
-"""A rank's share of a round, and so what it works on at a time; see benchmarks/shm.py."""
+"""Maximum size of a rank's share of a round, which it works on at a time; see benchmarks/shm.py."""
 
 _BLOCK_BYTES = 2**20
 """Size of the blocks of a vector that is reduced in place. Each block costs 10 us in calls; from 2 MiB on, its sums no
 longer fit in the caches."""
 
 WHOLE_BYTES = 512 * 2**10
-"""Limit of the bytes beyond its own share that every rank reads in order to save one barrier."""
+"""Maximum bytes beyond its own share that every rank reads in order to save one barrier."""
 
 _SEGMENT_BYTES = 12 * 2**20
-"""Largest size of the segment. With many ranks the shares become smaller, so that it stays within the caches."""
+"""Maximum size of the segment. With many ranks the shares become smaller, so that it stays within the caches."""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -64,7 +63,7 @@ _LINE_BYTES = 64
 
 
 def slot_bytes_for(world_size: int) -> int:
-    """Return how large a rank's slot of the segment should be."""
+    """Return the size of a rank's slot of the segment in bytes."""
     share = min(SHARE_BYTES, _SEGMENT_BYTES // (3 * world_size * world_size))
     return world_size * max(4096, share // 4096 * 4096)
 
@@ -72,17 +71,17 @@ def slot_bytes_for(world_size: int) -> int:
 def all_reduce(memory: SharedMemory, vector: Tensor, op: str, call: int | None = None) -> None:
     """Reduce a contiguous vector over all ranks, in place.
 
-    Communication: writes N elements of each rank into the segment; a barrier per round, and one more by shares;
+    Communication: writes N elements of each rank into the segment; a barrier per round, and one more with shares;
     blocking.
 
     Args:
-        memory: Of all ranks.
-        vector: (N,) contiguous, on the CPU, the same N and dtype on every rank.
+        memory: Memory of all ranks.
+        vector: (N,) contiguous, on the CPU, with the same N and dtype on every rank.
         op: `sum`, `mean`, `max`, `min`, `product`, `band`, `bor` or `bxor`.
-        call: What it is a part of, if it is no call by itself.
+        call: Number of the call that this is part of; None if it is a call by itself.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     if memory.world_size == 1:
@@ -99,8 +98,8 @@ def reduce_in_order(terms: Sequence[Tensor], out: Tensor, scratch: Tensor, op: s
 
     Args:
         terms: (M,) each.
-        out: (M,) the result; may be one of the terms.
-        scratch: (M,) none of the terms; may be `out`.
+        out: (M,) result; may be one of the terms.
+        scratch: (M,) memory that is none of the terms; may be `out`.
         op: See `all_reduce`.
     """
     combine = _COMBINE[op]
@@ -138,7 +137,7 @@ def _reduce_shares(memory: SharedMemory, vector: Tensor, op: str, call: int) -> 
     share = length // num_ranks
 
     def bounds(start: int, rank: int) -> tuple[int, int]:
-        """Return where a rank's share of a round begins and ends."""
+        """Return the start and end of a rank's share of a round."""
         end = min(start + length, num_elements)
         return min(start + rank * share, end), min(start + (rank + 1) * share, end)
 
@@ -167,19 +166,19 @@ def _reduce_shares(memory: SharedMemory, vector: Tensor, op: str, call: int) -> 
 
 
 def reduce_in_place(memory: SharedMemory, vectors: Sequence[Tensor], op: str, scratch: Tensor) -> None:
-    """Reduce vectors that all ranks have in their reach, each rank its own share of all of them.
+    """Reduce vectors in memory that all ranks have mapped, each rank its own share of all of them.
 
-    Communication: two barriers; N elements of each rank go to others: what they add up, and its share of the sums;
-    blocking.
+    Communication: two barriers. N elements of each rank are read or written by others: the terms that they add, and its
+    share of the sums. Blocking.
 
     Args:
-        memory: Of all ranks; its barrier is used.
-        vectors: (N,) each, contiguous, by rank; all hold the result in the end.
+        memory: Memory of all ranks, for its barrier.
+        vectors: (N,) each, contiguous, by rank; all hold the result at the end.
         op: See `all_reduce`.
-        scratch: Bytes for one block of sums on the way.
+        scratch: Bytes for one block of intermediate sums.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     own, num_ranks = vectors[memory.rank], memory.world_size
@@ -202,33 +201,33 @@ def reduce_in_place(memory: SharedMemory, vectors: Sequence[Tensor], op: str, sc
 
 
 def _round_length(num_elements: int, longest: int, multiple: int) -> int:
-    """Return the elements of a round: rounds of equal length, since a short last one pays its barrier for little.
+    """Return the elements of a round, in rounds of equal length, because a short last one would waste its barrier.
 
     Args:
-        num_elements: Of the vector.
-        longest: Room for this many; a multiple of `multiple`.
-        multiple: Shares shall end where cache lines do.
+        num_elements: Elements of the vector.
+        longest: Maximum elements of a round, a multiple of `multiple`.
+        multiple: Factor of the result, so that shares end at cache lines.
     """
     num_rounds = max(1, -(-num_elements // longest))
     return max(1, -(-num_elements // (num_rounds * multiple))) * multiple
 
 
 class SharedMemoryAllReduce(AllReduce):
-    """The all-reduce through shared memory, over the CPU ranks of one host."""
+    """All-reduce through shared memory, over the CPU ranks of one host."""
 
     name = "shm"
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, hosts: Sequence[int] | None = None) -> None:
-        """Make the segment. Every rank of the group calls it.
+        """Create the segment. Every rank of the group calls this.
 
         Communication: two all_gather of a few numbers over the group, blocking.
 
         Args:
-            process_group: Moves CPU tensors; None takes the default group. Used here only.
-            hosts: See `open_all_reduce`; whether all are on one is seen by opening the segment.
+            process_group: Group for CPU tensors, used only here; None for the default group.
+            hosts: See `open_all_reduce`; ignored, because opening the segment shows whether all are on one host.
 
         Raises:
-            EnvironmentLacks: Some rank cannot open it: another host, another container, no Linux.
+            EnvironmentLacks: A rank cannot open it: another host, another container, or not Linux.
         """
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
@@ -240,7 +239,7 @@ class SharedMemoryAllReduce(AllReduce):
 
         self._exchange = exchange
         self._common: list[Tensor] = []
-        """Vectors that all ranks have in their reach: (P, N) bytes each."""
+        """Vectors that all ranks have mapped: (P, N) bytes each."""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._memory = open_shared_memory(
             exchange,
@@ -253,7 +252,7 @@ class SharedMemoryAllReduce(AllReduce):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has written into the segment for others."""
+        """Bytes that this rank has written into shared memory for others."""
         return self._memory.written_bytes
 
     def all_reduce(self, vector: Tensor, op: ReduceOp = "sum") -> None:
@@ -261,7 +260,7 @@ class SharedMemoryAllReduce(AllReduce):
         check_reducible(vector, op)
         if vector.device.type != "cpu":
             raise ValueError(f"shm reduces CPU tensors only, but the vector is on {vector.device}: take backend")
-        # a short one is quicker through the segment, with one barrier instead of two
+        # a short vector is faster through the segment, with one barrier instead of two
         is_long = vector.numel() * vector.element_size() > WHOLE_BYTES
         memory, own, vectors = self._memory, vector.detach(), self._everyones(vector) if is_long else None
         if vectors is None:
@@ -270,7 +269,7 @@ class SharedMemoryAllReduce(AllReduce):
             memory.make(lambda: reduce_in_place(memory, vectors, op, self._scratch))
 
     def zeros(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros in memory that all ranks have mapped, so that nothing need be copied into the segment.
+        """Return zeros in memory that all ranks have mapped, so that nothing is copied into the segment.
 
         Communication: two all_gather of a few numbers over the group, blocking.
         """
@@ -285,7 +284,7 @@ class SharedMemoryAllReduce(AllReduce):
         return common[self.rank, :num_bytes].view(dtype)
 
     def _everyones(self, vector: Tensor) -> list[Tensor] | None:
-        """Return the vectors of all ranks in the place of this one, if it lies in memory that all have mapped."""
+        """Return the vectors of all ranks at this one's position; None if it is not in memory that all have mapped."""
         begin, num_bytes = vector.data_ptr(), vector.numel() * vector.element_size()
         for common in self._common:
             offset = begin - common[self.rank].data_ptr()
@@ -294,15 +293,15 @@ class SharedMemoryAllReduce(AllReduce):
         return None
 
     def sent_bytes_for(self, num_elements: int, element_bytes: int) -> int:
-        """Return the vector's bytes, or nothing for a rank alone."""
+        """Return the bytes of the vector; 0 for a single rank."""
         return sent_elements(num_elements, self.world_size)[self.rank] * element_bytes
 
     def close(self) -> None:
-        """Leave the segment; it is gone when all have left."""
+        """Leave the segment, which is freed when all ranks have left."""
         self._memory.close()
         self._common.clear()
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank writes for others: all but its own share and then its result, or all."""
+    """Return the elements that each rank writes for others: all but its own share, then its result; or all at once."""
     return [num_elements if world_size > 1 else 0] * world_size

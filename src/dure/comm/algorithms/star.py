@@ -1,11 +1,11 @@
-"""The star: a server gathers and hands back, as a parameter server does.
+"""Star all-reduce: a server gathers and returns the result, like a parameter server.
 
 Two phases. `gather`: every rank sends its vector to rank 0, which adds them up in the order of the ranks. `hand back`:
 rank 0 sends the result to each of them.
 
-In total it sends no more than a ring, 2 N (P-1), but N (P-1) of it goes out of one rank, and as much comes in there:
-with P ranks the server's link takes P/2 times as long as a ring's links do (Li et al. 2014, section 1, shard the server
-for this reason).
+In total it sends no more than a ring, 2 N (P-1), but rank 0 alone sends N (P-1) of that and receives as much. With P
+ranks the server's link takes P/2 times as long as a ring's links (Li et al. 2014, section 1, shard the server for this
+reason).
 """
 
 from torch import Tensor
@@ -29,7 +29,7 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
 
 
 def gather(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
-    """Reduce all vectors into the server's; a mean is a sum until it is finished."""
+    """Reduce all vectors into the server's; a mean is a sum until `finish_mean`."""
     wire.mark("gather")
     if wire.rank == SERVER:
         relay(wire, vector, sources=range(1, wire.world_size), targets=[], op=op)
@@ -47,5 +47,5 @@ def hand_back(wire: PointToPoint, vector: Tensor) -> None:
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank sends: the server the result to all others, they their vector."""
+    """Return the elements that each rank sends: the server the result to all others, the others their vector."""
     return [num_elements * (world_size - 1)] + [num_elements] * (world_size - 1)

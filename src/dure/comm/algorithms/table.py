@@ -1,4 +1,4 @@
-"""Table of the all-reduce algorithms. Importing it does not import torch."""
+"""Table of the all-reduce algorithms. Importing this module does not import torch."""
 
 import importlib
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from dure.errors import SpecInvalid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmInfo:
-    """One row of the table: what a user needs to know to choose an algorithm, and what the tests hold it to."""
+    """Row of the table: what a user needs to know to choose an algorithm, and what the tests verify."""
 
     name: str
     implementation: str
-    """A module with the two functions over a wire, or `module:Class` of an `AllReduce`; imported when it is used."""
+    """Module with the two functions over a wire, or `module:Class` of an `AllReduce`; imported on first use."""
     summary: str
     phases: tuple[str, ...]
-    """Names of the phases that its messages are marked with, in order."""
+    """Names of the phases of its messages, in order."""
     sent_busiest: str
-    """Elements that the busiest rank sends as a formula; P ranks, N elements, H hosts, M ranks of a host."""
+    """Formula of the elements that the busiest rank sends; P ranks, N elements, H hosts, M ranks per host."""
     sent_total: str
-    """Elements that all ranks together send."""
+    """Elements that all ranks send together."""
     steps: str
-    """Messages that have to wait for each other, one after another."""
+    """Number of messages that must wait for each other."""
     right_when: str
     is_counted: bool = True
     """True if `sent_bytes` counts messages; otherwise it adds up the formula."""
@@ -133,7 +133,7 @@ def find_algorithm(name: str) -> AlgorithmInfo:
     """Return a row of the table.
 
     Raises:
-        SpecInvalid: No such algorithm.
+        SpecInvalid: There is no such algorithm.
     """
     if name not in ALGORITHMS:
         raise SpecInvalid([f"there is no all-reduce algorithm {name!r}: choose one of {', '.join(ALGORITHMS)}"])
@@ -141,7 +141,7 @@ def find_algorithm(name: str) -> AlgorithmInfo:
 
 
 def sent_elements(name: str, num_elements: int, world_size: int, *, hosts: Sequence[int] | None = None) -> list[int]:
-    """Return how many elements each rank sends in one all-reduce, exactly, by the algorithm's formula."""
+    """Return the exact number of elements that each rank sends in one all-reduce, by the algorithm's formula."""
     info = find_algorithm(name)
     formula = importlib.import_module(info.implementation.partition(":")[0]).sent_elements
     if info.uses_hosts:

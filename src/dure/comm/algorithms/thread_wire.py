@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: the same wire without sockets, to show and to test an algorithm with."""
+"""Ranks as threads of this process: the same wire without sockets, to demonstrate and test algorithms."""
 
 import queue
 import threading
@@ -15,15 +15,15 @@ from dure.errors import PeerLost
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 20.0
-"""Limit that no correct algorithm reaches between threads."""
+"""Maximum wait for a message, which no correct algorithm reaches between threads."""
 
 
 class ThreadWire(CountedWire):
-    """The wire of one thread.
+    """Wire of one thread.
 
-    It is stricter than a network. What comes in is filled with the largest value until it was waited for, and what goes
-    out is compared when it was: an algorithm that reads too early, or overwrites too early, is found at once and not
-    one time in a thousand.
+    It is stricter than a network. A receive buffer is filled with the maximum value until it was waited for, and a sent
+    tensor is compared afterwards. An algorithm that reads or overwrites too early is therefore caught every time, and
+    not one time in a thousand.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ThreadWire(CountedWire):
         return _ThreadTransfer(self, landings, copies)
 
     def receive_until(self, landing: "_Landing") -> None:
-        """Take what this landing's peer has sent, in its order, until this one was filled."""
+        """Receive the messages of this landing's peer in order until this landing is filled."""
         expected = self._expected[landing.peer]
         mailbox = self._mailboxes.between(landing.peer, self.rank)
         while not landing.is_filled:
@@ -61,7 +61,7 @@ class ThreadWire(CountedWire):
 
 
 class Mailboxes:
-    """Messages that were sent and not yet received, by pair of ranks."""
+    """Messages sent and not yet received, by pair of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -71,17 +71,17 @@ class Mailboxes:
         }
 
     def between(self, source: int, destination: int) -> "queue.SimpleQueue[Tensor | None]":
-        """Return what goes from one rank to another."""
+        """Return the queue from one rank to another."""
         return self._queues[source, destination]
 
     def close(self, rank: int) -> None:
-        """Wake all that wait for a rank that has ended."""
+        """Wake all ranks that wait for a rank that has ended."""
         for destination in range(self.world_size):
             self.between(rank, destination).put(None)
 
 
 class _Landing:
-    """Buffer for a message that is expected."""
+    """Buffer for an expected message."""
 
     def __init__(self, tensor: Tensor, peer: int) -> None:
         self.peer = peer
@@ -107,9 +107,9 @@ class _ThreadTransfer(Transfer):
         self._copies = copies
 
     def wait(self) -> None:
-        """Receive, and see that what was sent is still what it was."""
+        """Receive, and check that sent tensors are unchanged."""
         for tensor, copy in self._copies:
-            if not torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)):  # NaN is equal to itself here
+            if not torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)):  # bytes, so that NaN equals itself
                 raise RuntimeError("a tensor was overwritten while it was being sent: wait for the transfer first")
         for landing in self._landings:
             self._wire.receive_until(landing)
@@ -122,16 +122,16 @@ def on_threads(
     hosts: Sequence[int] | None = None,
     log: list[Message] | None = None,
 ) -> list[Answer]:
-    """Run `work(wire)` for every rank in a thread of its own and return the answers by rank.
+    """Run `work(wire)` for every rank in its own thread and return the results by rank.
 
     Args:
-        world_size: Ranks.
-        work: What each does; its bytes and messages are on its wire.
-        hosts: One host number per rank; None says that all are on one.
-        log: Gets the messages of all ranks, in the order in which they happened to start.
+        world_size: Number of ranks.
+        work: Function of each rank; its wire has its bytes and messages.
+        hosts: Host number of each rank; None if all are on one host.
+        log: Receives the messages of all ranks, in the order in which they were started.
 
     Raises:
-        Exception: What the first rank raised that did not merely miss another.
+        Exception: The first error of a rank that was not caused by the loss of another.
         PeerLost: A rank waited for a message from one that had ended.
     """
     mailboxes = Mailboxes(world_size)

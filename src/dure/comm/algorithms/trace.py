@@ -15,27 +15,27 @@ from dure.errors import SpecInvalid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """One all-reduce, as it was seen from above."""
+    """Record of one all-reduce over all ranks."""
 
     name: str
     op: ReduceOp
     vectors: tuple[tuple[float, ...], ...]
     """Input vector of each rank."""
     messages: tuple[Message, ...]
-    """Messages in the order of phases, steps, sources and elements; those of one step can be in flight at once."""
+    """Messages in the order of phases, steps, sources and elements; those of one step may be in flight at once."""
     sent_bytes: tuple[int, ...]
     """Bytes sent by each rank."""
     result: tuple[float, ...]
-    """Vector that every rank has afterwards."""
+    """Resulting vector, the same on every rank."""
 
 
 def trace(
     name: str, world_size: int, num_elements: int, *, op: ReduceOp = "sum", hosts: Sequence[int] | None = None
 ) -> Trace:
-    """Run an algorithm on float32 vectors with 10 (r + 1) + i as element i of rank r, and note every message.
+    """Run an algorithm on float32 vectors with 10 (r + 1) + i as element i of rank r, and record every message.
 
     Raises:
-        SpecInvalid: No such algorithm, or one whose messages cannot be seen.
+        SpecInvalid: There is no such algorithm, or its messages are not visible.
     """
     info = find_algorithm(name)
     if ":" in info.implementation:

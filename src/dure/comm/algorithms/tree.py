@@ -1,7 +1,7 @@
-"""A binary tree: rank r's parent is (r - 1) // 2, rank 0 is the root.
+"""Binary-tree all-reduce: rank r's parent is (r - 1) // 2, rank 0 is the root.
 
 Two phases. `reduce`: each rank adds its children's vectors to its own, the lower child's first, and sends the sum to
-its parent. `broadcast`: the root's result goes down the same way.
+its parent. `broadcast`: the root's result is sent down the same way.
 
 Both run segment by segment, so that all levels of the tree are busy at once with a long vector.
 """
@@ -28,20 +28,20 @@ def all_reduce(wire: PointToPoint, vector: Tensor, op: ReduceOp) -> None:
 
 
 def parents_of(rank: int) -> list[int]:
-    """Return a rank's one parent; the root has none."""
+    """Return a list of a rank's parent; empty for the root."""
     return [(rank - 1) // 2] if rank else []
 
 
 def children_of(rank: int, world_size: int) -> list[int]:
-    """Return a rank's children, two at most."""
+    """Return a rank's children, at most two."""
     return [child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size]
 
 
 def depth_of(rank: int) -> int:
-    """Return how many levels a rank is below the root."""
+    """Return the number of levels between a rank and the root."""
     return (rank + 1).bit_length() - 1
 
 
 def sent_elements(num_elements: int, world_size: int) -> list[int]:
-    """Return how many elements each rank sends: its vector to each neighbour in the tree."""
+    """Return the elements that each rank sends: its vector to each neighbour in the tree."""
     return [num_elements * (len(parents_of(rank)) + len(children_of(rank, world_size))) for rank in range(world_size)]

@@ -1,8 +1,8 @@
-"""Messages between two ranks at a time, counted: what the all-reduce algorithms are written over.
+"""Point-to-point messages with counted bytes, on which the all-reduce algorithms are built.
 
-An algorithm says which elements go from whom to whom and knows nothing of how. `Wire` carries its messages over the
-ranks of a torch process group; `thread_wire` carries them between threads of one process, to show and to test what an
-algorithm sends.
+An algorithm says which elements go from which rank to which, independently of the transport. `Wire` sends its messages
+between the ranks of a torch process group. `thread_wire` passes them between threads of one process, to demonstrate and
+test what an algorithm sends.
 """
 
 from abc import ABC, abstractmethod
@@ -18,83 +18,83 @@ _SHOWN_VALUES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message that an algorithm sent."""
+    """A message that an algorithm sent."""
 
     phase: str
-    """Name of the phase that the message belongs to."""
+    """Name of the phase of the message."""
     step: int
-    """Round within the phase, from 0; messages of one round can be in flight at once."""
+    """Round within the phase, from 0; messages of one round may be in flight at once."""
     source: int
     destination: int
     start: int
-    """Index of the first element in the tensor's storage, which is the vector's own index unless it is a view."""
+    """Index of the first element in the tensor's storage, which is the index in the vector unless it is a view."""
     num_elements: int
     num_bytes: int
     values: tuple[float, ...]
-    """First few values, for a reader."""
+    """First few values, for display."""
 
     @property
     def end(self) -> int:
-        """One past its last element."""
+        """Index after the last element."""
         return self.start + self.num_elements
 
 
 class Transfer(ABC):
-    """Messages under way."""
+    """Messages in flight."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until all of them were received, and until what was sent may be overwritten.
+        """Wait until all messages are received, and sent tensors may be overwritten.
 
         Raises:
-            RuntimeError: A peer went away, or said nothing within the group's timeout.
+            RuntimeError: A peer was lost, or sent nothing within the group's timeout.
         """
 
 
 class _Nothing(Transfer):
     def wait(self) -> None:
-        """Wait for nothing."""
+        """Do nothing: there is nothing to wait for."""
 
 
 _NOTHING = _Nothing()
 
 Peered = tuple[Tensor, int]
-"""A tensor and the rank that it goes to or comes from."""
+"""Tensor, and the rank that it is sent to or received from."""
 
 
 class PointToPoint(ABC):
     """Point-to-point messages between ranks, with their bytes counted.
 
-    Between two ranks messages arrive in the order in which they were started. A tensor without elements sends
-    nothing, counts nothing and is not waited for, on both sides.
+    Messages between two ranks arrive in the order in which they were started. A tensor without elements is not sent,
+    not counted and not waited for, on both sides.
     """
 
     rank: int
     world_size: int
     hosts: tuple[int, ...]
-    """The host of each rank, as a number."""
+    """Host number of each rank."""
     sent_bytes: int
-    """Bytes of tensors that this rank has sent, without what the transport adds."""
+    """Bytes of tensors that this rank has sent, without the overhead of the transport."""
 
     def start(self, outgoing: Sequence[Peered], incoming: Sequence[Peered]) -> Transfer:
         """Start several messages at once.
 
-        Until the transfer was waited for, what goes out must not change and what comes in must not be read. On an
-        accelerator the messages of one call are launched as one, so every rank has to start those that belong
+        Until the transfer was waited for, outgoing tensors must not change and incoming ones must not be read. On an
+        accelerator the messages of one call are launched as one. Every rank must therefore start messages that belong
         together in one call, in the same order.
 
         Communication: the outgoing tensors' bytes, not blocking.
 
         Args:
-            outgoing: Contiguous tensors and the ranks they go to.
-            incoming: Contiguous tensors to be overwritten, and the ranks they come from.
+            outgoing: Contiguous tensors, and the ranks they are sent to.
+            incoming: Contiguous tensors to overwrite, and the ranks they are received from.
         """
         outgoing = [(tensor, peer) for tensor, peer in outgoing if tensor.numel()]
         incoming = [(tensor, peer) for tensor, peer in incoming if tensor.numel()]
         return self._start(outgoing, incoming) if outgoing or incoming else _NOTHING
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor. Communication: its bytes, blocking until it may be overwritten."""
+        """Send a tensor. Communication: its bytes, blocking until the tensor may be overwritten."""
         self.start([(tensor, peer)], []).wait()
 
     def recv(self, tensor: Tensor, peer: int) -> None:
@@ -102,24 +102,24 @@ class PointToPoint(ABC):
         self.start([], [(tensor, peer)]).wait()
 
     def exchange(self, outgoing: Tensor, to_peer: int, incoming: Tensor, from_peer: int) -> None:
-        """Send one tensor while another is received, so that a circle of ranks cannot wait for each other.
+        """Send one tensor while receiving another, so that a circle of ranks cannot deadlock.
 
         Communication: the bytes of `outgoing`, blocking.
         """
         self.start([(outgoing, to_peer)], [(incoming, from_peer)]).wait()
 
     def among(self, ranks: Sequence[int], label: str) -> "PointToPoint":
-        """Return this wire as some of its ranks see it, renumbered from 0 in the given order. They include this one.
+        """Return a wire of some of the ranks, including this one, renumbered from 0 in the given order.
 
         Args:
-            ranks: The same on each of them.
-            label: Goes before the names of their phases.
+            ranks: Ranks of this wire, the same on each of them.
+            label: Prefix of the names of their phases.
         """
         return _Among(self, ranks, label)
 
     @abstractmethod
     def mark(self, phase: str, step: int = 0) -> None:
-        """Say what the messages started from now on belong to."""
+        """Set the phase and step of messages started from now on."""
 
     @abstractmethod
     def scratch(self, like: Tensor, num_elements: int) -> Tensor:
@@ -131,7 +131,7 @@ class PointToPoint(ABC):
 
 
 class CountedWire(PointToPoint):
-    """Counting, logging and scratch memory, the same for every transport."""
+    """Counting, logging and scratch memory, common to all transports."""
 
     def __init__(self, rank: int, world_size: int, hosts: Sequence[int] | None, log: list[Message] | None) -> None:
         self.rank = rank
@@ -147,11 +147,11 @@ class CountedWire(PointToPoint):
         self._scratch: dict[torch.device, Tensor] = {}
 
     def mark(self, phase: str, step: int = 0) -> None:
-        """Say what the messages started from now on belong to."""
+        """Set the phase and step of messages started from now on."""
         self._phase, self._step = phase, step
 
     def scratch(self, like: Tensor, num_elements: int) -> Tensor:
-        """Return the same memory every time: fresh pages cost more than a small reduction."""
+        """Return the same memory every time, because new pages cost more than a small reduction."""
         num_bytes = num_elements * like.element_size()
         room = self._scratch.get(like.device)
         if room is None or room.numel() < num_bytes:
@@ -179,7 +179,7 @@ class CountedWire(PointToPoint):
 
     @abstractmethod
     def _carry(self, outgoing: Sequence[Peered], incoming: Sequence[Peered]) -> Transfer:
-        """Hand the messages to the transport."""
+        """Pass the messages to the transport."""
 
 
 class _Works(Transfer):
@@ -187,21 +187,21 @@ class _Works(Transfer):
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each; on an accelerator it is the current stream that waits."""
-        works, self._works = self._works, ()  # gloo would wait for another message if it was asked a second time
+        """Wait for each message; on an accelerator the current stream waits."""
+        works, self._works = self._works, ()  # a second wait on gloo would wait for another message
         for work in works:
             work.wait()
 
 
 class _ThroughHost(Transfer):
-    """Messages that were received in host memory on their way to a device."""
+    """Messages received in host memory before they are copied to a device."""
 
     def __init__(self, transfer: Transfer, arrivals: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._transfer = transfer
         self._arrivals = arrivals
 
     def wait(self) -> None:
-        """Wait for all of them, and copy each to its place."""
+        """Wait for all messages, and copy each to its place."""
         self._transfer.wait()
         arrivals, self._arrivals = self._arrivals, ()
         for place, arrived in arrivals:
@@ -209,16 +209,16 @@ class _ThroughHost(Transfer):
 
 
 def sends_from_devices(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether a group's `send` and `recv` take tensors of an accelerator."""
+    """Return whether a group's `send` and `recv` accept tensors of an accelerator."""
     return "nccl" in dist.get_backend_config(process_group)
 
 
 class Wire(CountedWire):
-    """The ranks of one torch process group, over c10d `send` and `recv`.
+    """Ranks of one torch process group, over c10d `send` and `recv`.
 
-    Peers are ranks inside the group. Nothing else may send or receive in that group at the same time: code
-    that communicates from a thread of its own needs a group of its own. Tensors of a device go through host memory
-    where the backend is not NCCL: gloo would take their addresses for addresses of the host.
+    Peers are ranks within the group. Nothing else may send or receive in that group at the same time: code that
+    communicates from its own thread needs its own group. Tensors of a device go through host memory unless the backend
+    is NCCL, because gloo would interpret their addresses as host addresses.
     """
 
     def __init__(
@@ -228,15 +228,15 @@ class Wire(CountedWire):
         hosts: Sequence[int] | None = None,
         log: list[Message] | None = None,
     ) -> None:
-        """Take a group that exists.
+        """Use an existing group.
 
         Args:
-            process_group: None takes the default group.
-            hosts: One host number per rank, the same on all; None says that all are on one.
-            log: Gets one `Message` for each that this rank sends.
+            process_group: Group of the ranks; None for the default group.
+            hosts: Host number of each rank, the same on all ranks; None if all are on one host.
+            log: Receives a `Message` for each message that this rank sends.
 
         Raises:
-            ValueError: There is no default group, this process is not in the group, or `hosts` does not fit it.
+            ValueError: There is no default group, this process is not in the group, or `hosts` does not match it.
         """
         rank = dist.get_rank(process_group)
         if rank < 0:
@@ -253,9 +253,9 @@ class Wire(CountedWire):
                 under_way = self._carry([(sent.cpu(), peer) for sent, peer in outgoing], landings)
                 arrivals = [(place, host) for (place, _), (host, _) in zip(incoming, landings, strict=True)]
                 return _ThroughHost(under_way, arrivals)
-            # NCCL runs messages in the order of their launch: two ranks that both receive first would wait forever
+            # NCCL runs messages in launch order: two ranks that both receive first would wait for ever
             return _Works(dist.batch_isend_irecv([*self._operations(outgoing, incoming)]))
-        # what comes in first: gloo sends nothing before the other side has said where it goes
+        # receives first: gloo sends nothing before the receiver has posted its buffer
         works = [dist.irecv(tensor, group=self._group, group_src=peer) for tensor, peer in incoming]
         works += [dist.isend(tensor, group=self._group, group_dst=peer) for tensor, peer in outgoing]
         return _Works([work for work in works if work is not None])
@@ -268,7 +268,7 @@ class Wire(CountedWire):
 
 
 class _Among(PointToPoint):
-    """Some ranks of a wire, under numbers of their own. Bytes are counted, and messages logged, by the wire."""
+    """Some ranks of a wire, renumbered. The underlying wire counts bytes and logs messages."""
 
     def __init__(self, wire: PointToPoint, ranks: Sequence[int], label: str) -> None:
         self._wire = wire
@@ -284,11 +284,11 @@ class _Among(PointToPoint):
         return self._wire.sent_bytes
 
     def mark(self, phase: str, step: int = 0) -> None:
-        """Name the phase with the label before it."""
+        """Set the phase, with the label as its prefix, and the step."""
         self._wire.mark(f"{self._label}{phase}", step)
 
     def scratch(self, like: Tensor, num_elements: int) -> Tensor:
-        """Return the wire's."""
+        """Return scratch memory of the underlying wire."""
         return self._wire.scratch(like, num_elements)
 
     def _start(self, outgoing: Sequence[Peered], incoming: Sequence[Peered]) -> Transfer:

@@ -1,7 +1,7 @@
-"""Checks of what a call of the backend `dure_shm` was given, before any other rank can notice the call.
+"""Checks of the arguments of calls of the backend `dure_shm`, before any other rank can notice the call.
 
-Errors are those of torch's own groups, `RuntimeError`. A call that is refused here has taken no number: the group goes
-on as if it had not been made.
+Errors are those of torch's own groups, `RuntimeError`. A call refused here has not taken a number: the group continues
+as if it had not been made.
 """
 
 import math
@@ -40,7 +40,7 @@ _REDUCIBLE = {
 
 
 def reduction(call: str, op: Any, *lists: Sequence[Tensor]) -> str:
-    """Return our name of a reduction, or refuse one that cannot be done on tensors of these dtypes."""
+    """Return our name of a reduction; refuse one that is not supported for these dtypes."""
     check_movable(call, *lists)
     name = _OPS.get(op.op, "")
     known = _REDUCIBLE.get(name, set())
@@ -52,13 +52,13 @@ def reduction(call: str, op: Any, *lists: Sequence[Tensor]) -> str:
 
 
 def check_sparse_sum(call: str, op: Any) -> None:
-    """Refuse what gloo does not do with sparse tensors."""
+    """Refuse reductions of sparse tensors that gloo does not support."""
     if op.op != dist.ReduceOp.SUM:
         raise RuntimeError(f"{call} reduces sparse tensors by SUM only, not by {_named(op)}: pass tensor.to_dense()")
 
 
 def check_movable(call: str, *lists: Sequence[Tensor]) -> None:
-    """Refuse tensors that are not in host memory, or not laid out by strides."""
+    """Refuse tensors that are not strided or not in host memory."""
     for tensors in lists:
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -71,25 +71,25 @@ def check_movable(call: str, *lists: Sequence[Tensor]) -> None:
 
 
 def check_root(call: str, root: int, world_size: int) -> None:
-    """Refuse a source or destination that is no rank of the group."""
+    """Refuse a source or destination that is not a rank of the group."""
     if not 0 <= root < world_size:
         raise RuntimeError(f"{call} names rank {root} of a group of {world_size}: the ranks are 0 to {world_size - 1}")
 
 
 def check_pairs(call: str, outputs: Sequence[object], inputs: Sequence[object]) -> None:
-    """Refuse several tensors at once without an output for each input."""
+    """Refuse several tensors at once unless there is an output for each input."""
     if len(outputs) != len(inputs):
         raise RuntimeError(f"{call} has {len(outputs)} outputs for {len(inputs)} inputs: give one for each")
 
 
 def check_one(call: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse several tensors where there can be one."""
+    """Refuse several tensors where only one is allowed."""
     if len(tensors) != 1:
         raise RuntimeError(f"{call} got {len(tensors)} {what} tensors: give one")
 
 
 def check_list(call: str, what: str, tensors: Sequence[Tensor], like: Tensor | None, world_size: int) -> None:
-    """Refuse a list that has not one tensor for every rank, each of the size and dtype of `like` if there is one."""
+    """Refuse a list without one tensor for every rank, or with sizes or dtypes that differ from `like` if given."""
     if len(tensors) != world_size:
         raise RuntimeError(
             f"{call} got a list of {len(tensors)} {what} tensors in a group of {world_size} ranks: give one for each "
@@ -109,7 +109,7 @@ def check_dtypes(call: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_alike(call: str, tensors: Sequence[Tensor], like: Tensor, *, times: int = 1) -> None:
-    """Refuse tensors of another dtype than `like`, or without `times` as many elements."""
+    """Refuse tensors with a dtype other than `like`, or without `times` as many elements."""
     wanted = like.numel() * times
     for tensor in tensors:
         if tensor.dtype != like.dtype or tensor.numel() != wanted:
@@ -120,7 +120,7 @@ def check_alike(call: str, tensors: Sequence[Tensor], like: Tensor, *, times: in
 
 
 def check_writable(call: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse outputs of which several elements are one place in memory, or that share memory with each other."""
+    """Refuse outputs whose elements overlap in memory, or that share memory with each other."""
     for tensor in tensors:
         if tensor.layout == torch.strided and not tensor.is_contiguous() and _repeats(tensor):
             raise RuntimeError(
@@ -134,7 +134,7 @@ def check_writable(call: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_contiguous(call: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that gloo would read or fill in another order than theirs."""
+    """Refuse tensors that gloo would read or fill in another element order."""
     for tensor in tensors:
         if tensor.layout == torch.strided and not tensor.is_contiguous():
             raise RuntimeError(
@@ -154,7 +154,7 @@ def check_dense(call: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_splits(output: Tensor, input: Tensor, outputs: Sequence[int], inputs: Sequence[int], world_size: int) -> None:
-    """Refuse what `all_to_all_single` cannot cut into a part for every rank."""
+    """Refuse tensors that `all_to_all_single` cannot split into a part for every rank."""
     call = "all_to_all_single"
     for what, tensor, splits in (("output", output, outputs), ("input", input, inputs)):
         if tensor.dim() == 0:
@@ -181,13 +181,13 @@ def check_splits(output: Tensor, input: Tensor, outputs: Sequence[int], inputs: 
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a contiguous tensor's first byte and of the one after its last."""
+    """Return the addresses of a contiguous tensor's first byte and of the byte after its last."""
     start = tensor.data_ptr()
     return start, start + tensor.numel() * tensor.element_size()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its stretch of memory, in whatever order of its dimensions."""
+    """Return whether a tensor fills its range of memory, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:

@@ -1,16 +1,16 @@
-"""The backend `dure_shm` of torch.distributed: the CPU ranks of one host meet in shared memory.
+"""Backend `dure_shm` of torch.distributed: the CPU ranks of one host communicate through shared memory.
 
     import dure.comm
     torch.distributed.init_process_group("cpu:dure_shm")
 
-All collectives go through the memory. Messages between two ranks, and the reduction of sparse tensors, go through a
-gloo group that every group brings along, and so does everything of a group whose ranks cannot share memory.
+All collectives use the memory. Messages between two ranks, and the reduction of sparse tensors, use a gloo group that
+every group has. A group whose ranks cannot share memory uses it for everything.
 
-Calls run in the order in which they were made. Asynchronous ones run on one thread per group, so that DDP computes
-while its gradients are added up; a blocking call with none before it runs where it was made.
+Calls run in the order in which they were made. Asynchronous calls run on one thread per group, so that DDP computes
+while its gradients are reduced. A blocking call without pending calls runs in the calling thread.
 
-A call with wrong arguments is refused before it begins, and the group goes on as if it had not been made. A call that
-breaks off later ends the group: every further one names that failure.
+A call with wrong arguments is refused before it begins, and the group continues as if it had not been made. A call that
+fails later ends the group: every further call raises that failure.
 """
 
 from collections.abc import Sequence
@@ -44,10 +44,10 @@ from dure.torchcompat import AllgatherOptions
 
 
 class SharedMemoryGroup(QueuedGroup):
-    """A process group over shared memory, for CPU tensors.
+    """Process group over shared memory, for CPU tensors.
 
-    torch calls these methods, from Python and from C++, under the names of its own groups; those of 2.13 and those
-    of 2.11 both. What is not overridden goes to the base class and by it to gloo.
+    torch calls these methods, from Python and from C++, under the names of its own groups, those of 2.13 as well as
+    those of 2.11. Methods that are not overridden are those of the base class, which uses gloo.
     """
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class SharedMemoryGroup(QueuedGroup):
         return self._start(lambda memory: shm_tensors.all_reduce(memory, tensors, op), tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Reduce tensors over all ranks and leave the result on one."""
+        """Reduce tensors over all ranks; one rank receives the result."""
         tensors, opts = _as_list(tensors), _as_rooted_options(dist.ReduceOptions, opts, timeout)
         if op is not None:
             opts.reduceOp = op
@@ -155,7 +155,7 @@ class SharedMemoryGroup(QueuedGroup):
         return self._start(lambda memory: shm_tensors.gather(memory, places, inputs[0], root), outputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Copy one rank's list of tensors to the ranks, one tensor to each."""
+        """Copy a list of tensors from one rank, one tensor to each rank."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
         opts = _as_rooted_options(dist.ScatterOptions, opts, timeout)
@@ -175,7 +175,7 @@ class SharedMemoryGroup(QueuedGroup):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """Reduce lists of tensors over all ranks and leave one on each rank."""
+        """Reduce lists of tensors over all ranks; each rank receives one."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = _as_options(dist.ReduceScatterOptions, opts, timeout)
@@ -193,7 +193,7 @@ class SharedMemoryGroup(QueuedGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Reduce long tensors over all ranks and leave each rank its part; for several tensors."""
+        """Reduce long tensors over all ranks; each rank receives its part; for several tensors."""
         opts = _as_options(dist.ReduceScatterOptions, opts)
         check_pairs("reduce_scatter_single", outputs, inputs)
         for output, long in zip(outputs, inputs, strict=True):
@@ -206,7 +206,7 @@ class SharedMemoryGroup(QueuedGroup):
         return self._start(lambda memory: shm_tensors.reduce_scatter_from(memory, outputs, inputs, op), outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Copy a list of tensors from each rank to all, one tensor to each."""
+        """Copy a list of tensors from each rank to all ranks, one tensor to each."""
         opts = _as_options(dist.AllToAllOptions, opts)
         check_list("all_to_all", "output", outputs, None, self.size())
         check_list("all_to_all", "input", inputs, None, self.size())
@@ -221,7 +221,7 @@ class SharedMemoryGroup(QueuedGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        """Copy rows of one tensor from each rank to all, as many to each as the splits say."""
+        """Copy rows of one tensor from each rank to all ranks, with the numbers of rows in the splits."""
         opts = _as_options(dist.AllToAllOptions, opts)
         check_splits(output, input, output_splits, input_splits, self.size())
         check_writable("all_to_all_single", [output])
@@ -245,7 +245,7 @@ class SharedMemoryGroup(QueuedGroup):
         return self._start(shm_collectives.barrier, [], opts)
 
     def _all_reduce_sparse(self, memory: SharedMemory, tensors: list[Tensor], opts: Any) -> None:
-        memory.meet(call_number("sparse all_reduce"))  # gloo does not see that ranks are in different calls
+        memory.meet(call_number("sparse all_reduce"))  # gloo does not notice ranks in different calls
         self._gloo.allreduce(tensors, opts).wait()
 
     # -- messages between two ranks ------------------------------------------------------------------------------
@@ -263,17 +263,17 @@ class SharedMemoryGroup(QueuedGroup):
     def _check_message(self, call: str, tensors: Sequence[Tensor], peer: int) -> None:
         if self._memory is not None:
             self._memory.refuse_after_failure()
-        check_root(call, peer, self.size())  # gloo ends the process
+        check_root(call, peer, self.size())  # gloo would end the process
         check_contiguous(call, tensors)
 
-    # -- other names of the same ---------------------------------------------------------------------------------
+    # -- aliases -------------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Copy every rank's tensor into one long tensor on all ranks."""
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce a long tensor over all ranks and leave each rank its part."""
+        """Reduce a long tensor over all ranks; each rank receives its part."""
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -284,7 +284,7 @@ class SharedMemoryGroup(QueuedGroup):
 
 
 def create_group(options: Any) -> SharedMemoryGroup:
-    """Make a group as `torch.distributed.Backend.register_backend` wants it, with the extended interface."""
+    """Create a group, as called by `torch.distributed.Backend.register_backend` with the extended interface."""
     return SharedMemoryGroup(
         options.store, options.group_rank, options.group_size, options.timeout, options.global_ranks_in_group
     )
@@ -295,7 +295,7 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _as_options(kind: Any, options: Any, timeout: timedelta | None = None) -> Any:
-    """Return options of a kind: as given, or made from the bare reduction that some callers pass."""
+    """Return options of a type, either as given or made from the plain reduction that some callers pass."""
     if not isinstance(options, kind):
         reduction, options = options, kind()
         if reduction is not None:
@@ -306,7 +306,7 @@ def _as_options(kind: Any, options: Any, timeout: timedelta | None = None) -> An
 
 
 def _as_rooted_options(kind: Any, options: Any, timeout: timedelta | None) -> Any:
-    """Return options of a kind: as given, or made from the bare rank that some callers pass."""
+    """Return options of a type, either as given or made from the plain rank that some callers pass."""
     root, options = (options, None) if isinstance(options, int) else (None, options)
     options = _as_options(kind, options, timeout)
     if root is not None:

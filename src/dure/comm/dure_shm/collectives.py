@@ -1,4 +1,4 @@
-"""Broadcast, gather, scatter and their like through the memory of one host, in rounds like `algorithms/shm.py`.
+"""Broadcast, gather, scatter and similar collectives through one host's memory, in rounds as in `algorithms/shm.py`.
 
 Each round has two phases with a barrier between them, `write` and `read` (or `reduce`).
 """
@@ -27,7 +27,7 @@ def broadcast(memory: SharedMemory, tensor: Tensor, root: int) -> None:
     Communication: the root writes the tensor once, the others read it; a barrier per round.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     num_bytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
@@ -46,18 +46,19 @@ def broadcast(memory: SharedMemory, tensor: Tensor, root: int) -> None:
 
 
 def all_gather(memory: SharedMemory, own: Tensor, gathered: Sequence[Tensor], call: int | None = None) -> None:
-    """Copy every rank's contiguous tensor to all ranks, or to those that have a place for them.
+    """Copy every rank's contiguous tensor to all ranks, or to those with outputs for them.
 
     Communication: each rank writes its tensor once; a barrier per round.
 
     Args:
-        memory: Of all ranks.
-        own: This rank's.
-        gathered: One contiguous tensor of as many bytes per rank, of which the own one may be `own` itself; or none.
-        call: What it is a part of, if it is no call by itself.
+        memory: Memory of all ranks.
+        own: Tensor of this rank.
+        gathered: For each rank, a contiguous output tensor of as many bytes, where this rank's may be `own` itself; or
+            empty.
+        call: Number of the call that this is part of; None if it is a call by itself.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     num_bytes, source = own.numel() * own.element_size(), own.data_ptr()
@@ -80,7 +81,7 @@ def all_gather(memory: SharedMemory, own: Tensor, gathered: Sequence[Tensor], ca
 
 
 def gather(memory: SharedMemory, own: Tensor, gathered: Sequence[Tensor], root: int) -> None:
-    """Copy every rank's contiguous tensor to rank `root`, the only one with places for them; see `all_gather`."""
+    """Copy every rank's contiguous tensor to rank `root`, the only one with outputs; see `all_gather`."""
     all_gather(memory, own, gathered, call_number("gather", own.numel() * own.element_size(), root=root))
 
 
@@ -90,13 +91,13 @@ def scatter(memory: SharedMemory, shares: Sequence[Tensor], received: Tensor, ro
     Communication: the root writes the others' tensors once, each of them reads its own; a barrier per round.
 
     Args:
-        memory: Of all ranks.
-        shares: One contiguous tensor per rank on the root; none elsewhere.
-        received: As many contiguous bytes; may be this rank's own share.
-        root: Whose.
+        memory: Memory of all ranks.
+        shares: One contiguous tensor per rank on the root; empty elsewhere.
+        received: Contiguous output of as many bytes; may be this rank's own share.
+        root: Rank that has the tensors.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     num_bytes, target = received.numel() * received.element_size(), received.data_ptr()
@@ -118,18 +119,18 @@ def scatter(memory: SharedMemory, shares: Sequence[Tensor], received: Tensor, ro
 
 
 def all_to_all(memory: SharedMemory, shares: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-    """Copy a contiguous tensor from every rank to every rank, of any lengths.
+    """Copy a contiguous tensor of any length from every rank to every rank.
 
-    Communication: each rank writes the others' tensors once; first the lengths of all; a barrier per round.
+    Communication: the lengths of all tensors; then each rank writes the others' tensors once; a barrier per round.
 
     Args:
-        memory: Of all ranks.
-        shares: What this rank gives to each.
-        received: As many bytes as each rank gives to this one; none of it shares memory with `shares`.
+        memory: Memory of all ranks.
+        shares: Tensors that this rank sends to each rank.
+        received: Outputs of as many bytes as each rank sends to this one; they share no memory with `shares`.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
-        RanksDisagree: A rank is in another call, or expects more or less than another gives.
+        PeerLost: A rank ended, left, or did not arrive in time.
+        RanksDisagree: A rank is in another call, or expects another number of bytes than is sent.
     """
     rank, world_size = memory.rank, memory.world_size
     call = call_number("all_to_all")
@@ -156,7 +157,7 @@ def all_to_all(memory: SharedMemory, shares: Sequence[Tensor], received: Sequenc
 def _all_lengths(
     memory: SharedMemory, shares: Sequence[Tensor], received: Sequence[Tensor], call: int
 ) -> list[list[int]]:
-    """Return how many bytes each rank gives to each, or let all ranks find out which two do not agree on that."""
+    """Return the bytes that each rank sends to each; raise an error on all ranks if two of them disagree."""
     num_ranks = memory.world_size
     own = torch.tensor([tensor.numel() * tensor.element_size() for tensor in (*shares, *received)])
     everyones = [torch.empty_like(own) for _ in range(num_ranks)]
@@ -174,18 +175,18 @@ def _all_lengths(
 
 
 def reduce_scatter(memory: SharedMemory, shares: Sequence[Tensor], reduced: Tensor, op: str) -> None:
-    """Reduce each rank's share over all ranks, always in the order of the ranks, and leave it there.
+    """Reduce each rank's share over all ranks, always in the order of the ranks; each rank receives its own.
 
     Communication: each rank writes the others' shares once, N (P-1)/P elements; a barrier per round.
 
     Args:
-        memory: Of all ranks.
-        shares: One contiguous vector (M,) per rank: what this rank gives to each.
-        reduced: (M,) contiguous; may be this rank's own share.
+        memory: Memory of all ranks.
+        shares: Contiguous vectors (M,) that this rank contributes to each rank's share.
+        reduced: (M,) contiguous output; may be this rank's own share.
         op: See `algorithms.shm.all_reduce`.
 
     Raises:
-        PeerLost: A rank ended, left, or did not come in time.
+        PeerLost: A rank ended, left, or did not arrive in time.
         RanksDisagree: A rank is in another call.
     """
     rank, world_size, dtype, size = memory.rank, memory.world_size, reduced.dtype, reduced.element_size()
@@ -202,7 +203,7 @@ def reduce_scatter(memory: SharedMemory, shares: Sequence[Tensor], reduced: Tens
     def reduce(start: int, window: int) -> None:
         num = min(length, num_elements - start)
         terms = [memory.view(source, window, rank * room, num, dtype) for source in range(world_size)]
-        # where this rank left out its own share there is room for the sums on the way
+        # this rank's own share is not in its slot, which leaves room for intermediate sums
         scratch, terms[rank] = terms[rank], shares[rank][start : start + num]
         reduce_in_order(terms, reduced[start : start + num], scratch, op)
 

@@ -1,4 +1,4 @@
-"""A process group with a memory, a gloo and a thread: what the calls of the backend `dure_shm` run on."""
+"""Process group with shared memory, a gloo group and a thread, on which the calls of the backend `dure_shm` run."""
 
 import os
 import queue
@@ -19,25 +19,25 @@ from dure.torchcompat import calls_of_gloo, give_gloo
 NAME = "dure_shm"
 
 _GRACE_SECONDS = 1.0
-"""Seconds that calls that were not waited for may go on when the group is destroyed."""
+"""Seconds that pending asynchronous calls may continue when the group is destroyed."""
 
 
 class QueuedGroup(dist.ProcessGroup):
-    """The group itself: its memory, the order of its calls, and its end. The calls are those of a subclass."""
+    """Process group: its memory, the order of its calls, and its end. A subclass implements the calls."""
 
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, global_ranks: Sequence[int]
     ) -> None:
-        """Connect gloo, and make the memory if all ranks can. Every rank calls it.
+        """Connect gloo, and create the memory if all ranks can. Every rank calls this.
 
         Communication: gloo's rendezvous through the store, then two all_gather of a few numbers.
 
         Args:
-            store: Of this group alone.
-            rank: In this group.
-            world_size: Of this group.
-            timeout: How long a call waits for a rank.
-            global_ranks: What the ranks are called in errors; empty calls them by their rank here.
+            store: Store of this group alone.
+            rank: Rank in this group.
+            world_size: Number of ranks of this group.
+            timeout: Maximum time that a call waits for a rank.
+            global_ranks: Names of the ranks in errors; empty to use their ranks in this group.
         """
         super().__init__(rank, world_size)  # type: ignore[call-arg]  # the only one that a class of Python may call
         self._store = store
@@ -46,7 +46,7 @@ class QueuedGroup(dist.ProcessGroup):
         self._pid = os.getpid()
         self._memory: SharedMemory | None = None
         self.why_gloo = ""
-        """Reason why the memory is not used; empty if it is."""
+        """Reason why the memory is not used; empty if it is used."""
         try:
             self._memory = open_shared_memory(
                 self._exchange,
@@ -61,9 +61,9 @@ class QueuedGroup(dist.ProcessGroup):
         self._works: queue.SimpleQueue[SharedMemoryWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: SharedMemoryWork | None = None
-        self._order = threading.RLock()  # a signal handler may make a call in the middle of another
+        self._order = threading.RLock()  # a signal handler may make a call during another one
         self._num_started = -calls_of_gloo(self)
-        """Calls through the memory, less those of gloo for the meeting here."""
+        """Number of calls through the memory, minus those of gloo during the setup here."""
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
         said = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size())]
@@ -71,15 +71,15 @@ class QueuedGroup(dist.ProcessGroup):
         return [tensor.tolist() for tensor in said]
 
     def getBackendName(self) -> str:
-        """Return the name that the group was asked for by; torch asks under this one."""
+        """Return the name under which the group was requested, which torch asks for."""
         return NAME
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many calls were made, through the memory or gloo; `SequenceNumber` asks under torch's name."""
+        """Return the number of calls through the memory or gloo; the method has torch's name, for `SequenceNumber`."""
         return self._num_started + calls_of_gloo(self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let calls from now on wait so long for a rank."""
+        """Set the time that later calls wait for a rank."""
         self._timeout_seconds = timeout.total_seconds()
 
     def get_group_store(self) -> dist.Store:
@@ -87,19 +87,19 @@ class QueuedGroup(dist.ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        """Leave the memory. Calls that were not waited for have a second to end."""
+        """Leave the memory. Pending asynchronous calls have a second to end."""
         if self._pid == os.getpid():
             self._end(_GRACE_SECONDS)
             self._gloo.shutdown()
 
     def abort(self) -> None:
-        """Leave the memory at once; calls under way fail."""
+        """Leave the memory at once; pending calls fail."""
         if self._pid == os.getpid():
             self._end(0.0)
             self._gloo.abort()
 
     def __del__(self) -> None:
-        works = getattr(self, "_works", None)  # none if making the group failed
+        works = getattr(self, "_works", None)  # None if the creation of the group failed
         if works is not None:
             works.put(None)
 
@@ -117,7 +117,7 @@ class QueuedGroup(dist.ProcessGroup):
     # -- running -------------------------------------------------------------------------------------------------
 
     def _start(self, run: Callable[[SharedMemory], None], outputs: Any, opts: Any) -> dist.Work:
-        """Run a call, or let the thread run it after those that are under way."""
+        """Run a call, or have the thread run it after the pending ones."""
         memory = self._memory
         assert memory is not None
         if self._pid != os.getpid():
@@ -126,7 +126,7 @@ class QueuedGroup(dist.ProcessGroup):
                 "make a process group in the child"
             )
         seconds = opts.timeout.total_seconds()
-        if seconds < 0:  # nothing was said
+        if seconds < 0:  # no timeout was given
             seconds = self._timeout_seconds
 
         def run_in_memory() -> None:
@@ -136,7 +136,7 @@ class QueuedGroup(dist.ProcessGroup):
         work = SharedMemoryWork(run_in_memory, outputs)
         with self._order:
             self._num_started += 1
-            # what a future's callback calls runs in the thread that would have to run it, and may be waited for there
+            # a call from a future's callback runs in the group's thread itself, which may also wait for it
             is_in_callback = threading.current_thread() is self._thread
             if is_in_callback or (not opts.asyncOp and (self._last is None or self._last.is_completed())):
                 work.run()

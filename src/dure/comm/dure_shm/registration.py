@@ -1,4 +1,4 @@
-"""Makes the backend `dure_shm` known to torch.distributed, without importing torch where that has not been done."""
+"""Registration of the backend `dure_shm` with torch.distributed, without importing torch before it is needed."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 _BACKENDS = "torch.distributed.distributed_c10d"
-"""The module that keeps the backends' names."""
+"""Module that holds the names of the backends."""
 
 
 def register_backend() -> None:
@@ -32,12 +32,12 @@ def _create_group(options: Any, unused: Any = None) -> Any:
 
 
 class _Expectant(MetaPathFinder):
-    """Finds nothing itself; waits for the one module and has it register the backend after it was executed."""
+    """Finder that finds nothing itself, but makes the one module register the backend after its execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders have for the module, with one more thing to do at its end."""
+        """Return the spec that the other finders have for the module, extended by the registration."""
         if fullname != _BACKENDS:
             return None
         sys.meta_path.remove(self)

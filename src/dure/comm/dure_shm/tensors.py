@@ -1,7 +1,7 @@
-"""Collectives of tensors as they come: several at once, with gaps between their elements, or sharing memory.
+"""Collectives of arbitrary tensors: several at once, non-contiguous ones, or ones that share memory.
 
-`collectives` and `algorithms.shm` move contiguous memory. The tensors' `data` is used throughout: gloo does not
-count what it writes as a change for autograd either.
+`collectives` and `algorithms.shm` handle contiguous memory. The tensors' `data` is used throughout, because gloo's
+writes do not count as changes for autograd either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def all_reduce(memory: SharedMemory, tensors: Sequence[Tensor], op: str) -> None
 
 
 def reduce(memory: SharedMemory, tensors: Sequence[Tensor], op: str, root: int) -> None:
-    """Reduce tensors over all ranks, in place on one rank; on the others they stay as they are."""
+    """Reduce tensors over all ranks, in place on one rank; those of the others stay unchanged."""
     for tensor in tensors:
         data = tensor.data
         dense = _dense(data)
@@ -57,7 +57,7 @@ def broadcast(memory: SharedMemory, tensors: Sequence[Tensor], root: int) -> Non
 
 
 def all_gather(memory: SharedMemory, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
-    """Copy every rank's tensors to all ranks; for each one a tensor per rank."""
+    """Copy every rank's tensors to all ranks, into one output per rank for each."""
     for gathered, own in zip(outputs, inputs, strict=True):
         with _targets(gathered) as targets:
             shm_collectives.all_gather(memory, _apart(_dense(own.data), targets), targets)
@@ -70,13 +70,13 @@ def all_gather_into(memory: SharedMemory, outputs: Sequence[Tensor], inputs: Seq
 
 
 def gather(memory: SharedMemory, gathered: Sequence[Tensor], own: Tensor, root: int) -> None:
-    """Copy every rank's tensor to rank `root`, which alone has places for them."""
+    """Copy every rank's tensor to rank `root`, the only one with outputs."""
     with _targets(gathered) as targets:
         shm_collectives.gather(memory, _apart(_dense(own.data), targets), targets, root)
 
 
 def scatter(memory: SharedMemory, received: Tensor, shares: Sequence[Tensor], root: int) -> None:
-    """Copy one tensor of rank `root`, which alone has any, to each rank."""
+    """Copy one tensor of rank `root`, the only one with inputs, to each rank."""
     with _targets([received]) as (target,):
         sources = [_dense(share.data) for share in shares]
         if any(_overlap(source, target) for rank, source in enumerate(sources) if rank != root):
@@ -96,7 +96,7 @@ def all_to_all(memory: SharedMemory, received: Sequence[Tensor], shares: Sequenc
 def all_to_all_of_rows(
     memory: SharedMemory, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> None:
-    """Copy rows of one tensor from every rank to every rank, as many as the splits say; none: all the same."""
+    """Copy rows of one tensor from every rank to every rank, as many as the splits say; the same number if empty."""
     with _targets([output]) as (target,):
         rows = [
             list(tensor.split(splits) if splits else tensor.chunk(memory.world_size))
@@ -110,7 +110,7 @@ def all_to_all_of_rows(
 def reduce_scatter(
     memory: SharedMemory, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: str
 ) -> None:
-    """Reduce lists of tensors over all ranks and leave each rank its own."""
+    """Reduce lists of tensors over all ranks; each rank receives its own."""
     for reduced, shares in zip(outputs, inputs, strict=True):
         flat = [_dense(share.data).view(-1) for share in shares]
         with _targets([reduced]) as (target,):
@@ -124,12 +124,12 @@ def reduce_scatter(
 
 
 def reduce_scatter_from(memory: SharedMemory, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: str) -> None:
-    """Reduce long tensors over all ranks and leave each rank its part of each."""
+    """Reduce long tensors over all ranks; each rank receives its part of each."""
     reduce_scatter(memory, outputs, [_cut(_dense(long.data), memory.world_size) for long in inputs], op)
 
 
 def _dense(data: Tensor) -> Tensor:
-    """Return the values as they lie in memory that is read byte by byte: a lazy sign or conjugate is not there."""
+    """Return a tensor with its values materialised in memory, without lazy negation or conjugation, and contiguous."""
     if data.is_neg() or data.is_conj():
         data = data.resolve_conj().resolve_neg()
     return data.contiguous()
@@ -137,7 +137,7 @@ def _dense(data: Tensor) -> Tensor:
 
 @contextmanager
 def _targets(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Give contiguous memory for outputs, themselves where they are such, and copy to the others in the end."""
+    """Yield contiguous memory for outputs, either themselves or temporary tensors copied to them at the end."""
     places = [output.data for output in outputs]
     targets = [
         place
@@ -152,7 +152,7 @@ def _targets(outputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _apart(source: Tensor, targets: Sequence[Tensor]) -> Tensor:
-    """Return a copy of what is overwritten in the middle of a call; one that is exactly a target is read before."""
+    """Return a copy if the call could overwrite the source too early; one that is exactly a target is read in time."""
     if any(_overlap(source, target) and span_of(source) != span_of(target) for target in targets):
         return source.clone()
     return source

@@ -16,19 +16,19 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class SharedMemoryWork(dist.Work):
-    """One collective call: to be run, under way or over."""
+    """A collective call that is pending, running or completed."""
 
     def __init__(self, run: Callable[[], None], outputs: Any) -> None:
-        """Take a call that no thread has started.
+        """Prepare a call that no thread has started.
 
         Args:
-            run: The call.
-            outputs: The tensors, or lists of tensors, that it overwrites.
+            run: Function that makes the call.
+            outputs: Tensors, or lists of tensors, that it overwrites.
         """
         super().__init__()
         self._run: Callable[[], None] | None = run
         self._outputs = outputs
-        # inference mode is a thread's own, and without it what was made in it cannot be overwritten
+        # inference mode is thread-local, and inference tensors cannot be overwritten without it
         self._is_inference = torch.is_inference_mode_enabled()
         self._error: BaseException | None = None
         self._is_over = False
@@ -39,13 +39,13 @@ class SharedMemoryWork(dist.Work):
         self._signals = threading.Lock()
 
     def run(self) -> None:
-        """Make the call, keep its error for those who wait, and tell them."""
+        """Make the call, keep its error for those who wait, and notify them."""
         try:
             assert self._run is not None, "a call is made once"
             self._run()
         except BaseException as error:
             self._error = error
-        self._run = None  # what it holds is needed no more
+        self._run = None  # release what it references
         with self._signals:
             self._is_over = True
             signal = self._signal
@@ -54,7 +54,7 @@ class SharedMemoryWork(dist.Work):
             signal.set_result(None)
 
     def run_elsewhere(self) -> None:
-        """Make the call in another thread than its caller's, as if in that one."""
+        """Make the call in another thread as if it were the caller's."""
         if self._is_inference:
             with torch.inference_mode():
                 self.run()
@@ -62,13 +62,13 @@ class SharedMemoryWork(dist.Work):
             self.run()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the call is over.
+        """Wait until the call is completed.
 
         Args:
-            timeout: No other limit than the group's own if it is zero.
+            timeout: Maximum time to wait; zero for the group's own timeout.
 
         Raises:
-            PeerLost: A rank ended, left, or did not come in time.
+            PeerLost: A rank ended, left, or did not arrive in time.
             RanksDisagree: A rank is in another call.
         """
         if not self._is_over:
@@ -83,15 +83,15 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call is over, well or not."""
+        """Return whether the call is completed, successfully or not."""
         return self._is_over
 
     def is_success(self) -> bool:
-        """Return whether the call is over and went well."""
+        """Return whether the call is completed successfully."""
         return self._is_over and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong."""
+        """Return the error of the call, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -99,9 +99,9 @@ class SharedMemoryWork(dist.Work):
         return list(self._outputs)
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a future of the outputs, which DDP's communication hooks wait for; it holds the error if there is one.
+        """Return a future of the outputs, for DDP's communication hooks; it holds the error if there is one.
 
-        Only what a callback raises reaches a future's waiters in C++, so the outputs are handed over by one.
+        Only errors of a callback reach a future's waiters in C++, so the outputs are passed on by a callback.
         """
         with self._signals:
             if self._future is not None:
@@ -121,12 +121,12 @@ class SharedMemoryWork(dist.Work):
 
 
 def run_works(works: "queue.SimpleQueue[SharedMemoryWork | None]") -> None:
-    """Run calls one after another until None comes; what the thread of a group does.
+    """Run calls one after another until None arrives; the main function of a group's thread.
 
-    Callbacks of the calls' futures run here too, DDP's communication hooks among them; like the backward that they
-    belong to they record nothing for autograd.
+    Callbacks of the calls' futures run here too, including DDP's communication hooks. Like the backward that they
+    belong to, they record nothing for autograd.
     """
     with torch.no_grad():
         while (work := works.get()) is not None:
             work.run_elsewhere()
-            del work  # while this thread waits for the next one, tensors must not live on in it
+            del work  # otherwise its tensors would stay alive while this thread waits for the next call

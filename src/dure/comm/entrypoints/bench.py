@@ -1,4 +1,4 @@
-"""The entry of a rank of `dure bench`: join the others, measure, leave."""
+"""Entry point of a rank of `dure bench`: join the group, measure, leave."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from dure.units import format_bytes
 
 
 def main(job: BenchJob, place: Place) -> int:
-    """Measure what the job says; rank 0 writes each row, as it is there, as a line of JSON into the job's file."""
+    """Run the job's measurements; rank 0 appends each row to the job's file as a line of JSON once it is measured."""
     try:
         kind = job.device
         device = torch.device(kind, place.rank.local_rank) if kind == "cuda" else torch.device(kind)
@@ -47,5 +47,5 @@ def main(job: BenchJob, place: Place) -> int:
 
 
 def before_fork(job: BenchJob) -> None:
-    """Import once, in the process that forks the ranks, what all of them need."""
+    """Import, in the process that forks the ranks, what all of them need."""
     import_late_parts()

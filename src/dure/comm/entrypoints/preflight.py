@@ -1,7 +1,6 @@
-"""The entry of a rank of `dure preflight`: meet the others, and try once what a run does all the time.
+"""Entry point of a rank of `dure preflight`: join the group, and try once each operation that a run relies on.
 
-Each rank writes down what it begins and what it has done, before anything else: where it does not come through, its
-launcher reads there how far it came.
+Each rank records the start and the end of every operation. If it gets stuck, its launcher reads there how far it came.
 """
 
 import json
@@ -23,8 +22,8 @@ from dure.torchcompat import import_late_parts
 
 _LARGE_BYTES = 4 * 2**20
 _PERIOD = 251
-"""Period of the pattern that is sent. It is prime, so that no shift by a power of two looks right. All sums are whole
-numbers below 2**24 up to 65,000 ranks, and so exact in float32."""
+"""Period of the test pattern. It is prime, so that no shift by a power of two looks correct. All sums are integers
+below 2**24 up to 65,000 ranks, and so exact in float32."""
 _ELEMENTS_SENT = 1024
 
 
@@ -36,14 +35,14 @@ class Progress:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Write that a step begins, and that it is done."""
+        """Record the start and the end of a step."""
         self._write({"began": name, "time": time.time()})
         start = time.perf_counter()
         yield
         self._write({"done": name, "seconds": time.perf_counter() - start})
 
     def compare(self, name: str, got: torch.Tensor, right: torch.Tensor) -> None:
-        """Write down how much of a result is not what it must be."""
+        """Record the number of wrong elements of a result, and the first of them."""
         is_wrong = got != right
         num_wrong = int(is_wrong.sum())
         if num_wrong:
@@ -59,8 +58,8 @@ def main(job: PreflightJob, place: Place) -> int:
     """Try the collectives of the job's backend.
 
     Args:
-        job: What to try.
-        place: Which rank this is.
+        job: Job of this preflight.
+        place: Context of this rank.
     """
     rank = place.rank.rank
     try:
@@ -88,7 +87,7 @@ def main(job: PreflightJob, place: Place) -> int:
 
 
 def try_all(progress: Progress, rank: int, world_size: int, device: torch.device) -> None:
-    """Add up, broadcast from every rank, and send between every two of them; compare each result with what it must be.
+    """Reduce, broadcast from every rank, and send between all pairs of ranks; compare all results.
 
     Communication: two all_reduce (8 B, 4 MiB), `P` broadcasts and `P - 1` sends and receives of 4 KiB per rank.
     """
@@ -129,14 +128,15 @@ def _pattern(source: int, target: int) -> torch.Tensor:
 
 
 def partners(rank: int, world_size: int) -> Iterator[int]:
-    """Yield whom a rank meets, one after the other, so that all meet each other and none wait in a circle.
+    """Yield the partners of a rank in order, so that all pairs of ranks meet without a deadlock.
 
-    The circle method of tournaments: in each round every rank has one partner, or, where their number is odd, rests.
+    This is the circle method of tournaments: in each round every rank has one partner, or pauses if their number is
+    odd.
     """
     size = world_size + world_size % 2
     for number in range(size - 1):
         if rank == size - 1:
-            # it stays in its place; the one that would meet itself meets it
+            # the last rank is fixed; its partner is the rank that would meet itself
             partner = number * size // 2 % (size - 1)
         else:
             partner = (number - rank) % (size - 1)
@@ -146,5 +146,5 @@ def partners(rank: int, world_size: int) -> Iterator[int]:
 
 
 def before_fork(job: PreflightJob) -> None:
-    """Import once, in the process that forks the ranks, what all of them need."""
+    """Import, in the process that forks the ranks, what all of them need."""
     import_late_parts()

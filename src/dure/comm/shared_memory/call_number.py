@@ -1,4 +1,4 @@
-"""A collective call as one number, so that ranks can compare what they are doing at the price of one comparison."""
+"""Encoding of a collective call as one number, so that ranks can compare their calls by a single comparison."""
 
 import torch
 
@@ -23,14 +23,14 @@ _dtypes = {dtype: number for number, dtype in enumerate(DTYPES)}
 def call_number(
     kind: str, num_bytes: int = 0, *, op: str = "sum", root: int = 0, dtype: torch.dtype | None = None
 ) -> int:
-    """Return a number below 2**64 that differs between calls which do not belong together.
+    """Return a number below 2**64 that differs between calls that do not belong together.
 
     Args:
         kind: One of `KINDS`.
-        num_bytes: What a rank gives; 0 where ranks may give different amounts.
-        op: Of a reduction, one of `REDUCTIONS`.
-        root: The rank that the others receive from or send to.
-        dtype: Where it matters; None where only bytes are moved.
+        num_bytes: Bytes that a rank contributes; 0 if ranks may contribute different amounts.
+        op: Operation of a reduction, one of `REDUCTIONS`.
+        root: Rank that the others receive from or send to.
+        dtype: Dtype if it matters; None if only bytes are moved.
     """
     detail = (root * len(REDUCTIONS) + _reductions[op]) % _DETAILS
     number = _kinds[kind] << _DETAIL_BITS | detail
@@ -39,7 +39,7 @@ def call_number(
 
 
 def describe(number: int) -> str:
-    """Say in words what `call_number` was given: `all_reduce(max) of 400 bytes float32`."""
+    """Return the call of a `call_number` as text: `all_reduce(max) of 400 bytes float32`."""
     num_bytes = number & (1 << _NUM_BYTES_BITS) - 1
     number >>= _NUM_BYTES_BITS
     dtype = number & (1 << _DTYPE_BITS) - 1

@@ -1,7 +1,7 @@
-"""Waiting for a word of shared memory to change, and waking who waits: Linux's futex (`man 2 futex`).
+"""Wait for a change of a word in shared memory, and wake-up of its waiters, by Linux's futex (`man 2 futex`).
 
-A waiter sleeps in the kernel and costs no core, which matters where more ranks than cores share a host, and it is
-woken within microseconds, where the shortest `time.sleep` lasts 70.
+A waiter sleeps in the kernel and occupies no core, which matters if more ranks than cores share a host. It is woken
+within microseconds; the shortest `time.sleep` takes 70.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 _SYSTEM_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98}
-"""Number of `futex` where a C long has 64 bits and the low half of a word comes first."""
+"""Number of the system call `futex` on platforms with a 64-bit C long and little-endian words."""
 
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
@@ -38,13 +38,14 @@ _keeps_order = platform.machine() == "x86_64"
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Sleep until another process wakes `address`, unless its word is not `value` any more; at most `seconds`.
+    """Sleep until another process wakes `address`, unless its word has changed from `value`; at most `seconds`.
 
-    May return early. Without futex it is a short sleep, so that a caller who looks again in a loop works everywhere.
+    This may return early. Without futex it is a short sleep, so that a caller that checks in a loop works everywhere.
 
     Args:
-        address: Of the word, whose low 32 bits count, in memory that all sides have mapped.
-        value: What the caller saw there.
+        address: Address of the word, whose low 32 bits count, in memory that all sides have mapped.
+        value: Value that the caller saw there.
+        seconds: Maximum seconds to sleep.
     """
     if _call is None:
         time.sleep(min(_POLL_SECONDS, seconds))
@@ -61,10 +62,10 @@ def wake(address: int) -> None:
 
 
 def fence(address: int) -> None:
-    """Keep writes after this from being seen before those ahead of it; the same for reads.
+    """Prevent later writes from becoming visible before earlier ones; the same for reads.
 
-    x86-64 keeps that order by itself (Intel SDM volume 3, 9.2.2). Elsewhere the kernel's own barrier in a wake that
-    wakes no sleeper is used, since Python has no instruction for it.
+    x86-64 guarantees that order (Intel SDM volume 3, 9.2.2). Elsewhere the kernel's own barrier in a wake-up without
+    sleepers is used, because Python has no instruction for it.
     """
     if not _keeps_order:
         if _call is not None:

@@ -1,4 +1,4 @@
-"""Sending something long through the segment of `SharedMemory` in rounds, one barrier per round."""
+"""Transfer of long data through the segment of `SharedMemory` in rounds, with one barrier per round."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ Phase = Callable[[int, int], None]
 
 
 def in_rounds(memory: SharedMemory, total: int, length: int, phases: Sequence[Phase], call: int) -> None:
-    """Take all rounds through all phases, with a barrier between each two phases of a round.
+    """Run all phases of all rounds, with a barrier between consecutive phases of a round.
 
-    While one round is in its first phase, the one before it is in the second, and so on: every barrier serves them
-    all. The first phase may write to the slots of its window, the second may read what the others wrote and write once
-    more, the third may read that.
+    While one round is in its first phase, the one before it is in the second, and so on: every barrier serves all of
+    them. The first phase may write to the slots of its window. The second may read what the others wrote, and write
+    once more, which the third may read.
 
     Args:
-        memory: Of all ranks.
-        total: How long it is, in any unit. Nothing at all is one barrier.
-        length: Of a round; the last one is shorter.
-        phases: Two or three.
-        call: What is being done, see `SharedMemory.meet`.
+        memory: Memory of all ranks.
+        total: Total length, in any unit. A length of 0 is one barrier.
+        length: Length of a round; the last one may be shorter.
+        phases: Two or three phases.
+        call: Number of the call, see `SharedMemory.meet`.
     """
     assert len(phases) <= NUM_WINDOWS
     if total == 0:

@@ -1,1 +1,1 @@
-"""Run folders and the records in them."""
+"""Run folders and their records."""

@@ -1,4 +1,4 @@
-"""Events of a run: one class for each, the table of their names, and how a line of `events.jsonl` is made and read."""
+"""Events of a run: a class for each, the table of their names, and conversion to and from lines of `events.jsonl`."""
 
 import time
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened to a run. Fields with a default of None are left out of the line where they are None."""
+    """Something that happened to a run. Fields that default to None are omitted from the line while they are None."""
 
     time: Time = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """Event of a newer dure, or a damaged one: it is kept as it stands."""
+    """Event of a newer dure, or a damaged one, kept unchanged."""
 
     name: str
     fields: Mapping[str, Any]
     fault: str | None = None
-    """Reason why it is not read, if an event of this name is known."""
+    """Reason why it cannot be read; None if no event of this name is known."""
 
 
 # --- of the run as a whole
@@ -38,7 +38,7 @@ class UnknownEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt(Event):
-    """Begin of a run, or of going on with it."""
+    """Start or resume of a run by a command."""
 
     pid: Count | None = None
     host: Text | None = None
@@ -46,35 +46,35 @@ class Attempt(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Event):
-    """Begin of training, of every attempt and after every restart."""
+    """Start of training, in every attempt and after every restart."""
 
     world_size: Count
     num_devices: Count
     device: Text
-    """Kind of device."""
+    """Type of the devices."""
     transport: Text = ""
-    """Way in which ranks exchange what they compute, in words."""
+    """Description of the transport between ranks."""
     epoch_samples: Annotated[Count, Field(gt=0)]
     total_samples: Count
-    """Samples at which training will be done."""
+    """Samples at which training ends."""
     samples_seen: Count
     step: Count
     is_restart: Flag = False
-    """True if the ranks were started again, False for a new attempt."""
+    """True if the ranks were restarted; False for a new attempt."""
     not_preserved: tuple[Text, ...] = ()
     """Properties of the one-device run that the strategy, as used here, does not preserve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completed(Event):
-    """End of training at the position at which it was to end."""
+    """End of training at the intended position."""
 
     samples_seen: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted(Event):
-    """End of training by a signal: said by the ranks with its number, and by their supervisor with a message."""
+    """End of training by a signal: recorded by the ranks with its number, and by their supervisor with a message."""
 
     signal: Count | None = None
     message: Text | None = None
@@ -94,10 +94,10 @@ class Evaluation(Event):
     run: Text
     status: Text
     which: Text
-    """Checkpoint that was asked for: `best` or `last`."""
+    """Requested checkpoint: `best` or `last`."""
     checkpoint: Text
     changed: tuple[Text, ...]
-    """Parts of code and data that are not what they were when it was saved."""
+    """Parts of code and data that have changed since it was saved."""
     strategy: Text
     world_size: Count
     num_devices: Count
@@ -122,34 +122,34 @@ class Evaluated(Event):
     samples_seen: Count
     epochs: Number
     train_loss: Number | None
-    """Mean training loss since the evaluation before."""
+    """Mean training loss since the previous evaluation."""
     metrics: dict[Text, Metric]
     is_best: Flag
     best_metric: Text
     seconds: Number
     seconds_since_last: Number
-    """Seconds since the evaluation before, this one included."""
+    """Seconds since the previous evaluation, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """Checkpoint that was saved."""
+    """Save of a checkpoint."""
 
     path: Text
     samples_seen: Count
     step: Count
     num_bytes: Count
     stall_seconds: Annotated[Number, Field(validation_alias=AliasChoices("stall_seconds", "seconds"))]
-    """Seconds for which training waited. The first dure called them `seconds`."""
+    """Seconds for which training waited. The first version of dure called this field `seconds`."""
     write_seconds: Number = 0.0
     beside_bytes: Count = 0
-    """Bytes that were copied while training went on."""
+    """Bytes that were copied while training continued."""
     is_best: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Checkpoint that was taken up."""
+    """Load of a checkpoint, from which training continues."""
 
     checkpoint: Text
     samples_seen: Count
@@ -158,7 +158,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated(Event):
-    """Samples that a restart uses a second time."""
+    """Samples that a restart uses again."""
 
     samples: Count
     samples_seen: Count
@@ -166,40 +166,40 @@ class Repeated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSkipped(Event):
-    """Step that was left out because its loss was not finite."""
+    """Step that was skipped because its loss was not finite."""
 
     step: Count
     message: Text
     culprits: tuple[dict[Text, Any], ...] = ()
-    """Ranks whose loss it was, each with the samples of its share."""
+    """Ranks whose loss was not finite, each with the samples of its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossNotFinite(Event):
-    """Loss that was not finite, and ended the run."""
+    """Loss that was not finite and ended the run."""
 
     message: Text
     culprits: tuple[dict[Text, Any], ...] = ()
-    """Ranks whose loss it was, each with the samples of its share."""
+    """Ranks whose loss was not finite, each with the samples of its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotPreserved(Event):
-    """Differences from the one-device run that were found while training."""
+    """Differences from the one-device run that were found during training."""
 
     texts: tuple[Text, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    """Warning that did not end the run."""
+    """Warning about a problem that did not end the run."""
 
     message: Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowThreads(Event):
-    """Threads of a rank that wait for cores that other work uses."""
+    """Threads of a rank that wait for cores used by other work."""
 
     threads: Count
     slowdown: Number
@@ -210,10 +210,10 @@ class SlowThreads(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restarted(Event):
-    """New start of all ranks after a failure."""
+    """Restart of all ranks after a failure."""
 
     number: Count
-    """Number of this restart among those that count, from 1."""
+    """Number of this restart among those that count towards the limit, from 1."""
     rank: Rank
     """Rank whose failure was the first cause."""
     step: Step
@@ -222,7 +222,7 @@ class Restarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchHalved(Event):
-    """New start of all ranks with smaller microbatches, after memory had run out."""
+    """Restart of all ranks with smaller microbatches, after memory was exhausted."""
 
     before: Annotated[Count, Field(alias="from")]
     """Samples that a device computed at once before."""
@@ -234,7 +234,7 @@ class MicrobatchHalved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UnusedShare:
-    """Share of a lost rank in one step, not all of whose samples were used by other ranks."""
+    """Share of a lost rank in one step that the other ranks did not use completely."""
 
     rank: Rank
     step: Count
@@ -246,7 +246,7 @@ class UnusedShare:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLost(Event):
-    """Death of a rank without which the others go on."""
+    """Death of a rank without which the others continue."""
 
     rank: Rank
     samples_seen: Count
@@ -255,16 +255,16 @@ class RankLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Event):
-    """Ranks that hung."""
+    """Hang of ranks."""
 
     message: Text
     file: Text
-    """Name of the record of all that was found out, in the run folder."""
+    """Name of the full record in the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesChanged(Event):
-    """Change of the nodes that take part."""
+    """Change of the participating nodes."""
 
     message: Text
     nodes: tuple[Rank, ...]
@@ -274,7 +274,7 @@ class NodesChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasDiverged(Event):
-    """Ranks that must hold the same, bit by bit, and do not."""
+    """Difference between ranks that must hold bit-identical state."""
 
     step: Count
     samples_seen: Count
@@ -292,7 +292,7 @@ class ReplicasDiverged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaHealed(Event):
-    """Return of all ranks to where they agreed last."""
+    """Return of all ranks to the position where they last agreed."""
 
     step: Count
     samples_seen: Count
@@ -300,7 +300,7 @@ class ReplicaHealed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasCompared(Event):
-    """Time that comparing replicas took, of a whole attempt."""
+    """Time spent on comparing replicas in an attempt."""
 
     count: Count
     every: Count
@@ -310,7 +310,7 @@ class ReplicasCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultHappened(Event):
-    """Failure on purpose."""
+    """Injected fault."""
 
     rank: Rank
     step: Count
@@ -353,7 +353,7 @@ _TIME = TypeAdapter(Time)
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Event]:
-    # made when needed: two dozen take a tenth of a second
+    # created on demand: creating two dozen takes a tenth of a second
     return TypeAdapter(EVENTS[name])
 
 
@@ -368,10 +368,10 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def event_from_json(found: Mapping[str, Any]) -> Event:
-    """Return an event from what `event_to_json` returned, in this version of dure, an older or a newer one.
+    """Return an event from a result of `event_to_json` in this version of dure, an older or a newer one.
 
     Raises:
-        DocumentInvalid: It has no name or no time, and so is no event.
+        DocumentInvalid: It has no name or no time, and so is not an event.
     """
     name, when = found.get("event"), checked(_TIME, found.get("time"), VERSION)
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, to which processes append that may die in the middle of one."""
+"""Files with one JSON object per line, appended by processes that may die in the middle of one."""
 
 import mmap
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ from typing import Any
 from dure.documents import DocumentInvalid, parse_json
 
 MOST_LINE_BYTES = 256 * 2**20
-"""A step's samples, with `--record-samples`, may be millions; more is no line of a record."""
+"""Maximum bytes of a line. A step's samples, with `--record-samples`, may be millions."""
 
 
 def last_record(path: Path) -> dict[str, Any]:
-    """Return the last whole line of a record file, reading only its end: it may hold millions."""
+    """Return the last complete line of a record file, reading only its end, because it may have millions."""
     if not path.is_file():
         return {}
     with path.open("rb") as file:
@@ -22,7 +22,7 @@ def last_record(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a file, from a byte on; without the file none."""
+    """Yield the complete lines of a file from a byte offset on; none if there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -34,11 +34,11 @@ def read_lines(path: Path, begin: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def end_of_lines_until(path: Path, is_before: Callable[[dict[str, Any]], bool]) -> int:
-    """Return the bytes of a file up to its last line of a kind, read from its end: it may hold millions.
+    """Return the size of a file up to its last matching line, read from its end, because it may have millions.
 
     Args:
-        path: The file.
-        is_before: Function that returns whether a line is of that kind.
+        path: Path of the file.
+        is_before: Function that returns whether a line matches.
     """
     if path.stat().st_size == 0:
         return 0
@@ -54,7 +54,7 @@ def end_of_lines_until(path: Path, is_before: Callable[[dict[str, Any]], bool]) 
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None when a crash tore it, or it is none of a record."""
+    """Parse a line; return None if a crash truncated it, or it is not a record."""
     try:
         record = parse_json(line, may_repeat_keys=True)
     except DocumentInvalid:

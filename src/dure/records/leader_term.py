@@ -1,7 +1,8 @@
 """Fencing for runs on several hosts: only the leader of the newest term may write.
 
-A term is an empty file in the run's folder, made only where there is none. So hosts that cannot reach each other, but
-see the same folder, agree: who leads begins a term, and who finds a later one than its own leads no more.
+A term is an empty file in the run's folder, created only if there is none. Hosts that cannot reach each other but see
+the same folder therefore agree: a leader begins a term, and a node that finds a later term than its own no longer
+leads.
 """
 
 import os
@@ -12,11 +13,11 @@ from dure.own_files import make_folder, open_own
 
 FOLDER = ".leader"
 _FILE = "epoch-"
-"""Beginning of a file's name, as runs that were begun before know it."""
+"""Prefix of the file names, the same as in runs of earlier versions."""
 
 
 def newest_term(run: Path) -> int:
-    """Return the number of the last term that a node began; 0 where none did."""
+    """Return the number of the newest term; 0 if there is none."""
     try:
         names = os.listdir(run / FOLDER)
     except OSError:
@@ -26,7 +27,7 @@ def newest_term(run: Path) -> int:
 
 
 def begin_term(run: Path, term: int) -> bool:
-    """Begin a term; False when another has begun it."""
+    """Begin a term; return False if another node has begun it."""
     make_folder(run / FOLDER, exist_ok=True)
     try:
         os.close(open_own(run / FOLDER / f"{_FILE}{term}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -36,11 +37,11 @@ def begin_term(run: Path, term: int) -> bool:
 
 
 def refuse_if_over(run: Path, term: int | None) -> None:
-    """Refuse to write where a later term has begun.
+    """Refuse to write after a later term has begun.
 
     Args:
-        run: The folder.
-        term: The one in which the caller was started; None for a run of one host.
+        run: Run folder.
+        term: Term in which the caller was started; None for a run on one host.
 
     Raises:
         CheckpointNotWritten: Another node leads the run now.

@@ -1,4 +1,4 @@
-"""Costs of this machine's links, as `dure bench` measured them: alpha (seconds) and beta (seconds per byte)."""
+"""Costs of this machine's links, as measured by `dure bench`: alpha (seconds) and beta (seconds per byte)."""
 
 import json
 import os
@@ -16,10 +16,10 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCost:
-    """The cost of one collective over one link: `alpha_seconds + beta_seconds_per_byte * bytes` (Hockney 1994)."""
+    """Cost of one collective over one link: `alpha_seconds + beta_seconds_per_byte * bytes` (Hockney 1994)."""
 
     link: str
-    """`shared memory`, `loopback`, `network` or a GPU link."""
+    """Type of the link: `shared memory`, `loopback`, `network` or a GPU link."""
     device: str
     """`cpu`, or the accelerator's name."""
     collective: str
@@ -28,28 +28,28 @@ class LinkCost:
     alpha_seconds: float
     beta_seconds_per_byte: float
     relative_error: float
-    """Median of |fitted - measured| / measured over the sizes: how far the straight line can be trusted."""
+    """Median of |fitted - measured| / measured over the sizes, which says how reliable the straight line is."""
     num_sizes: int
     measured_at: float
-    """Seconds since the epoch."""
+    """Time of the measurement in seconds since the epoch."""
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """Return the key by which a newer measurement replaces this one."""
+        """Key by which a newer measurement replaces this one."""
         return self.link, self.device, self.collective, self.algorithm, self.world_size
 
 
 def default_path() -> Path:
-    """Return where the record of this machine is kept, by the XDG rules."""
+    """Return the path of this machine's record, by the XDG rules."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local/state") / "dure/machine.json"
 
 
 def read_costs(path: Path) -> list[LinkCost]:
-    """Return what is recorded; nothing when there is no record yet.
+    """Return the recorded costs; empty if there is no record yet.
 
     Raises:
-        Misuse: The file is no such record.
+        Misuse: The file is not a machine record.
     """
     try:
         data = read_json(path)
@@ -65,10 +65,10 @@ def read_costs(path: Path) -> list[LinkCost]:
 
 
 def write_costs(path: Path, costs: Sequence[LinkCost]) -> None:
-    """Add measurements to the record, each in the place of an older one of the same link and collective.
+    """Add measurements to the record, replacing older ones of the same link and collective.
 
     Raises:
-        Misuse: The file is no such record, or cannot be written.
+        Misuse: The file is not a machine record, or cannot be written.
     """
     merged: dict[Any, LinkCost] = {cost.key: cost for cost in [*read_costs(path), *costs]}
     text = json.dumps({"version": VERSION, "links": [asdict(cost) for cost in merged.values()]}, indent=2)
@@ -85,11 +85,11 @@ def write_costs(path: Path, costs: Sequence[LinkCost]) -> None:
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
     """Fit `alpha + beta * bytes` to measured times; return alpha, beta and the median relative error.
 
-    The relative error is what is made small, so that 8 bytes count as much as 256 MB. Neither comes out negative.
+    The fit minimises the relative error, so that 8 bytes count as much as 256 MB. Neither result is negative.
 
     Args:
-        num_bytes: Of each message, two different sizes at least.
-        seconds: What each took.
+        num_bytes: Size of each message, with at least two different sizes.
+        seconds: Time of each message.
     """
     import numpy as np
 

@@ -1,12 +1,12 @@
-"""The run folder: its name, and the atomic write and tolerant read of its records.
+"""Run folder: its name, atomic writes and tolerant reads of its records.
 
 runs/<name>/
-  script.json     of a script that was run as it is: which, on how many ranks; it has no spec, records or checkpoints
-  spec.json       the resolved spec, where each value came from, the versions it was begun with
+  script.json     for a script run unchanged: its path and number of ranks; it has no spec, records or checkpoints
+  spec.json       resolved spec, origin of each value, versions at the start
   rank<r>.jsonl   a StepRecord per step
-  undone.jsonl    steps after the checkpoint that a resumed run did again
-  events.jsonl    what happened, one line each
-  summary.json    what it came to
+  undone.jsonl    steps after the checkpoint that a resumed run repeated
+  events.jsonl    events, one per line
+  summary.json    result of the run
   checkpoints/    logs/
   .lock           held while the run is active
 """
@@ -40,17 +40,17 @@ from dure.terminal import shell_word
 SPEC, SCRIPT, EVENTS, SUMMARY, LOCK = "spec.json", "script.json", "events.jsonl", "summary.json", ".lock"
 
 _FOLDERS = ("logs", "checkpoints", "tensorboard", ".leader")
-"""Folders in a run's own that are written into."""
+"""Folders in the run folder that are written to."""
 
 _MISUNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 _LOCK_PATIENCE_SECONDS = 0.5
-"""`is_active` takes the lock for an instant to see whether it is free; a starting run must outwait that."""
+"""Seconds to wait for the lock: `is_active` takes it for an instant to see whether it is free."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's folder."""
+    """Folder of a run."""
 
     path: Path
 
@@ -64,18 +64,18 @@ class RunDir:
         for_script: bool = False,
         is_shared: bool = False,
     ) -> "RunDir":
-        """Make the folder of a new run, with `logs/` and `checkpoints/`.
+        """Create the folder of a new run, with `logs/` and `checkpoints/`.
 
         Args:
-            runs_dir: The folder of the runs; made when missing.
-            name: Its name and the folder's.
-            or_numbered: Take `name-2`, `name-3`, ... when the name is taken. For default names, which two runs
-                that begin in the same second share.
+            runs_dir: Folder of the runs, created if missing.
+            name: Name of the run and its folder.
+            or_numbered: Whether to use `name-2`, `name-3`, ... if the name is taken; for default names, which are equal
+                for two runs that start in the same second.
             for_script: Whether it is for a script, which keeps its own checkpoints.
-            is_shared: Whether others may read it as far as the umask lets them; otherwise only its owner can.
+            is_shared: Whether others may read it as far as the umask allows; otherwise only its owner can.
 
         Raises:
-            RunInvalid: The name leaves the runs folder, is no name or is taken, or the folder cannot be made.
+            RunInvalid: The name would leave the runs folder, is not valid or is taken, or the folder cannot be created.
             DiskFull: There is no space for it.
         """
         check_name(name)
@@ -99,11 +99,11 @@ class RunDir:
         """Open an existing run.
 
         Args:
-            path: Its folder.
-            or_script: Whether the run of a script will do, which has nothing to resume or to evaluate.
+            path: Folder of the run.
+            or_script: Whether the run of a script is accepted, which cannot be resumed or evaluated.
 
         Raises:
-            RunInvalid: There is no such folder, or it is a folder that is no run.
+            RunInvalid: The folder does not exist, or is not that of a run.
         """
         path = Path(path)
         with saying(path, "read"):
@@ -131,7 +131,7 @@ class RunDir:
 
     @property
     def is_script(self) -> bool:
-        """Return whether it is of a script that knows nothing of dure: there is no spec, record or checkpoint."""
+        """Return whether it is the run of a script that knows nothing of dure, without spec, records or checkpoints."""
         return (self.path / SCRIPT).is_file()
 
     @property
@@ -140,21 +140,21 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """The command that goes on with it, to be pasted into a shell."""
+        """Command that resumes the run, quoted for a shell."""
         return f"dure train --resume {shell_word(self.path)}"
 
     def log_path(self, rank: int) -> Path:
-        """Return where a rank's output goes."""
+        """Return the path of a rank's log."""
         return self.path / "logs" / f"rank{rank}.log"
 
     def records_path(self, rank: int) -> Path:
-        """Return where a rank's step records go."""
+        """Return the path of a rank's step records."""
         return self.path / f"rank{rank}.jsonl"
 
     # --- records
 
     def write_json(self, name: str, data: Any) -> None:
-        """Write a record so that a reader sees the old one or the new one, never half of it, after a crash too.
+        """Write a record atomically: a reader sees the old or the new one, never a part, even after a crash.
 
         Raises:
             DiskFull: There is no space; the old record stays.
@@ -179,7 +179,7 @@ class RunDir:
         """Read a record that `write_json` wrote.
 
         Raises:
-            RunInvalid: It is missing, cannot be read, or is no JSON.
+            RunInvalid: It is missing, cannot be read, or is not JSON.
         """
         try:
             with saying(self.path / name, "read"):
@@ -188,14 +188,14 @@ class RunDir:
             raise _damaged(self.path / name, error) from None
 
     def write_spec(self, resolved: ResolvedSpec) -> None:
-        """Write the spec, where each value came from, and the versions; from here on the folder is a run."""
+        """Write the spec, the origin of each value, and the versions; from now on the folder is a run."""
         record: dict[str, Any] = {"spec": resolved.spec.model_dump(mode="json"), "origin": resolved.origin}
         if resolved.task_object is not None:
             record["task_object"] = resolved.task_object
         self.write_json(SPEC, {**record, "versions": _versions(), "time": time.time()})
 
     def write_script(self, record: Mapping[str, Any]) -> None:
-        """Write which script is run; from here on the folder is a run."""
+        """Write the record of a script; from now on the folder is a run."""
         self.write_json(SCRIPT, {**record, "versions": _versions(), "time": time.time()})
 
     def read_spec(self) -> RunSpec:
@@ -211,7 +211,7 @@ class RunDir:
             raise RunInvalid(f"{self.path / SPEC} does not hold a spec of this dure: {_first_line(error)}") from None
 
     def task_object(self) -> dict[str, Any] | None:
-        """Return why the recorded class and options do not make the run's task again, None if they do."""
+        """Return why the recorded class and options do not restore the run's task, or None if they do."""
         with self.understood():
             found: dict[str, Any] | None = self.read_json(SPEC).get("task_object")
             if found is not None:
@@ -220,7 +220,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
-        """Turn what comes of records whose fields are not what dure writes into a sentence.
+        """Turn errors caused by records with unexpected fields into one with a clear message.
 
         Raises:
             RunInvalid: There were such records.
@@ -237,40 +237,40 @@ class RunDir:
         """Yield a rank's step records in the order in which they were written.
 
         Raises:
-            RunInvalid: One holds other fields than a step's.
+            RunInvalid: A record has other fields than a step's.
         """
         path = self.records_path(rank)
         return (_step_of(path, line) for line in read_lines(path))
 
     def last_step(self, rank: int) -> StepRecord | None:
-        """Return the last step that a rank's records have; None if they have none.
+        """Return the last step in a rank's records; None if there is none.
 
         Raises:
-            RunInvalid: It holds other fields than a step's.
+            RunInvalid: The record has other fields than a step's.
         """
         path = self.records_path(rank)
         line = last_record(path)
         return _step_of(path, line) if line else None
 
     def last_steps(self) -> list[StepRecord]:
-        """Return the last step of each rank that has done one.
+        """Return the last step of each rank that has recorded one.
 
         Raises:
-            RunInvalid: One holds other fields than a step's.
+            RunInvalid: A record has other fields than a step's.
         """
         paths = sorted(self.path.glob("rank*.jsonl"))
         return [_step_of(path, line) for path in paths if (line := last_record(path))]
 
     def last_samples(self, rank: int) -> int:
-        """Return the samples seen after the last step that a rank's records have; 0 before the first."""
+        """Return the samples seen after the last step in a rank's records; 0 before the first."""
         last = self.last_step(rank)
         return 0 if last is None else last.samples_seen
 
     def read_end(self) -> RunEnd | None:
-        """Return how the run ended, in brief, by its summary; None if it has none yet.
+        """Return the end of the run in brief, from its summary; None if there is no summary yet.
 
         Raises:
-            RunInvalid: The summary cannot be read, or is none.
+            RunInvalid: The summary cannot be read, or is not valid.
         """
         if not (self.path / SUMMARY).is_file():
             return None
@@ -281,9 +281,10 @@ class RunDir:
             raise _damaged(self.path / SUMMARY, error) from None
 
     def undo_records_after(self, samples_seen: int) -> None:
-        """Move the records of steps that a resumed run will do again to `undone.jsonl`.
+        """Move the records of steps that a resumed run will repeat to `undone.jsonl`.
 
-        What stays in `rank<r>.jsonl` is then exactly what the weights have seen, whatever was killed when.
+        The remaining records in `rank<r>.jsonl` are then exactly what the weights have seen, whatever was killed and
+        when.
         """
         for path in sorted(self.path.glob("rank*.jsonl")):
             self._undo_after(samples_seen, path)
@@ -305,10 +306,10 @@ class RunDir:
     # --- events
 
     def append_event(self, event: Event) -> None:
-        """Add one line to `events.jsonl`, by a single append, so that lines of several processes never mix.
+        """Append a line to `events.jsonl` by a single append, so that lines of several processes never mix.
 
         Raises:
-            DiskFull: There is no space for all of it.
+            DiskFull: There is not enough space.
             RunInvalid: The folder cannot be written.
         """
         line = json.dumps(event_to_json(event), default=str) + "\n"
@@ -316,36 +317,36 @@ class RunDir:
             descriptor = open_own(self.path / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 left = (_newline_after_torn_line(descriptor) + line).encode()
-                while left:  # a disk that becomes full takes a part first, and says so only when it is given the rest
+                while left:  # a disk that becomes full accepts a part first, and reports it only on the next write
                     left = left[os.write(descriptor, left) :]
             finally:
                 os.close(descriptor)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events; a line that a crash tore, or that is no event, is left out."""
+        """Yield the events, without lines that a crash truncated or that are not events."""
         for line in read_lines(self.path / EVENTS):
             with contextlib.suppress(DocumentInvalid):
                 yield event_from_json(line)
 
     def num_attempts(self) -> int:
-        """Return how often the run was begun or gone on with, this time too; restarts of its ranks do not count."""
+        """Return the number of attempts, including the current one; restarts of ranks do not count."""
         return sum(isinstance(event, Attempt) for event in self.events())
 
     def has_checkpoints(self) -> bool:
-        """Tell whether anything there bears a checkpoint's name."""
+        """Return whether anything there has a checkpoint's name."""
         return any(self.checkpoints.glob("samples-*"))
 
     def how_to_go_on(self) -> str:
-        """Say which command goes on with the run, and from where."""
+        """Return a sentence on the command that resumes the run, and its position."""
         again = f"`{self.resume_command}`"
         if self.has_checkpoints():
             return f"{again} goes on from the last good checkpoint"
         return f"{again} starts from the beginning: there is no checkpoint yet"
 
     def refuse_linked_folders(self) -> None:
-        """Refuse a run in which a folder is a link: its maker could have files written or removed anywhere.
+        """Refuse a run in which a folder is a link, by which files could be written or removed anywhere.
 
-        The run's folder itself, and the folder of the runs, may be links of their owner's.
+        The run's folder itself, and the folder of the runs, may be links of their owner.
 
         Raises:
             RunInvalid: There is such a link.
@@ -358,10 +359,10 @@ class RunDir:
                 )
 
     def forget_failures(self) -> None:
-        """Remove what ranks of an earlier start wrote down when they failed: it is no verdict on the next.
+        """Remove the failure reports of ranks of an earlier start, which must not affect the verdict on the next.
 
         Raises:
-            RunInvalid: A folder in the run's own is a link.
+            RunInvalid: A folder in the run folder is a link.
         """
         self.refuse_linked_folders()
         for stale in self.path.glob("logs/failure-rank*.json"):
@@ -370,7 +371,7 @@ class RunDir:
     # --- hangs
 
     def note_hang(self, record: Mapping[str, Any]) -> None:
-        """Keep what was found out while ranks hung, and an event that says so in short."""
+        """Write the record of a hang, and an event with its first line."""
         name = f"logs/hang-{len(self.hangs()) + 1}.json"
         self.write_json(name, {"time": time.time(), **record})
         self.append_event(Hang(message=str(record["text"]).partition("\n")[0], file=name))
@@ -384,13 +385,15 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run: no other process may train into it meanwhile. Freed by the kernel however the process ends.
+        """Lock the run, so that no other process trains into it. The kernel releases the lock however the process ends.
 
-        Processes forked inside hold it too, so a run whose supervisor was killed counts as active until its
-        workers are gone. Writes the event `attempt`, by which `list_runs` tells a died run from an ended one.
+        Processes forked inside hold it too, so that a run whose supervisor was killed counts as active until its
+        workers are gone. Writes the event `attempt`, by which `list_runs` distinguishes a run that died from one that
+        ended.
 
         Raises:
-            RunInvalid: Another process holds it; its pid is said. Or a folder in it is a link.
+            RunInvalid: Another process holds the lock (the message gives its pid), or a folder in the run folder is a
+                link.
         """
         self.refuse_linked_folders()
         owner = os.getpid()
@@ -401,14 +404,14 @@ class RunDir:
             self._note_owner(descriptor, owner)
             yield
         finally:
-            # a forked worker that unwinds through here must not free the lock that it shares with its parent
+            # a forked worker that unwinds through here must not release the lock that it shares with its parent
             if os.getpid() == owner:
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def _note_owner(self, descriptor: int, owner: int) -> None:
-        """Write down who holds the run; a folder that is no run yet goes again if there is no space for that."""
+        """Record the owner of the run; if there is no space for that, remove a folder that is not a run yet."""
         try:
             with saying(self.path / LOCK, "written"):
                 os.ftruncate(descriptor, 0)
@@ -420,7 +423,7 @@ class RunDir:
             raise
 
     def is_active(self) -> bool:
-        """Tell whether a process is training into this run now."""
+        """Return whether a process is training into this run now."""
         try:
             with open(self.path / LOCK, "rb", opener=not_waiting) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -438,10 +441,10 @@ class RunDir:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is no run name.
+    """Refuse an invalid run name.
 
     Raises:
-        RunInvalid: It holds anything but letters, digits and `._-`, or could leave the runs folder.
+        RunInvalid: It contains anything other than letters, digits and `._-`, or could leave the runs folder.
     """
     if not re.fullmatch(RUN_NAME_PATTERN, name) or name.endswith("\n"):
         raise RunInvalid(
@@ -450,12 +453,12 @@ def check_name(name: str) -> None:
 
 
 def default_name(task: str, strategy: str, now: datetime) -> str:
-    """Name a run by date, task and strategy: `2026-11-20_10-26-46_digits_ddp`."""
+    """Return the default name of a run, from date, task and strategy: `2026-11-20_10-26-46_digits_ddp`."""
     label = re.sub(r"[^a-z0-9]+", "-", task.rpartition(":")[2].lower()).strip("-") or "task"
     return f"{now:%Y-%m-%d_%H-%M-%S}_{label[:24]}_{strategy}"[:64]
 
 
-# --- small parts
+# --- helpers
 
 
 def _damaged(path: Path, error: DocumentInvalid) -> RunInvalid:
@@ -470,7 +473,7 @@ def _step_of(path: Path, line: Mapping[str, Any]) -> StepRecord:
 
 
 def _newline_after_torn_line(descriptor: int) -> str:
-    """Return what separates a new line from the last one: nothing, unless a crash left that one unfinished."""
+    """Return the separator between the last line and a new one: empty unless a crash truncated the last line."""
     size = os.fstat(descriptor).st_size
     return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
 
@@ -494,7 +497,7 @@ def _take(descriptor: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def saying(path: Path, done: str) -> Iterator[None]:
-    """Turn what the operating system says of a file into a sentence."""
+    """Turn errors of the operating system about a file into sentences."""
     try:
         yield
     except FileExistsError:
@@ -514,7 +517,7 @@ def saying(path: Path, done: str) -> Iterator[None]:
 
 
 def _fsync_folder(path: Path) -> None:
-    """Make a rename in this folder outlive a power cut."""
+    """Make a rename in this folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -523,7 +526,7 @@ def _fsync_folder(path: Path) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """Return what the run was begun with, read from the installation's records: importing torch takes seconds."""
+    """Return the current versions, read from the installation's metadata, because importing torch takes seconds."""
     import importlib.metadata  # slow to import, and most commands only read runs
 
     versions = {"python": platform.python_version(), "platform": platform.platform()}

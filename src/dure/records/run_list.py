@@ -1,4 +1,4 @@
-"""The runs of a folder: how each stands, whatever became of it."""
+"""Runs of a folder, with the status of each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,17 @@ from dure.records.step_record import RunEnd
 _Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 _CLOCK_SLACK_SECONDS = 0.02
-"""File times come from the kernel's coarse clock, up to one tick behind `time.time()`."""
+"""Seconds by which a file time may be behind `time.time()`: the kernel's coarse clock lags by up to one tick."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOverview:
-    """One run as `dure runs` shows it."""
+    """A run as shown by `dure runs`."""
 
     name: str
     path: str
     status: str
-    """`running`, `completed`, `interrupted`, `failed`, `died` (it ended without a word) or `unreadable`."""
+    """`running`, `completed`, `interrupted`, `failed`, `died` (it ended without a record of it) or `unreadable`."""
     task: str | None = None
     strategy: str | None = None
     world_size: _Count | None = None
@@ -33,14 +33,14 @@ class RunOverview:
     best: dict[str, str | _Count | float | None] | None = None
     """Best evaluation, as in the run's summary: `metric`, `value`, `samples_seen`, `checkpoint`."""
     fault: str | None = None
-    """Reason why it is `unreadable`."""
+    """Reason why it is `unreadable`; None otherwise."""
 
 
 _CHECKED = TypeAdapter(RunOverview)
 
 
 def list_runs(runs_dir: Path) -> list[RunOverview]:
-    """Return the runs of a folder by name, which for default names is by date. A damaged one is shown, not fatal.
+    """Return the runs of a folder by name, which for default names is by date; damaged runs are included.
 
     Raises:
         RunInvalid: The folder does not exist or cannot be read.
@@ -55,12 +55,12 @@ def list_runs(runs_dir: Path) -> list[RunOverview]:
 def _may_be_run(path: Path) -> bool:
     try:
         return RunDir(path).is_script or (path / SPEC).is_file()
-    except PermissionError:  # another user's, who alone can tell
+    except PermissionError:  # it belongs to another user, and only that user can tell
         return True
 
 
 def overview(run: RunDir) -> RunOverview:
-    """Return how a run stands; a damaged one is `unreadable`."""
+    """Return the status of a run and its facts; a damaged run is `unreadable`."""
     try:
         with saying(run.path, "read"), run.understood():
             found = _script_overview(run) if run.is_script else _task_overview(run)
@@ -101,7 +101,7 @@ def _script_overview(run: RunDir) -> dict[str, Any]:
 
 
 def _status(run: RunDir, end: RunEnd | None) -> str:
-    """Tell how a run stands. A summary older than the last attempt speaks of an attempt before that one."""
+    """Return the status of a run. A summary older than the last attempt belongs to an earlier attempt."""
     if run.is_active():
         return "running"
     attempts = [event.time for event in run.events() if isinstance(event, Attempt)]

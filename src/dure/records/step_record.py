@@ -1,4 +1,4 @@
-"""The records of a run: one line per step, one per evaluation, one summary."""
+"""Records of a run: one line per step, one per evaluation, one summary."""
 
 import json
 from collections.abc import Mapping
@@ -10,26 +10,26 @@ from pydantic import TypeAdapter
 from dure.checked import Count, Number, Text, Time, checked
 
 VERSION = 1
-"""Version of a step's line, and of a summary."""
+"""Version of step lines and summaries."""
 
 
 class StepRecord(NamedTuple):
-    """One optimiser step as one rank saw it: a line of `rank<r>.jsonl`.
+    """One optimiser step as recorded by one rank: a line of `rank<r>.jsonl`.
 
-    A tuple, because one is made every step: a frozen dataclass of 13 fields takes four times as long to make.
+    This is a tuple because one is created every step: a frozen dataclass of 13 fields takes four times as long.
     """
 
     time: Time
     """Seconds since the epoch at the end of the step."""
     step: Count
-    """Optimiser steps done, this one included; counted over the whole run, resumes included."""
+    """Number of completed optimiser steps, including this one, over the whole run and all resumes."""
     epoch: Count
     """Epoch of the samples of this step, from 0."""
     samples_seen: Count
-    """Samples used by all ranks since the start of the run, this step included."""
+    """Samples used by all ranks since the start of the run, including this step."""
     loss_sum: Number
-    """The loss summed over the samples (or tokens) of this step, over all ranks; in a step in which ranks do not talk
-    (`averaging`), over this rank's alone."""
+    """Loss summed over the samples (or tokens) of this step, over all ranks; over this rank's alone in a step without
+    communication (`averaging`)."""
     loss_count: Number
     """Divisor of `loss_sum` that gives the mean loss, over all ranks."""
     data_seconds: Number
@@ -41,19 +41,19 @@ class StepRecord(NamedTuple):
     optimizer_seconds: Number
     """Seconds of clipping and the optimiser's step."""
     wall_seconds: Number
-    """Seconds from the end of the step before to the end of this one."""
+    """Seconds from the end of the previous step to the end of this one."""
     sent_bytes: Count
-    """Bytes that this rank sent to others for this step, by the strategy's formula."""
+    """Bytes that this rank sent for this step, by the strategy's formula."""
     samples: list[Count] | None = None
-    """Data indices that this rank used, in order, with `--record-samples`. Of ranks that work on the same samples, the
-    first has them and the others an empty list."""
+    """Data indices that this rank used, in order, with `--record-samples`; None without. Of ranks that compute the same
+    samples, the first has the indices and the others an empty list."""
     measured: dict[Text, Number] | None = None
-    """Measurements that only this strategy makes: staleness, bubble fraction, compression error, ..."""
+    """Measurements specific to the strategy: staleness, bubble fraction, compression error, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A metric over the whole evaluation data."""
+    """Metric over the whole evaluation data."""
 
     value: Number
     count: Number
@@ -61,16 +61,16 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochRow:
-    """One evaluated point of a run, as the end table shows it."""
+    """One evaluation of a run, as shown in the end table."""
 
     epoch: Number
-    """Epochs done, fractional when the evaluation stood inside one."""
+    """Completed epochs, fractional if the evaluation was within an epoch."""
     samples_seen: Count
     train_loss: Number | None
-    """Mean training loss since the evaluation before."""
+    """Mean training loss since the previous evaluation."""
     metrics: dict[Text, Metric]
     seconds: Number
-    """Wall seconds since the evaluation before, the evaluation included."""
+    """Wall seconds since the previous evaluation, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,36 +83,36 @@ class RunSummary:
     """`completed`, `interrupted` or `failed`."""
     strategy: Text
     world_size: Count
-    """Number of processes (torchrun's meaning)."""
+    """Number of processes, as in torchrun."""
     num_devices: Count
-    """Number of devices that the work was divided over; more than `world_size` for `dp` and `balanced_dp`."""
+    """Number of devices that computed; greater than `world_size` for `dp` and `balanced_dp`."""
     device: Text
     precision: Text
     steps: Count
     samples: Count
     epochs: Number
     final_loss: Number | None
-    """Mean training loss over the last step's global batch, whose few samples make it jump from step to step; of an
-    epoch there is the mean in `rows`."""
+    """Mean training loss over the global batch of the last step, which varies between steps because it has few samples;
+    `rows` has the mean of each epoch."""
     metrics: dict[Text, Metric]
     """Metrics of the last evaluation."""
     best: dict[Text, Any] | None
     """Best evaluation: `metric`, `value`, `samples_seen`, `checkpoint`."""
     wall_seconds: Number
-    """Seconds of training and evaluation over all attempts, start-up excluded."""
+    """Seconds of training and evaluation over all attempts, without start-up."""
     samples_per_second: Number
-    """Training samples over training seconds (evaluation and checkpoints excluded)."""
+    """Training samples per second of training (without evaluation and checkpoints)."""
     seconds: dict[Text, Number] = field(default_factory=dict)
     """Seconds of rank 0 by activity: data, forward_backward, sync, optimizer, evaluation, checkpoint, other."""
     rows: list[EpochRow] = field(default_factory=list)
     not_preserved: list[Text] = field(default_factory=list)
     """Properties of the one-device run that the strategy, as used here, does not preserve."""
     message: Text | None = None
-    """Reason why the run ended early, if it did."""
+    """Reason why the run ended early; None if it did not."""
     restarts: Count = 0
-    """Number of times that all ranks were started again after one failed."""
+    """Number of times that all ranks were restarted after a failure."""
     microbatch_size: Count | None = None
-    """Samples that a device computed at once in the end, if memory ran out with more."""
+    """Final number of samples that a device computed at once, if memory was exhausted with more; None otherwise."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""
@@ -120,10 +120,10 @@ class RunSummary:
 
     @classmethod
     def from_json(cls, found: object) -> "RunSummary":
-        """Return a summary from `to_json`'s answer, of this version of dure or another.
+        """Return a summary from a result of `to_json`, of this version of dure or another.
 
         Raises:
-            DocumentInvalid: It is no summary.
+            DocumentInvalid: It is not a summary.
         """
         return checked(_SUMMARY, found, VERSION)
 
@@ -137,7 +137,7 @@ class ScriptSummary:
     world_size: Count
     wall_seconds: Number
     message: Text | None
-    """Reason why the run ended early, if it did."""
+    """Reason why the run ended early; None if it did not."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as plain JSON values."""
@@ -146,7 +146,7 @@ class ScriptSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """End of a run in brief, from the summary of a task's run or of a script's; None for what it does not hold."""
+    """End of a run in brief, from the summary of a task's or a script's run; None for values that it lacks."""
 
     status: Text
     """`completed`, `interrupted` or `failed`."""
@@ -159,10 +159,10 @@ class RunEnd:
 
     @classmethod
     def from_json(cls, found: object) -> "RunEnd":
-        """Return the end from a summary's answer to `to_json`, of this version of dure or another.
+        """Return the end of a run from its summary's `to_json`, of this version of dure or another.
 
         Raises:
-            DocumentInvalid: It is no summary.
+            DocumentInvalid: It is not a summary.
         """
         return checked(_END, found, VERSION)
 
@@ -174,7 +174,7 @@ _END = TypeAdapter(RunEnd)
 
 def step_line(r: StepRecord) -> str:
     """Return a step as a line of JSON, without the fields that are None."""
-    # written out by hand: json.dumps of a dict takes three times as long
+    # formatted by hand: json.dumps of a dict takes three times as long
     samples = "" if r.samples is None else f', "samples": {json.dumps(r.samples)}'
     measured = "" if r.measured is None else f', "measured": {json.dumps(r.measured)}'
     return (
@@ -187,10 +187,10 @@ def step_line(r: StepRecord) -> str:
 
 
 def step_from_json(found: Mapping[str, Any]) -> StepRecord:
-    """Return a step from what stood in a line of `step_line`, of this version of dure or another.
+    """Return a step from a parsed line of `step_line`, of this version of dure or another.
 
     Raises:
-        DocumentInvalid: It is no step.
+        DocumentInvalid: It is not a step.
     """
     known = {name: found[name] for name in StepRecord._fields if name in found}
     return checked(_STEP, known, VERSION)

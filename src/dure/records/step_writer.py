@@ -1,4 +1,4 @@
-"""Writes step records as they happen, at a cost of microseconds."""
+"""Writer of step records during training, at a cost of microseconds."""
 
 import os
 import time
@@ -13,11 +13,11 @@ _FLUSH_SECONDS = 1.0
 
 
 class RecordWriter:
-    """Appends `StepRecord` lines to a rank's file.
+    """Writer that appends `StepRecord` lines to a rank's file.
 
-    Records are held for a second at most, and written out before every checkpoint: records of samples that a
-    checkpoint counts as seen are never missing. Between steps the processor's caches are full of the model: making
-    many lines together takes a fifth of the time of making each at its step.
+    Records are buffered for at most a second, and written before every checkpoint, so that records of samples that a
+    checkpoint counts as seen are never missing. Between steps the processor's caches are full of the model: formatting
+    many lines together takes a fifth of the time of formatting each at its step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is held to the operating system."""
+        """Write the buffered records to the operating system."""
         self._file.write("".join(map(step_line, self._held)))
         self._file.flush()
         self._held.clear()

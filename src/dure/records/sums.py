@@ -1,4 +1,4 @@
-"""A value with its weight: the only form in which dure averages anything."""
+"""Value with its weight: the only form in which dure averages anything."""
 
 import math
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 _SMALL = 2.0**-64
-"""Factor by which as many numbers of any size are added without an overflow as a list can hold."""
+"""Factor with which as many numbers of any size as a list can hold are added without overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total and the number of items it was summed over.
+    """Total, and the number of items over which it was summed.
 
-    Means of means are wrong as soon as two batches differ in size. A `Sum` keeps what is needed to
-    combine batches, microbatches and ranks exactly: totals add, counts add, and one division comes last.
+    Means of means are wrong as soon as two batches differ in size. A `Sum` has what is needed to combine batches,
+    microbatches and ranks exactly: totals are added, counts are added, and one division comes last.
 
     Args:
-        total: The summed value: a scalar tensor (differentiable when it is a loss) or a number.
-        count: How many items are in it: samples, tokens, pixels, unmasked positions.
+        total: Sum of the values: a scalar tensor (differentiable if it is a loss) or a number.
+        count: Number of items in the sum: samples, tokens, pixels, unmasked positions.
     """
 
     total: "Tensor | float"
@@ -30,7 +30,7 @@ class Sum:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return a sum, rounded once, that does not depend on the order; infinite, or no number, where that is so."""
+    """Return a sum, rounded once, that is independent of the order; infinity or NaN if there are such values."""
     numbers = list(values)
     if not all(map(math.isfinite, numbers)):
         return sum(number for number in numbers if not math.isfinite(number))

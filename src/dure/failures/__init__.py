@@ -1,1 +1,1 @@
-"""Failures of ranks: errors, the lines of the user's code that they come from, and the first cause among several."""
+"""Failures of ranks: errors, the lines of user code that caused them, and the first cause among several."""

@@ -1,7 +1,7 @@
-"""Explanations of CUDA's and NCCL's errors: a failed GPU, a failed kernel, or a torch that does not fit the driver.
+"""Explanations of CUDA and NCCL errors: a failed GPU, a failed kernel, or a torch that does not match the driver.
 
-The codes and texts are those of `cudaError_t` in the CUDA runtime's reference; torch puts "CUDA error: " before them,
-NCCL "Cuda failure ". Where a GPU may be what failed, the driver is asked too.
+The codes and texts are those of `cudaError_t` in the CUDA runtime's reference; torch prefixes them with "CUDA error: ",
+NCCL with "Cuda failure ". If a GPU may be the cause, the driver is queried too.
 """
 
 import os
@@ -14,11 +14,11 @@ import torch
 from dure.host.gpu_health import GpuHealth
 
 AskDriver = Callable[[int], GpuHealth]
-"""Function that returns the health of a GPU, given its index as CUDA counts it in this process."""
+"""Function that returns the health of a GPU, given its CUDA index in this process."""
 
 GPU, GONE, EITHER, KERNEL, BUILD, SYSTEM = "gpu", "gone", "either", "kernel", "build", "system"
-"""Parts that can be at fault: the GPU; the GPU, which is no longer there; GPU or kernel; certainly a kernel; torch,
-driver and GPU that do not fit together; the host."""
+"""Possible causes: the GPU; a GPU that is no longer there; GPU or kernel; certainly a kernel; mismatch of torch, driver
+and GPU; the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,12 @@ class _Kind:
     code: int
     """Code of `cudaError_t`; 0 for errors of libraries."""
     text: str
-    """Part of the text that `cudaGetErrorString`, or the library, gives for the error."""
+    """Part of the text that `cudaGetErrorString`, or the library, returns for the error."""
     of: str
     means: str
-    """Meaning in words; `{gpu}` is replaced by the name of the GPU."""
+    """Explanation of the error; `{gpu}` is replaced by the name of the GPU."""
     cure: str = ""
-    """Cure, if it is not the usual one for `of`."""
+    """Cure; empty for the usual one for `of`."""
 
 
 _CRASHED = "a kernel crashed, or {gpu} failed while it ran"
@@ -153,16 +153,16 @@ _ADVICE = (
     "Search for `cudaError",
     "GPU device may be out of range",
 )
-"""Beginnings of the lines of advice that torch adds to each error. The cure repeats what helps."""
+"""Beginnings of the lines of advice that torch appends to errors. The cure repeats what is useful."""
 _CPP_STACK = "\nException raised from "
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceError:
-    """An error that a GPU, its driver or NCCL raised."""
+    """Error raised by a GPU, its driver or NCCL."""
 
     message: str
-    """Text of the error without torch's advice, with its meaning added."""
+    """Text of the error without torch's advice, with its explanation added."""
     said: str
     """Text of the error without torch's advice."""
     advice: str
@@ -171,7 +171,7 @@ class DeviceError:
     may_be_gpu: bool
     """True if the driver may know more."""
     is_lost: bool
-    """True if a GPU is gone, and will still be gone when the rank starts again."""
+    """True if a GPU is lost, and will still be lost when the rank restarts."""
     is_consequence: bool
     """True if another rank's GPU has failed."""
 
@@ -179,12 +179,12 @@ class DeviceError:
 def device_error(
     error: BaseException, gpus: Sequence[int] = (), ask_driver: AskDriver | None = None
 ) -> DeviceError | None:
-    """Explain an exception, where it is an error of a GPU, its driver or NCCL that has a known meaning; None otherwise.
+    """Explain an error of a GPU, its driver or NCCL with a known meaning; return None for other exceptions.
 
     Args:
-        error: What was raised.
-        gpus: Those that the rank uses, as CUDA counts them; none: the one that torch uses, if it does.
-        ask_driver: Asks the driver about a GPU; None: it is not asked.
+        error: Exception.
+        gpus: CUDA indices of the rank's GPUs; empty for the current GPU of torch, if it uses one.
+        ask_driver: Queries the driver about a GPU; None to skip that.
     """
     kind = _kind(error)
     if kind is None:
@@ -221,7 +221,7 @@ def _kind(error: BaseException) -> _Kind | None:
     if said is not None:
         number = getattr(error, "error_code", None) or said["of_nccl"] or said["of_torch"]
         by_code = next((kind for kind in _KINDS if number is not None and kind.code == int(number)), None)
-        # a backtrace, which torch may add, has names of functions that hold such words
+        # a backtrace, which torch may add, may contain such words in function names
         shown = text.partition(_CPP_STACK)[0][said.start() :]
         found = by_code or next((kind for kind in _KINDS if kind.text in shown), None)
         if found is not None:
@@ -230,10 +230,10 @@ def _kind(error: BaseException) -> _Kind | None:
 
 
 def _current_gpu() -> tuple[int, ...]:
-    """Return the GPU that torch uses in this thread; none where CUDA has not been started: it must not start now."""
+    """Return the GPU that torch uses in this thread; none before CUDA is initialised, which must not happen now."""
     try:
         return (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
-    except RuntimeError:  # the error that is being explained comes again with each call
+    except RuntimeError:  # every call raises the error that is being explained
         return ()
 
 
@@ -254,7 +254,7 @@ def _without_advice(text: str) -> str:
 
 def _cure(kind: _Kind, ill: dict[int, GpuHealth], found: dict[int, GpuHealth], *, is_lost: bool) -> str:
     known = next((health.smi_id for health in (ill or found).values() if health.smi_id), None)
-    # without a name nvidia-smi would reset all of them
+    # without an id nvidia-smi would reset all GPUs
     show, reset = f"`nvidia-smi -q{f' -i {known}' if known else ''}`", f"`nvidia-smi -i {known or 'NUMBER'} -r`"
     if kind.of == GONE and not ill:
         return "see what `nvidia-smi` lists, what CUDA_VISIBLE_DEVICES names, and the kernel's log (`dmesg`, Xid)"

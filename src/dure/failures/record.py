@@ -1,4 +1,4 @@
-"""Record of a rank's failure, as its file, its report to the supervisor and messages between nodes hold it."""
+"""Record of a rank's failure: its file, its report to the supervisor, and its form in messages between nodes."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,47 +16,47 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLine:
-    """Line of code that a failure is traced to."""
+    """Line of code to which a failure is traced."""
 
     file: Text
     line: Count | None
-    """Number of the line; None if it is unknown."""
+    """Line number; None if it is unknown."""
     function: Text
     text: Text | None
     """Text of the line; None if it cannot be read."""
 
     @property
     def place(self) -> str:
-        """File, as one would type it from here, and line."""
+        """File, relative to the current folder, and line."""
         return f"{from_here(self.file)}:{self.line}"
 
     def __str__(self) -> str:
-        """Show where it is, and what stands there."""
+        """Return location and text of the line."""
         return f"{self.place} in {self.function}: {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """Failure of a rank: who, when, where in the user's code, and whether it is only a consequence."""
+    """Failure of a rank: when and where in the user's code it occurred, and whether it is only a consequence."""
 
     rank: Rank
     host: Text
     pid: Count
     time: Time
     step: Count | None
-    """Last step that was done; None before training."""
+    """Last completed step; None before training."""
     type: Text
     """Name of the exception's class."""
     message: Text
     advice: Text | None = None
-    """Cure, where one is known."""
+    """Cure; None if none is known."""
     exit_code: ExitCode
     is_ours: Flag
-    """True if dure raised it on purpose."""
+    """True if dure raised it deliberately."""
     is_misuse: Flag
-    """True if the user can mend it."""
+    """True if the user can fix it."""
     is_consequence: Flag
-    """True if it only followed from another rank's failure."""
+    """True if it is only a consequence of another rank's failure."""
     may_be_gpu: Flag = False
     is_gpu_lost: Flag = False
     origin: Literal["task", "library", "dure"] = "task"
@@ -64,29 +64,29 @@ class FailureRecord:
     microbatch_size: Count | None = None
     """Samples that a device computed at once, if memory ran out for them; None otherwise."""
     go_back_to: Count | None = None
-    """Samples seen when all replicas agreed last, if the run is to go on from there; None otherwise."""
+    """Samples seen when all replicas last agreed, if the run will continue from there; None otherwise."""
     user_line: CodeLine | None
     """Innermost line of the user's code; None if it did not pass through any."""
     user_traceback: Text | None
-    """Traceback through the user's code, if there is more of it than one line."""
+    """Traceback through the user's code; None if it is a single line."""
     traceback: Text
     collective: Text | None = None
-    """Collective that a script's rank was in, or was in last; None if none is known, and for a task's rank."""
+    """Collective that a script's rank was in, or was in last; None if unknown, and for a task's rank."""
 
     @property
     def is_divergence(self) -> bool:
-        """Return whether it says that ranks do not hold the same, though they must."""
+        """Return whether it reports a difference between ranks that must hold equal state."""
         return self.is_ours and self.type == ReplicasDiverged.__name__
 
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """End of a script that left by `sys.exit`."""
+    """Exit of a script by `sys.exit`."""
 
     message: Text | None
-    """Message that it gave; None if it gave a code or nothing."""
+    """Message passed to it; None if it was a code or nothing."""
     user_line: CodeLine | None
-    """Line of the call; None if it is not the user's."""
+    """Line of the call; None if it is not in user code."""
 
 
 _FAILURE = TypeAdapter(FailureRecord)
@@ -99,10 +99,10 @@ def failure_to_json(failure: FailureRecord) -> dict[str, Any]:
 
 
 def failure_from_json(found: object) -> FailureRecord:
-    """Return a failure from what `failure_to_json` returned, in this version of dure or an older one.
+    """Return a failure from a result of `failure_to_json`, in this version of dure or an older one.
 
     Raises:
-        DocumentInvalid: It is no failure.
+        DocumentInvalid: It is not a failure.
     """
     return checked(_FAILURE, found, VERSION)
 
@@ -111,18 +111,18 @@ def departure_from_json(found: object) -> Departure:
     """Return a departure from its fields as a dict.
 
     Raises:
-        DocumentInvalid: It is no departure.
+        DocumentInvalid: It is not a departure.
     """
     return checked(_DEPARTURE, found, VERSION)
 
 
 def failure_file(rank: int) -> str:
-    """Return the name of the record that a failed rank leaves in the run folder."""
+    """Return the name of the record that a failed rank leaves in the run's folder."""
     return f"logs/failure-rank{rank}.json"
 
 
 def read_failure(run: Path, rank: int) -> FailureRecord | None:
-    """Return the failure that a rank wrote into the run folder; None if there is none, or it is damaged."""
+    """Return the failure that a rank wrote into the run's folder; None if there is none, or it is damaged."""
     try:
         return failure_from_json(read_json(run / failure_file(rank)))
     except (OSError, DocumentInvalid):

@@ -41,7 +41,7 @@ _PEER_LOST_WORDS = (
     "connect timeout",
     "processgroup not initialized",
     "originated at tensorpipe",
-    "peerlost: ",  # ours, after torch's C++ has carried it: by DDP's communication hooks, for one
+    "peerlost: ",  # ours, after it has passed through torch's C++, for example by DDP's communication hooks
 )
 _LOADER_MARK = "Original Traceback (most recent call last):"
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?: {4,}(?P<text>\S.*))?', re.M)
@@ -54,10 +54,10 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-"""Texts by which torch's allocators and CUDA's libraries report that memory is exhausted in a plain RuntimeError."""
+"""Texts by which torch's allocators and CUDA's libraries report exhausted memory in a plain RuntimeError."""
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _MOST_TEXT = 2**16
-"""Characters of a message or a traceback that are kept: the record has to fit where the supervisor reads it."""
+"""Maximum characters of a message or a traceback: the record must fit where the supervisor reads it."""
 _GRADIENT_ADVICE = (
     "an evaluation computes without gradients: let what needs them in the loss compute under torch.enable_grad()"
 )
@@ -72,15 +72,15 @@ def describe_failure(
     gpus: Sequence[int] = (),
     ask_driver: AskDriver | None = None,
 ) -> FailureRecord:
-    """Return a failure as a record: who, when, where in the user's code, and whether it is only a consequence.
+    """Return the record of a failure, with its location in the user's code and whether it is only a consequence.
 
     Args:
-        error: What was raised.
-        rank: By whom.
-        step: The last step that was done; None before training.
-        microbatch_size: Samples that a device computed at once in the step that failed; None if it failed elsewhere.
-        gpus: Those that the rank uses, as CUDA counts them.
-        ask_driver: Asks the driver about a GPU that may have failed; None: it is not asked.
+        error: Exception.
+        rank: Rank that raised it.
+        step: Last completed step; None before training.
+        microbatch_size: Samples that a device computed at once in the failed step; None if it failed elsewhere.
+        gpus: CUDA indices of the rank's GPUs.
+        ask_driver: Queries the driver about a GPU that may have failed; None to skip that.
     """
     error = _named(error)
     is_ours = isinstance(error, DureError)
@@ -94,10 +94,10 @@ def describe_failure(
     elif device is not None:
         message, advice = device.message, device.advice
     line = _user_line(error)
-    if line is None:  # no traceback will be shown, under which the notes would stand
+    if line is None:  # there will be no traceback, under which the notes would appear
         message = "\n".join([message, *getattr(error, "__notes__", ())])
     shown = None if is_ours else _shown_traceback(error, device, has_user_line=line is not None)
-    # what memory does not suffice for, or a device that fails, is not an error of the code that asked for it
+    # exhausted memory, or a failed device, is not an error of the code that used it
     is_nobodys = is_out_of_memory or (device is not None and device.is_nobodys)
     return FailureRecord(
         rank=rank,
@@ -124,19 +124,20 @@ def describe_failure(
 
 
 def _shortened(text: str) -> str:
-    """Leave out the middle of a text that is too long."""
+    """Shorten a text by omitting its middle."""
     left_out, half = len(text) - _MOST_TEXT, _MOST_TEXT // 2
     return text if left_out <= 0 else f"{text[:half]}\n… {left_out:,} characters are left out …\n{text[-half:]}"
 
 
 def leave_word(describe: Callable[[AskDriver | None], FailureRecord], report_fd: int | None) -> FailureRecord:
-    """Write down why this process fails, and once more when the driver has said what is with its GPU.
+    """Write the failure report of this process, and a second time with the driver's information on its GPU.
 
-    First without it: where a GPU fails, NCCL's watchdog may abort the process at any moment.
+    The first report is without it: when a GPU fails, NCCL's watchdog may abort the process at any moment.
 
     Args:
-        describe: Returns the failure as a record, with what the driver says if it is given who asks it.
-        report_fd: Where its supervisor reads it; None: it has none.
+        describe: Returns the record of the failure, with the driver's information if it is given a function to query
+            it.
+        report_fd: Descriptor of the report to the supervisor; None if there is no supervisor.
     """
     failure = describe(None)
     write_failure(failure, report_fd)
@@ -147,16 +148,16 @@ def leave_word(describe: Callable[[AskDriver | None], FailureRecord], report_fd:
 
 
 def write_failure(failure: FailureRecord, report_fd: int | None) -> None:
-    """Write a failure where the supervisor reads it; without one, nowhere."""
+    """Write a failure to the supervisor's report; do nothing without a supervisor."""
     _write_report(report_fd, failure_to_json(failure))
 
 
 def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
-    """Write down where a script leaves by `sys.exit`: others may still be in a call that needs this rank.
+    """Record where a script calls `sys.exit`, because others may still be in a call that needs this rank.
 
     Args:
-        leave: What `sys.exit` raised.
-        report_fd: Where its supervisor reads it; None: it has none.
+        leave: Exception of `sys.exit`.
+        report_fd: Descriptor of the report to the supervisor; None if there is no supervisor.
     """
     message = None if leave.code is None or isinstance(leave.code, int) else _shortened(str(leave.code))
     _write_report(report_fd, {DEPARTURE: asdict(Departure(message=message, user_line=_user_line(leave)))})
@@ -165,12 +166,12 @@ def leave_departure(leave: SystemExit, report_fd: int | None) -> None:
 def _write_report(report_fd: int | None, record: Mapping[str, Any]) -> None:
     descriptor = None if report_fd is None else usable(report_fd)
     if descriptor is not None:
-        # one call, and over all of what was there before: blanks behind a record do no harm
+        # a single call that overwrites all earlier contents: blanks after a record are harmless
         os.pwrite(descriptor, json.dumps(record).encode().ljust(os.fstat(descriptor).st_size), 0)
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether an exception only says that another rank went away."""
+    """Return whether an exception only reports the loss of another rank."""
     if isinstance(error, PeerLost):
         return True
     if not isinstance(error, RuntimeError | ConnectionError):
@@ -179,9 +180,10 @@ def is_peer_lost(error: BaseException) -> bool:
 
 
 def told_undisturbed(tell: Callable[[], int]) -> int:
-    """Write down why this process fails, even if it is told again meanwhile.
+    """Write the failure report of this process, even if another error interrupts it.
 
-    The death of a loader reaches a rank twice: by its queue, and by torch's handler, which raises anywhere.
+    The death of a loader is reported to a rank twice: by its queue, and by torch's signal handler, which raises
+    anywhere.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     try:
@@ -193,7 +195,7 @@ def told_undisturbed(tell: Callable[[], int]) -> int:
 
 
 def _named(error: BaseException) -> BaseException:
-    """Give what dure itself met while writing its records its name in dure's tree."""
+    """Replace an error that dure itself met while writing its records by one of its own class."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full and _user_line(error) is None:
         named = DiskFull("the disk is full while records are written: free some space, or use another --runs-dir")
@@ -202,7 +204,7 @@ def _named(error: BaseException) -> BaseException:
 
 
 def _worded(error: BaseException) -> tuple[str, str, str | None]:
-    """Return the exception's type, what it says, and a cure where there is a known one."""
+    """Return the exception's type, its message, and a cure if one is known."""
     kind, message = type(error).__name__, str(error)
     if isinstance(error, SystemExit):
         return kind, f"the task's code called sys.exit({error.code!r})", "raise an exception instead"
@@ -228,7 +230,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _out_of_memory_worded(error: BaseException, message: str, microbatch_size: int | None) -> tuple[str, str]:
-    """Return what the exception says, without the allocator's advice, and what helps."""
+    """Return the exception's message, without the allocator's advice, and a cure."""
     said = message.partition(" Of the allocated memory")[0] or "out of memory"
     if _is_in_evaluation(error):
         return said, f"use a smaller --eval-batch-size, {_OTHER_ROOM}"
@@ -249,18 +251,18 @@ def _is_loader_lost(error: BaseException) -> bool:
 
 
 def _said_in_loader(message: str) -> str:
-    """Return what the exception said that a loader process sent, without the traceback that torch put around it."""
+    """Return the message of an exception from a loader process, without the traceback that torch adds around it."""
     frames = list(_FRAME.finditer(message))
     after = message[frames[-1].end() :] if frames else message
     said = [line for line in after.splitlines() if line and not line.startswith(" ")]
     where = re.search(r"DataLoader worker process (\d+)", message)
-    first, *rest = said or [message]  # notes, such as which sample it was, stand on lines of their own
+    first, *rest = said or [message]  # notes, such as the index of the sample, are on separate lines
     text = first.partition(": ")[2] or first
     return "\n".join([f"{text} (in loader process {where[1]})" if where else text, *rest])
 
 
 def _user_line(error: BaseException) -> CodeLine | None:
-    """Return the innermost line of the task's code that the exception went through."""
+    """Return the innermost line of the task's code in the exception's traceback; None if there is none."""
     message = str(error)
     if _LOADER_MARK in message:
         frames = [
@@ -277,16 +279,16 @@ def _user_line(error: BaseException) -> CodeLine | None:
 
 
 def _unreadable_line(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the line that is no Python: it never ran, and so is not in the traceback."""
+    """Return the line of a syntax error, which never ran and so is not in the traceback."""
     if not isinstance(error, SyntaxError) or not isinstance(error.filename, str):
         return []
     return [traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text)]
 
 
 def _origin(error: BaseException) -> Literal["library", "dure"]:
-    """Say whose code raised an exception that no line of the task's took part in: `dure` or `library`.
+    """Return the owner, `dure` or `library`, of an exception that no line of the task is involved in.
 
-    Native code leaves no frame: what torch's raises (a RuntimeError) seems to come from the line that called it.
+    Native code leaves no frame: an error of torch's (a RuntimeError) seems to come from the line that called it.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.startswith(OWN_ROOT):
@@ -296,7 +298,7 @@ def _origin(error: BaseException) -> Literal["library", "dure"]:
 
 
 def _shown_traceback(error: BaseException, device: DeviceError | None, *, has_user_line: bool) -> str | None:
-    """Return the way through the task's code, where there is more of it than one line."""
+    """Return the traceback through the task's code; None if it is a single line."""
     if not has_user_line or _LOADER_MARK in str(error) or isinstance(error, SystemExit):
         return None
     shown = traceback_in_user_code(error)

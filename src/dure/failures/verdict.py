@@ -1,4 +1,4 @@
-"""Verdict on the end of ranks, from what they left behind: who failed first, where, and who only followed."""
+"""Verdict on the end of ranks, from what they left behind: which failed first, where, and which only followed."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -24,15 +24,15 @@ _KILLED_BY_SOMEBODY = (
 STOP_ENDS: Mapping[int, int] = {
     number_said: number
     for number in STOP_SIGNALS
-    # as an exit code: it stopped in order; as a signal: it had only just been started, or was on its way out
+    # an exit code means an orderly stop; a signal, that the rank had only just started, or was exiting
     for number_said in (stop_exit_code(number), -number)
 }
-"""The signal that asked for a stop, by the exit code of a rank that followed it."""
+"""Signal that requested a stop, by the exit code of a rank that followed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """End of one worker process."""
+    """End of a worker process."""
 
     rank: int
     exit_code: int
@@ -42,52 +42,52 @@ class WorkerEnd:
     was_stopped: bool
     """True if the supervisor itself ended it, because another rank had failed."""
     was_held: bool = False
-    """True if a signal or a debugger held the process when the supervisor ended it."""
+    """True if a signal or a debugger had stopped the process when the supervisor ended it."""
     failure: FailureRecord | None = None
     """Rank's own record of its failure, if it could leave one."""
     departure: Departure | None = None
-    """End of a script that left by `sys.exit`."""
+    """Exit of a script by `sys.exit`; None if it did not exit so."""
     is_tolerated: bool = False
-    """True if the others could go on without it."""
+    """True if the others could continue without it."""
     is_out_of_memory: bool | None = None
     """True if the kernel killed it for lack of memory, False if not; None if unknown or not killed."""
     memory_limit_bytes: int | None = None
-    """Limit of the container or job that ran out of memory; None if the host did, or if it was not killed for that."""
+    """Memory limit of the container or job that was exceeded; None if the host's memory was, or none."""
     crash: tuple[Frame, ...] = ()
-    """Frames of the place where native code crashed, innermost first."""
+    """Frames of the location where native code crashed, innermost first."""
     node: str = ""
-    """Name of its node, for people; empty for a run on one node."""
+    """Name of its node, for messages; empty for a run on one node."""
 
     def name(self, num_ranks: int, alone: str = "the worker") -> str:
-        """Name the rank as sentences begin: alone it is no rank among others."""
+        """Return the name of the rank for a sentence; a single rank is called `alone`."""
         where = f" on {self.node}" if self.node else ""
         return f"rank {self.rank}{where}" if num_ranks > 1 else alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The first causal failure in front, the rest folded."""
+    """First causal failure, with a short form of the others."""
 
     text: str
     exit_code: int
     first: FailureRecord | None
-    """The failure record of the first cause, when that rank left one."""
+    """Failure record of the first cause; None if that rank left none."""
 
 
 def judge(
     run: Path, ends: list[WorkerEnd], stopped_by: int | None = None, *, cure: str = "", is_script: bool = False
 ) -> Verdict | None:
-    """Find the first cause among the ranks that failed; None when none did, or a signal explains every end.
+    """Find the first cause among the ranks that failed; return None if none did, or a signal explains every end.
 
-    An exception that only says that a peer went away is never the cause while there is another; a rank that died
-    without a word (a signal) is, unless the supervisor ended it.
+    An exception that only reports the loss of a peer is never the cause if there is another one. A rank that died
+    without a report (by a signal) is, unless the supervisor ended it.
 
     Args:
-        run: The run's folder.
-        ends: How each rank ended.
-        stopped_by: The signal that asked the run to stop, if any.
-        cure: How to go on where no rank is known to be at fault: a rank that was killed from outside.
-        is_script: Whether what ran knows nothing of dure.
+        run: Run folder.
+        ends: End of each rank.
+        stopped_by: Signal that requested the stop of the run; None if there was none.
+        cure: Way to continue if no rank is known to be at fault, as when one was killed from outside.
+        is_script: Whether the program knows nothing of dure.
     """
     failures = {end.rank: end.failure or read_failure(run, end.rank) for end in ends}
     failed = _failed(ends)
@@ -109,12 +109,12 @@ def judge(
         lines.append(f"  rank {ranks} ended as a consequence; see logs/ in {run}")
     code = 1 if failure is None else failure.exit_code
     if is_script and failure is None and first.exit_code > 0:
-        code = first.exit_code  # what it chose to say with it is between it and its user
+        code = first.exit_code  # the script chose that exit code for its user
     return Verdict(text="\n".join(lines), exit_code=code, first=failure)
 
 
 def first_failure(ends: list[WorkerEnd]) -> WorkerEnd | None:
-    """Return the end that the others followed from, or None when no rank failed."""
+    """Return the end that caused the others, or None if no rank failed."""
     return _first_cause(ends, {end.rank: end.failure for end in ends}) if _failed(ends) else None
 
 
@@ -140,18 +140,18 @@ def _first_cause(ends: list[WorkerEnd], failures: Mapping[int, FailureRecord | N
 
 
 def left_early(ends: list[WorkerEnd]) -> Verdict:
-    """Judge a job of which every rank ended with 0 and that is not done."""
+    """Return a verdict on an unfinished job of which every rank exited with 0."""
     first = min(ends, key=lambda end: end.time)
     return Verdict(text=_silent_end(first, len(ends)), exit_code=1, first=None)
 
 
 def stop_signal(ends: list[WorkerEnd]) -> int | None:
-    """Return the signal that a rank stopped for, when only ranks got one."""
+    """Return the signal that a rank stopped for, if only ranks received one; None otherwise."""
     return next((STOP_ENDS[end.exit_code] for end in ends if end.exit_code in STOP_ENDS), None)
 
 
 def _unsaid_cause(ends: list[WorkerEnd], failed: list[WorkerEnd]) -> WorkerEnd | None:
-    """Find who the others lost, when all that failed only lost a peer: one that left with 0, or one that hung."""
+    """Find the rank that the others lost, if they only report lost peers: one that exited with 0, or one that hung."""
     left = [end for end in ends if end.exit_code == 0]
     hung = [end for end in failed if end.was_stopped and end.failure is None]
     return min(left, key=lambda end: end.time, default=None) or next(iter(hung), None)
@@ -163,7 +163,7 @@ def _told(end: WorkerEnd, failure: FailureRecord, num_ranks: int, run: Path, *, 
     where = "" if not failure.step else f" after step {failure.step}"
     what = "script" if is_script else "task"
     who = end.name(num_ranks, f"the {what}")
-    # no line of a message begins where one of ours does
+    # no line of the message may look like the beginning of one of ours
     text = f"{who} failed{where}: {failure.type}: {_set_in(failure.message)}"
     if failure.advice:
         text = f"{text.removesuffix('.')}: {failure.advice}"
@@ -184,7 +184,7 @@ def _set_in(text: str) -> str:
 
 
 def in_brief(end: WorkerEnd, num_ranks: int) -> str:
-    """Say in one line who failed, and how."""
+    """Return one line on which rank failed, and how."""
     who = end.name(num_ranks)
     failure = end.failure
     if failure is None and end.departure is not None and end.exit_code >= 0:
@@ -193,7 +193,7 @@ def in_brief(end: WorkerEnd, num_ranks: int) -> str:
         return _silent_end(end, num_ranks).partition(";")[0]
     said = failure.message.partition("\n")[0]
     if failure.go_back_to is not None:
-        return said  # which names the rank, and not the one that tells it
+        return said  # it names the diverged rank, not the one that reports it
     if failure.is_ours:
         return f"{who} failed: {said}"
     return f"{who} failed: {failure.type}: {said}{_place(failure.user_line)}"
@@ -220,7 +220,7 @@ def _silent_end(end: WorkerEnd, num_ranks: int, cure: str = "", *, is_script: bo
 
 
 def _left(end: WorkerEnd, who: str) -> str:
-    """Say with what exit code a script ended by its own will, and where, if it is known."""
+    """Return a sentence on the exit code with which a script exited itself, and the line if known."""
     text = f"{who} ended with exit code {end.exit_code}"
     if end.exit_code == 0:
         text += ", and the others lost it in a call that needs all"
@@ -247,7 +247,7 @@ def _killed_for_memory(limit_bytes: int | None) -> str:
 
 
 def _waits(first: WorkerEnd, others: list[WorkerEnd], failures: Mapping[int, FailureRecord | None]) -> Iterator[str]:
-    """Say what the others were waiting in for a rank that left without a word."""
+    """Yield what the others were waiting in for a rank that left no report."""
     for end in sorted(others, key=lambda end: end.rank):
         failure = failures[end.rank]
         if failure is not None and failure.collective:

@@ -1,4 +1,4 @@
-"""Real and synthetic data sets, and randomness that belongs to a sample."""
+"""Real and synthetic data sets, and random numbers that depend on the sample."""
 
 from dure.data.augmentation import RandomFlipAndCrop, random_flip_and_crop
 from dure.data.images import ImageFolder, decode_image, image_folder

@@ -1,4 +1,4 @@
-"""Batch transforms whose draws belong to the samples."""
+"""Batch transforms whose draws depend on the samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dure.errors import DataInvalid
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFlipAndCrop:
-    """Shift and mirror each image of a batch: the usual augmentation of CIFAR-10 (He et al. 2016, section 4.2).
+    """Random shift and mirroring of each image in a batch, as usual for CIFAR-10 (He et al. 2016, section 4.2).
 
-    The first column of the batch must be images `(B, C, H, W)` of any dtype; the others are passed on.
+    The first column of the batch must be images `(B, C, H, W)` of any dtype; the others are passed through.
     """
 
     padding: int
-    """Zero pixels added on each side before a window of the old size is cut out, so the largest shift."""
+    """Zero pixels added on each side before cropping to the original size, so the maximum shift."""
     flip: bool
     """True if images are mirrored left to right, each with probability 1/2."""
 
@@ -38,7 +38,7 @@ class RandomFlipAndCrop:
         rows = top[:, None] + torch.arange(height)  # (B, H)
         columns = left[:, None] + columns  # (B, W)
         padded = functional.pad(images, [self.padding] * 4)
-        # one gather over flattened pixels: 4 to 5 times as fast as an advanced index of rows and columns
+        # one gather over flattened pixels is 4 to 5 times as fast as advanced indexing of rows and columns
         pixels = (rows[:, :, None] * padded.shape[3] + columns[:, None, :]).view(num_images, 1, -1)  # (B, 1, H * W)
         moved = padded.flatten(2).gather(2, pixels.expand(-1, num_channels, -1)).view(images.shape)
         return (moved, *rest)

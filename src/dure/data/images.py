@@ -1,4 +1,4 @@
-"""A folder of images in which the name of a subfolder is the class."""
+"""Folder of images in which the name of a subfolder is the class."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ class ImageFolder(Dataset[Any]):
         self.transform = transform
         self.size = size
         self.classes = _class_names(self.root)
-        """Names of the classes, sorted; a label is a position in it."""
+        """Names of the classes, sorted; a label is an index into it."""
         found = [(path, label) for label, name in enumerate(self.classes) for path in _images_in(self.root / name)]
         if not found:
             raise DataInvalid(
@@ -46,7 +46,7 @@ class ImageFolder(Dataset[Any]):
         return sample_of(self, index)
 
     def in_memory(self) -> TensorData:
-        """Decode every image once and hold all of them: for small images that are used for many epochs."""
+        """Decode every image once and keep all in memory, for small images used for many epochs."""
         return TensorData(*self._decode(range(len(self))), transform=self.transform)
 
     def _decode(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -66,29 +66,30 @@ class ImageFolder(Dataset[Any]):
 def image_folder(root: str | Path, transform: BatchTransform | None = None, size: int | None = None) -> ImageFolder:
     """Return the images of a folder of class-named folders, such as `data/train` with `data/train/cat/0001.jpg`.
 
-    Classes and files are taken in sorted order, so an index means the same image on every machine. Images are
-    decoded by Pillow when a batch is fetched: `num_workers` spreads that, `in_memory()` does it once.
+    Classes and files are sorted, so that an index refers to the same image on every machine. Pillow decodes the images
+    when a batch is fetched; `num_workers` parallelises that, `in_memory()` does it once.
 
     Args:
-        root: The folder that holds one folder per class.
+        root: Folder with one folder per class.
         transform: Applied to every fetched batch.
-        size: Scale the shorter side to this and cut the middle square out; None when all images are of one size.
+        size: Length to which the shorter side is scaled before the central square is cropped; None if all images have
+            one size.
 
     Returns:
         Data with images `(B, 3, H, W)`, uint8, and labels `(B,)`.
 
     Raises:
-        DataInvalid: The folder is missing, has no class folder or no image; on fetching, an image is broken.
+        DataInvalid: The folder is missing, or has no class folder or no image; on fetching, an image is damaged.
         EnvironmentLacks: Pillow is not installed.
     """
     return ImageFolder(root, transform, size)
 
 
 def decode_image(path: Path, size: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return one image file as RGB pixels `(H, W, 3)`.
+    """Return an image file as RGB pixels `(H, W, 3)`.
 
     Raises:
-        DataInvalid: The file is no image, or is cut short; it is named.
+        DataInvalid: The file is not an image or is truncated; the message names it.
     """
     try:
         from PIL import Image, ImageOps
@@ -97,7 +98,7 @@ def decode_image(path: Path, size: int | None = None) -> np.ndarray[Any, np.dtyp
     try:
         with Image.open(path) as opened:
             image: Image.Image = opened.convert("RGB")
-    # Pillow has no one class for a broken file: its plugins raise these, SyntaxError among them
+    # Pillow has no single class for a damaged file: its plugins raise these, including SyntaxError
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise DataInvalid(f"'{path}' cannot be read as an image ({error}): replace or remove it") from error
     if size is not None and image.size != (size, size):

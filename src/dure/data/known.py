@@ -1,4 +1,4 @@
-"""Data sets that people know, as `TensorData`."""
+"""Well-known data sets, as `TensorData`."""
 
 import importlib.util
 from functools import cache
@@ -14,7 +14,7 @@ from dure.errors import DataInvalid, EnvironmentLacks
 from dure.torchcompat import import_torchvision
 
 TEST_EVERY = 5
-"""Interval at which digits of each class are for testing."""
+"""Interval of test samples among the digits of each class."""
 
 
 def digits(train: bool, transform: BatchTransform | None = None) -> TensorData:
@@ -23,7 +23,7 @@ def digits(train: bool, transform: BatchTransform | None = None) -> TensorData:
     The split is fixed and stratified: every fifth sample of each class is for testing.
 
     Args:
-        train: The 1,442 training samples, or the 355 test samples.
+        train: Whether to return the 1,442 training samples; otherwise the 355 test samples.
         transform: Applied to every fetched batch.
 
     Returns:
@@ -66,26 +66,26 @@ def _digits_table() -> np.ndarray[Any, np.dtype[np.float64]]:
 def cifar10(
     root: str | Path, train: bool, download: bool = False, transform: BatchTransform | None = None
 ) -> TensorData:
-    """Return CIFAR-10 (Krizhevsky 2009) through torchvision, which checks the files against their known MD5.
+    """Return CIFAR-10 (Krizhevsky 2009) through torchvision, which verifies the files by their known MD5.
 
     Args:
-        root: Folder that holds, or shall hold, torchvision's `cifar-10-batches-py`.
-        train: The 50,000 training images, or the 10,000 test images.
-        download: Get the 170 MB when they are not there.
+        root: Folder of torchvision's `cifar-10-batches-py`, existing or to be downloaded.
+        train: Whether to return the 50,000 training images; otherwise the 10,000 test images.
+        download: Whether to download the 170 MB if they are missing.
         transform: Applied to every fetched batch.
 
     Returns:
         Images `(N, 3, 32, 32)`, uint8, and labels `(N,)`.
 
     Raises:
-        DataInvalid: The data is not in `root`, or could not be downloaded.
+        DataInvalid: The data are not in `root`, or could not be downloaded.
         EnvironmentLacks: torchvision is not installed.
     """
     source = import_torchvision().datasets.CIFAR10
     command = f"python -c \"import dure.data; dure.data.cifar10('{root}', train=True, download=True)\""
     try:
         loaded = source(root=str(root), train=train, download=download)
-    except (OSError, RuntimeError) as error:  # urllib's errors are OSErrors; torchvision's own are RuntimeErrors
+    except (OSError, RuntimeError) as error:  # errors of urllib are OSErrors; those of torchvision are RuntimeErrors
         if not download:
             raise DataInvalid(f"CIFAR-10 is not in '{root}', or is damaged there: get it with {command}") from error
         raise DataInvalid(

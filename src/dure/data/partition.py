@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 
 def shares(num_samples: int, num_parts: int, fractions: Sequence[float] | None = None) -> list[int]:
-    """Return how many samples each part gets.
+    """Return the number of samples of each part.
 
-    Nothing is padded, nothing is left out: the shares always add up to `num_samples`. Without fractions the first
-    `num_samples % num_parts` parts get one more than the others.
+    Nothing is padded or omitted: the results always add up to `num_samples`. Without fractions the first `num_samples %
+    num_parts` parts get one more than the others.
 
     Args:
-        num_samples: What is shared out.
-        num_parts: Ranks, devices or microbatches.
-        fractions: Wanted fraction of each part, adding up to 1; rounded by largest remainder.
+        num_samples: Number of samples to divide.
+        num_parts: Number of ranks, devices or microbatches.
+        fractions: Wanted fraction of each part, adding up to 1; rounded by largest remainder. None for equal parts.
     """
     if fractions is None:
         even, rest = divmod(num_samples, num_parts)

@@ -1,8 +1,8 @@
-"""Randomness that belongs to a sample: drawn from (seed, epoch, sample index) and nothing else.
+"""Random numbers of a sample, which depend on (seed, epoch, sample index) and nothing else.
 
-A sample must be augmented the same way on any number of ranks and loader workers. Two ways lead there:
-the fetch seeds Python's, NumPy's and torch's global generators for each sample (`seed_for_sample`), and data
-sets that make a whole batch in one call draw with `sample_uniform`, which is a function of the index.
+A sample must be augmented in the same way on any number of ranks and loader workers. There are two ways. The fetch
+seeds the global generators of Python, NumPy and torch for each sample (`seed_for_sample`). Data sets that return whole
+batches draw with `sample_uniform`, which is a function of the index.
 """
 
 import random
@@ -22,7 +22,7 @@ _position = threading.local()
 
 
 def mix(*values: int) -> int:
-    """Mix whole numbers into 64 well-spread bits (splitmix64's finaliser, Steele et al. 2014, over each value)."""
+    """Mix integers into 64 well-distributed bits (splitmix64's finaliser, Steele et al. 2014, over each value)."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state ^ (value & _MASK)) & _MASK
@@ -35,7 +35,7 @@ def mix(*values: int) -> int:
 
 @contextmanager
 def at_epoch(seed: int, epoch: int) -> Iterator[None]:
-    """Say which seed and epoch the fetches inside belong to."""
+    """Set the seed and epoch of the fetches inside the context."""
     before = getattr(_position, "value", (0, 0))
     _position.value = (seed, epoch)
     try:
@@ -45,7 +45,7 @@ def at_epoch(seed: int, epoch: int) -> Iterator[None]:
 
 
 def seed_for_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators for one sample (about 9 us)."""
+    """Seed the CPU generators of Python, NumPy and torch for one sample (about 9 us)."""
     value = mix(seed, epoch, index)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
@@ -53,13 +53,13 @@ def seed_for_sample(seed: int, epoch: int, index: int) -> None:
 
 
 def seed_for_batch(seed: int, epoch: int, indices: Sequence[int] | np.ndarray) -> None:
-    """Seed the same generators for a batch, by its samples in their order."""
+    """Seed the same generators for a batch, by its samples in order."""
     digest = zlib.crc32(np.ascontiguousarray(indices, dtype=np.int64).tobytes())
     seed_for_sample(mix(seed, 0x62617463, epoch), len(indices), digest)
 
 
 class GeneratorStates(NamedTuple):
-    """States of the generators that code draws from unless it has its own: Python's, NumPy's and torch's."""
+    """States of the generators that code draws from by default: those of Python, NumPy and torch."""
 
     of_python: Any
     of_numpy: Any
@@ -68,12 +68,12 @@ class GeneratorStates(NamedTuple):
 
     @classmethod
     def now(cls, *devices: torch.device) -> "GeneratorStates":
-        """Return the states of this moment, with those of the accelerators among `devices`."""
+        """Return the current states, including those of the accelerators among `devices`."""
         of_devices = tuple((device, default_generator(device).get_state()) for device in drawing_devices(devices))
         return cls(random.getstate(), np.random.get_state(), torch.default_generator.get_state(), of_devices)
 
     def is_same_as(self, other: "GeneratorStates") -> bool:
-        """Return whether nothing was drawn between two moments."""
+        """Return whether nothing was drawn between two states."""
         (_, keys, *rest), (_, other_keys, *other_rest) = self.of_numpy, other.of_numpy
         return (
             self.of_python == other.of_python
@@ -84,7 +84,7 @@ class GeneratorStates(NamedTuple):
         )
 
     def put_back(self) -> None:
-        """Bring the generators into these states."""
+        """Restore the generators to these states."""
         random.setstate(self.of_python)
         np.random.set_state(self.of_numpy)
         torch.default_generator.set_state(self.of_cpu)
@@ -93,12 +93,12 @@ class GeneratorStates(NamedTuple):
 
 
 def drawing_devices(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the devices that have a generator other than the CPU's, each once and in order."""
+    """Return the devices that have their own generator, unlike the CPU, each once and in order."""
     return [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
 
 
 def seed_draws(device: torch.device, seed: int, number: int) -> None:
-    """Seed all generators that code on a device draws from, for one of several things that draw for themselves."""
+    """Seed all generators that code on a device draws from, with a number that separates independent uses."""
     seed_for_sample(seed, number, 0)
     for own in drawing_devices([device]):
         default_generator(own).manual_seed(mix(seed, number) >> 1)
@@ -106,7 +106,7 @@ def seed_draws(device: torch.device, seed: int, number: int) -> None:
 
 @contextmanager
 def kept_global_randomness(*devices: torch.device) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's generators back as they were, with those of the accelerators in `devices`."""
+    """Restore the generators of Python, NumPy, torch and the accelerators in `devices` afterwards."""
     before = GeneratorStates.now(*devices)
     try:
         yield
@@ -115,9 +115,9 @@ def kept_global_randomness(*devices: torch.device) -> Iterator[None]:
 
 
 def sample_uniform(indices: Sequence[int] | np.ndarray, num_draws: int = 1) -> torch.Tensor:
-    """Draw uniform numbers in [0, 1) that belong to the samples, for augmenting a batch in one go.
+    """Draw uniform numbers in [0, 1) that depend on the samples, to augment a whole batch.
 
-    Only meaningful while dure fetches data; elsewhere seed and epoch are 0.
+    This is meaningful only while dure fetches data; elsewhere seed and epoch are 0.
 
     Args:
         indices: Data indices `(B,)`.

@@ -1,4 +1,4 @@
-"""Data that lies in tensors: a whole batch is one index operation."""
+"""Data held in tensors, whose batches are one index operation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,15 +10,15 @@ from torch.utils.data import Dataset
 from dure.errors import DataInvalid
 
 BatchTransform = Callable[[tuple[Tensor, ...], Sequence[int]], tuple[Tensor, ...]]
-"""Function from a batch and its data indices to the batch that is trained on.
+"""Function from a batch and its data indices to the batch used for training.
 
-What it draws must come from `sample_uniform(indices)`, so that a sample is changed in the same way whatever
-the batch, rank or loader worker it is in.
+Its draws must come from `sample_uniform(indices)`, so that a sample is changed in the same way in any batch, rank or
+loader worker.
 """
 
 
 class Batched(Protocol):
-    """Data that is fetched by batches."""
+    """Data that are fetched in batches."""
 
     def __len__(self) -> int: ...
 
@@ -26,7 +26,7 @@ class Batched(Protocol):
 
 
 def sample_of(data: Batched, index: int) -> tuple[Tensor, ...]:
-    """Return a single sample, which is a batch of one.
+    """Return a single sample, fetched as a batch of one.
 
     Raises:
         IndexError: There is no sample of that index; negative ones count from the end.
@@ -40,11 +40,11 @@ def sample_of(data: Batched, index: int) -> tuple[Tensor, ...]:
 class TensorData(Dataset[Any]):
     """Map-style data held in tensors of equal length, fetched by batch.
 
-    One index operation per tensor fetches a batch; fetching and collating single samples costs three to four
-    times as much (measured on 32 x 32 images).
+    One index operation per tensor fetches a batch. Fetching and collating single samples takes three to four times as
+    long (measured on 32 x 32 images).
 
     Args:
-        tensors: The columns, such as inputs `(N, ...)` and labels `(N,)`.
+        tensors: Columns, such as inputs `(N, ...)` and labels `(N,)`.
         transform: Applied to every fetched batch, with the data indices.
 
     Raises:
@@ -68,7 +68,7 @@ class TensorData(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the samples at `indices` as one batch."""
         rows = torch.as_tensor(indices)
-        # on images 5 to 18 times as fast as tensor[rows]
+        # 5 to 18 times as fast as tensor[rows] on images
         batch = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         return batch if self.transform is None else self.transform(batch, indices)
 
@@ -83,16 +83,16 @@ def synthetic(
     seed: int = 0,
     transform: BatchTransform | None = None,
 ) -> TensorData:
-    """Make labelled float32 data of a given shape that a model can learn: a pattern per class, plus noise.
+    """Return labelled float32 data of a given shape that a model can learn: a pattern per class, plus noise.
 
-    The patterns depend on the seed, the shape and the number of classes, so data of another length is more of the same:
-    slice one set to get training and evaluation data. Everything is held in memory.
+    The patterns depend only on the seed, the shape and the number of classes, so that data of another length have the
+    same patterns. Slice one set to get training and evaluation data. Everything is held in memory.
 
     Args:
-        num_samples: N.
+        num_samples: Number of samples.
         shape: Shape of one sample, such as `(3, 32, 32)`.
-        num_classes: Labels are 0 to `num_classes - 1`, in turn.
-        seed: Decides patterns and noise.
+        num_classes: Number of classes; labels are 0 to `num_classes - 1`, in turn.
+        seed: Seed of patterns and noise.
         transform: Applied to every fetched batch.
     """
     if num_samples < 1 or num_classes < 1:

@@ -1,1 +1,1 @@
-"""Facts about this host: devices, memory limits, health of GPUs, cores that other work keeps busy."""
+"""Facts about this host: devices, memory limits, health of GPUs, cores kept busy by other work."""

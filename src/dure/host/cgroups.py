@@ -1,4 +1,4 @@
-"""Linux's control groups, by which containers and jobs are limited: which ones a process is in."""
+"""Linux control groups of a process, which limit containers and jobs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +7,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def groups_of(controller: str, pid: int | None = None, root: Path = CGROUPS) -> Iterator[Path]:
-    """Yield the folders of a process's groups for a controller, from its own up to the root of what is seen.
+    """Yield the folders of a process's groups for a controller, from its own up to the visible root.
 
-    A container may see its own group as the root, and know it by a path that is only there outside.
+    A container may see its own group as the root, and know it by a path that exists only outside.
 
     Args:
-        controller: `memory`, `cpu`, ...; those of version 2 are for all of them.
-        pid: The process; None: this one.
-        root: Where they are mounted.
+        controller: `memory`, `cpu`, ...; groups of version 2 are for all of them.
+        pid: Id of the process; None for this one.
+        root: Mount point of the groups.
     """
     try:
         lines = Path(f"/proc/{'self' if pid is None else pid}/cgroup").read_text().splitlines()

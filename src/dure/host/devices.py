@@ -7,14 +7,14 @@ from dure.errors import EnvironmentLacks, SpecInvalid
 
 
 def count_cores() -> int:
-    """Return the cores that this process may use (its affinity, where the system has one)."""
+    """Return the number of cores that this process may use (by its affinity, if the system has one)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def crowding(num_ranks: int) -> str | None:
-    """Return a sentence about ranks that take turns on too few cores, or None."""
+    """Return a sentence on ranks that share too few cores, or None."""
     cores = count_cores()
     if num_ranks <= cores:
         return None
@@ -22,21 +22,21 @@ def crowding(num_ranks: int) -> str | None:
 
 
 def available_memory_bytes() -> int:
-    """Return the host memory that can be taken without swapping."""
+    """Return the bytes of host memory available without swapping."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def total_memory_bytes() -> int:
-    """Return the host memory that this machine has, in use or not."""
+    """Return the total bytes of host memory."""
     import psutil
 
     return int(psutil.virtual_memory().total)
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address of this host, as gloo and NCCL want it named; None: none has."""
+    """Return the network interface with an address, by the name that gloo and NCCL expect; None if there is none."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -46,23 +46,23 @@ def interface_of(address: str) -> str | None:
 
 
 def count_accelerators(kind: str) -> int:
-    """Return the number of visible devices of a kind, `cuda` or `mps`.
+    """Return the number of visible devices of a type, `cuda` or `mps`.
 
-    Neither question that is asked here starts the CUDA runtime, which could then not be used in a forked child:
+    The two calls here do not start the CUDA runtime, which could then not be used in a forked child;
     `torch.accelerator.is_available` would.
     """
     import torch
 
-    # what this torch was built for; it counts CUDA devices through NVML, and by the runtime only where that is missing
+    # type torch was built for; CUDA devices are counted by NVML, and by the runtime only if that is missing
     built_for = torch.accelerator.current_accelerator()
     return torch.accelerator.device_count() if built_for is not None and built_for.type == kind else 0
 
 
 def resolve_device(wanted: str) -> str:
-    """Return the kind of device a run uses: `cuda`, `mps` or `cpu`.
+    """Return the type of device that a run uses: `cuda`, `mps` or `cpu`.
 
     Raises:
-        EnvironmentLacks: The wanted kind is not here.
+        EnvironmentLacks: The wanted type is not available.
     """
     if wanted == "auto":
         return next((kind for kind in ("cuda", "mps") if count_accelerators(kind)), "cpu")
@@ -75,11 +75,11 @@ def check_devices(device: str, num_devices: int, *, shared: bool, is_launched: b
     """Refuse more devices than the machine has.
 
     Args:
-        device: Their kind.
-        num_devices: Wanted on this host.
-        shared: Whether several processes may use one.
-        is_launched: Whether a launcher started the processes, which may let each see one device of its own. Ranks that
-            then have the same device are found when they meet.
+        device: Type of the devices.
+        num_devices: Number of devices wanted on this host.
+        shared: Whether several processes may use one device.
+        is_launched: Whether a launcher started the processes, which may show each of them only its own device. Ranks
+            with the same device are then found when they meet.
 
     Raises:
         SpecInvalid: Fewer CUDA or MPS devices are visible than the run wants.
@@ -100,10 +100,10 @@ def check_each_has_its_own(devices: Sequence[str | None]) -> None:
     """Refuse ranks that have the same device.
 
     Args:
-        devices: The name of each rank's, such as a GPU's UUID; None where it has none or that is not known.
+        devices: Name of each rank's device, such as a GPU's UUID; None if it has none or it is unknown.
 
     Raises:
-        SpecInvalid: Two of them are the same.
+        SpecInvalid: Two ranks have the same device.
     """
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(devices):

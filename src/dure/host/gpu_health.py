@@ -1,7 +1,7 @@
-"""Health of a GPU on which something failed, read through NVIDIA's management library (NVML).
+"""Health of a GPU after a failure, read through NVIDIA's management library (NVML).
 
-A driver may not answer at all about a GPU that is lost: it is asked in a thread, for a limited time. No CUDA context is
-made.
+A driver may never return from a query about a lost GPU, so it is queried in a thread, for a limited time. No CUDA
+context is created.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_SECONDS = 1.0
-"""Longest wait for the driver's answer, in seconds. A healthy driver answers in some hundredths; the other ranks wait
+"""Maximum seconds to wait for the driver. A healthy driver returns within hundredths; the other ranks wait
 meanwhile."""
 
 _RECOVERY_FIELD = 230
@@ -26,7 +26,7 @@ RECOVERIES = {
     6: ("must be reset together with its bus", True),
     7: ("comes back only when its host is rebooted", True),
 }
-"""Recovery action in words that follow the GPU's name, and True if the GPU computes nothing until then; by value of
+"""Recovery action as words that follow the GPU's name, and True if the GPU computes nothing until then; by value of
 `nvmlDeviceGpuRecoveryAction_t`."""
 
 
@@ -35,30 +35,30 @@ class GpuHealth:
     """Driver's report on one GPU."""
 
     has_answered: bool = False
-    """True if the driver is there, and knows which GPU is meant."""
+    """True if the driver is available and knows the GPU."""
     smi_id: str | None = None
     """Argument of `nvidia-smi -i`: the GPU's address, or its number if it is lost."""
     is_lost: bool = False
-    """True if the GPU is gone, or computes nothing before a reset."""
+    """True if the GPU is lost, or computes nothing before a reset."""
     troubles: tuple[str, ...] = ()
-    """Problems of the GPU, each in words that follow its name."""
+    """Problems of the GPU, each as words that follow its name."""
 
 
 def gpu_health(
     index: int, library: Any = None, visible: str | None = None, limit_seconds: float = LIMIT_SECONDS
 ) -> GpuHealth:
-    """Ask the driver whether a GPU is lost, must be reset, or has had errors of its memory.
+    """Query the driver whether a GPU is lost, must be reset, or has had memory errors.
 
     Args:
-        index: As CUDA counts it in this process.
-        library: An object with pynvml's names; None: pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
-        limit_seconds: Longest time to wait for the answer.
+        index: CUDA index of the GPU in this process.
+        library: Object with pynvml's names; None for pynvml.
+        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
+        limit_seconds: Maximum seconds to wait for the driver.
     """
     answers: list[GpuHealth] = []
 
     def ask() -> None:
-        with suppress(Exception):  # whatever it is, it must not hide the failure that is being explained
+        with suppress(Exception):  # no error here may hide the failure that is being explained
             nvml = importlib.import_module("pynvml") if library is None else library
             answers.append(_asked(nvml, index, os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible))
 
@@ -73,11 +73,11 @@ def gpu_health(
 
 
 def visible_gpus(library: Any = None, visible: str | None = None) -> list[str]:
-    """Return the names (UUIDs) of the GPUs, or parts of GPUs, that a process sees; none where the driver cannot tell.
+    """Return the UUIDs of the GPUs, or parts of GPUs, that a process sees; empty if the driver does not report them.
 
     Args:
-        library: An object with pynvml's names; None: pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
+        library: Object with pynvml's names; None for pynvml.
+        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
     """
     nvml = importlib.import_module("pynvml") if library is None else library
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -117,10 +117,10 @@ def _health(nvml: Any, index: int, visible: str | None) -> GpuHealth:
     positions = visible_positions(visible, uuids)
     if index >= len(positions):
         is_named_by_number = visible is None or all(word.strip().isdecimal() for word in visible.split(","))
-        if None in handles:  # its name went with it
+        if None in handles:  # its UUID is lost as well
             return _lost("is probably the one that is lost")
         if not is_named_by_number:
-            return GpuHealth()  # a part of a GPU (MIG), for one
+            return GpuHealth()  # for example a part of a GPU (MIG)
         return _lost(f"is not among the {count} that are left")
     handle = handles[positions[index]]
     number = str(positions[index])
@@ -141,11 +141,11 @@ def _lost(how: str, smi_id: str | None = None) -> GpuHealth:
 
 
 def _handle(nvml: Any, position: int) -> Any:
-    """Return what the driver knows a GPU by; None of one that is lost."""
+    """Return the driver's handle of a GPU; None if the GPU is lost."""
     try:
         return nvml.nvmlDeviceGetHandleByIndex(position)
     except nvml.NVMLError:
-        # "GPU is lost", and "Unknown Error" where the driver was opened again after that
+        # "GPU is lost", or "Unknown Error" if the driver was opened again after that
         return None
 
 
@@ -167,7 +167,7 @@ def _health_of(nvml: Any, handle: Any) -> GpuHealth:
 
 
 def uncorrected_errors(nvml: Any, handle: Any) -> int | None:
-    """Return the memory errors since the driver was loaded that ECC could not mend; None: it does not count them.
+    """Return the memory errors since the driver was loaded that ECC could not correct; None if they are not counted.
 
     Raises:
         NVMLError: The GPU is lost.
@@ -181,7 +181,7 @@ def uncorrected_errors(nvml: Any, handle: Any) -> int | None:
 
 
 def recovery_action(nvml: Any, handle: Any) -> int | None:
-    """Return what the driver wants to be done before the GPU is well again, 0 for nothing; None: it does not say.
+    """Return the action that the driver requests to recover the GPU, 0 for none; None if it is not reported.
 
     Raises:
         NVMLError: The GPU is lost.
@@ -200,10 +200,10 @@ def _raise_if_lost(nvml: Any, error: Any) -> None:
 
 
 def visible_positions(visible: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return which GPUs a process sees, and in which order, as CUDA reads `CUDA_VISIBLE_DEVICES`.
+    """Return the GPUs that a process sees, in order, by CUDA's rules for `CUDA_VISIBLE_DEVICES`.
 
-    CUDA counts by speed and NVML by bus; where all GPUs are of a kind that is the same. What stands after a number that
-    is none, or a name that is not there, is not seen.
+    CUDA orders GPUs by speed and NVML by bus, which is the same if all are of one type. Entries after an invalid number
+    or an unknown name are not visible.
     """
     if visible is None:
         return list(range(len(uuids)))
@@ -220,5 +220,5 @@ def visible_positions(visible: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def text(value: Any) -> str:
-    """Return a text of NVML's, which older versions of pynvml give as bytes."""
+    """Return a text from NVML, which older versions of pynvml return as bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -1,7 +1,7 @@
-"""GPUs and the ways between them, as NVIDIA's management library (NVML) tells it.
+"""GPUs and their links, as reported by NVIDIA's management library (NVML).
 
-No CUDA context is made, so forking stays safe. The library comes in as an object with `pynvml`'s names: where there is
-no GPU, tests give one.
+No CUDA context is created, so forking stays safe. The library is passed as an object with `pynvml`'s names; tests pass
+their own if there is no GPU.
 """
 
 import importlib
@@ -14,17 +14,17 @@ from typing import Any
 from dure.host.gpu_health import recovery_action, text, uncorrected_errors, visible_positions
 
 _P2P_READ, _P2P_WRITE = 0, 1
-"""`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, by a comma too much."""
+"""`NVML_P2P_CAPS_INDEX_READ` and `_WRITE`; pynvml 13 has the first as a tuple, because of a stray comma."""
 
 _SLOWDOWNS = "HW slowdown", "HW thermal slowdown", "HW power brake", "SW thermal slowdown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One that this process sees."""
+    """GPU that this process sees."""
 
     index: int
-    """Index as CUDA counts it in this process."""
+    """CUDA index in this process."""
     name: str
     uuid: str
     bus_id: str
@@ -33,14 +33,14 @@ class Gpu:
     num_processes: int | None
     """Number of processes that compute on it now; None if the driver does not report it."""
     pcie_generation: int | None
-    """Current PCIe generation, which falls while the GPU idles."""
+    """Current PCIe generation, which drops while the GPU idles."""
     most_pcie_generation: int | None
     pcie_width: int | None
     most_pcie_width: int | None
     nvlink_version: str | None
     """Version of its active links; None if there are none."""
     nvlinks: dict[str, int]
-    """Active links by what is at the other end: `NVSwitch`, `GPU 3`, `CPU`, or `?`."""
+    """Number of active links by their other end: `NVSwitch`, `GPU 3`, `CPU`, or `?`."""
     num_inactive_nvlinks: int
     is_persistent: bool | None
     has_ecc: bool | None
@@ -49,9 +49,9 @@ class Gpu:
     is_repair_pending: bool
     """True if rows of memory will be replaced at the next reset."""
     recovery_action: int | None
-    """Recovery action that the driver asks for; 0 for none, None if the driver does not report it."""
+    """Recovery action that the driver requests; 0 for none, None if the driver does not report it."""
     slowed_by: tuple[str, ...]
-    """Reasons why the hardware slows the GPU down at present."""
+    """Reasons why the hardware currently slows the GPU down."""
     compute_mode: str
     """`default`, `exclusive` or `prohibited`."""
     has_instances: bool
@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPair:
-    """Two GPUs of one host."""
+    """Pair of GPUs of one host."""
 
     first: int
     second: int
@@ -77,9 +77,9 @@ class GpuFacts:
     """NVML's report on this host."""
 
     why_none: str | None = None
-    """Reason why there is no report."""
+    """Reason why there is no report; None if there is one."""
     is_broken: bool = False
-    """True if that is a fault, and not just a machine without GPUs."""
+    """True if the missing report is a fault, and not just a machine without GPUs."""
     driver: str | None = None
     cuda_of_driver: str | None = None
     """Newest CUDA version that the driver supports."""
@@ -88,11 +88,11 @@ class GpuFacts:
 
 
 def gpu_facts(library: Any = None, visible: str | None = None) -> GpuFacts:
-    """Ask NVML for every GPU that this process sees.
+    """Query NVML for every GPU that this process sees.
 
     Args:
-        library: An object with pynvml's names; None: pynvml.
-        visible: `CUDA_VISIBLE_DEVICES`; None: the environment's.
+        library: Object with pynvml's names; None for pynvml.
+        visible: `CUDA_VISIBLE_DEVICES`; None for that of the environment.
     """
     nvml = importlib.import_module("pynvml") if library is None else library
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -134,7 +134,7 @@ class _Reader:
         )
 
     def _asked(self, question: Callable[..., Any], *about: Any) -> Any:
-        """Return an answer, or None where this GPU or driver has none."""
+        """Return the result of a query, or None if this GPU or driver does not support it."""
         nvml = self.nvml
         try:
             return question(*about)
@@ -178,7 +178,7 @@ class _Reader:
         )
 
     def _nvlinks(self, handle: Any, buses: Sequence[str]) -> tuple[str | None, dict[str, int], int]:
-        """Return the version of the active links, where each leads, and how many are down."""
+        """Return the version of the active links, their other ends, and the number of inactive links."""
         nvml, ends, versions, num_inactive = self.nvml, Counter[str](), set(), 0
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             state = self._asked(nvml.nvmlDeviceGetNvLinkState, handle, link)
@@ -213,7 +213,7 @@ class _Reader:
 
     def _slowed_by(self, handle: Any) -> tuple[str, ...]:
         nvml = self.nvml
-        # drivers before 535 have the older name
+        # drivers before 535 have only the older name
         reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         if reasons is None:
             reasons = self._asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0

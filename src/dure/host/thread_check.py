@@ -1,26 +1,26 @@
-"""Measurement of whether a rank's threads wait for cores that other work keeps busy."""
+"""Measurement of whether a rank's threads wait for cores kept busy by other work."""
 
 import time
 
 import torch
 
 _ELEMENTS = 2**16
-"""Size of an operation: torch divides it over two threads, and it takes microseconds."""
+"""Elements of an operation, for which torch uses two threads, and which takes microseconds."""
 _CALLS = 50
 _ROUNDS = 10
 _MOST_SECONDS = 0.1
 _TOO_SLOW = 5.0
-"""Times as long as with one thread: an operation that is interrupted now and then stays far below."""
+"""Slowdown compared with one thread that is reported; an occasional interruption stays far below."""
 
 
 def slowdown_of_threads() -> float | None:
-    """Return how many times as long small operations take as with one thread, if that is far too long.
+    """Return the slowdown of small operations compared with one thread, if it is excessive.
 
-    Threads of one operation wait for the slowest: where one of them has no core, an operation of microseconds takes a
-    time slice of the system. The number of threads is left as it was. It takes about ten milliseconds.
+    The threads of an operation wait for the slowest. If one of them has no core, an operation of microseconds takes a
+    time slice of the system. The number of threads is restored. The measurement takes about ten milliseconds.
 
     Returns:
-        The ratio; None where it is small, or there is one thread.
+        The ratio; None if it is small, or there is one thread.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1:
@@ -32,7 +32,7 @@ def slowdown_of_threads() -> float | None:
         for _ in range(_ROUNDS):
             for number in seconds:
                 torch.set_num_threads(number)
-                torch.add(x, x, out=out)  # threads that have to be started are no measure
+                torch.add(x, x, out=out)  # the start of threads must not be measured
                 began = time.perf_counter()
                 for _ in range(_CALLS):
                     torch.add(x, x, out=out)

@@ -1,1 +1,1 @@
-"""Ranks and hosts as clusters' launchers describe them."""
+"""Ranks and hosts as described by the launchers of clusters."""

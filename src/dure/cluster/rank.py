@@ -1,4 +1,4 @@
-"""Rank, world size and meeting point of a process, as launchers leave them in the environment."""
+"""Rank, world size and meeting point of a process, as set by launchers in the environment."""
 
 import os
 import zlib
@@ -11,16 +11,16 @@ from dure.errors import EnvironmentLacks, Misuse
 Environment = Mapping[str, str]
 
 PORTS = range(10_000, 30_000)
-"""Ports at which ranks meet if none was named: below the ephemeral ports of the kernel, above those of services."""
+"""Ports at which ranks meet if none is given: below the kernel's ephemeral ports, above those of services."""
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""Lowest step number of Slurm that stands for a batch script, an interactive shell or another thing that no srun asked
-for (slurm.h)."""
+"""Lowest step number of Slurm for a batch script, an interactive shell or another step that no srun requested
+(slurm.h)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Position of one process in a run, in torchrun's words."""
+    """Position of a process in a run, in torchrun's terms."""
 
     rank: int = 0
     local_rank: int = 0
@@ -30,7 +30,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environ: Environment | None = None) -> "RankInfo | None":
-        """Read the position that a launcher gave this process; see `read_launcher`."""
+        """Return the position that a launcher gave this process, or None; see `read_launcher`."""
         launched = read_launcher(environ)
         return None if launched is None else launched.rank
 
@@ -54,29 +54,29 @@ class MeetingPoint:
     is_served: bool = False
     """True if the launcher serves a store there, as torchrun's agent does; otherwise rank 0 does."""
     job: str = "0"
-    """Number or name of the job, if the launcher has one. It keeps apart ranks of other jobs that come to the same port
-    or share a store."""
+    """Number or name of the job, if the launcher has one. It separates ranks of other jobs that use the same port or
+    share a store."""
     other_host: str | None = None
-    """A host with other ranks, where the launcher names one: rank 0 listens on its address towards that one."""
+    """Host with other ranks, if the launcher names one; rank 0 listens on its address towards that host."""
     is_port_given: bool = True
-    """True if the port was given by the environment; otherwise it was derived from the job's number."""
+    """True if the environment gave the port; False if it was derived from the job's number."""
 
 
-# --- the table: who sets what
+# --- table of the variables that each launcher sets
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Number of a rank's place, as environment variables give it."""
+    """A number of a rank's position in environment variables."""
 
     names: tuple[str, ...]
     read: Callable[[Environment], str | None]
-    """Function that returns the number as text, or None where the variables are silent."""
+    """Function that returns the number as text, or None if the variables do not give it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
-    """Something that starts the ranks of a run, and by what variables it tells each who it is."""
+    """Launcher of the ranks of a run, with the variables that describe each rank."""
 
     name: str
     is_here: Callable[[Environment], bool]
@@ -87,16 +87,16 @@ class Launcher:
     host: Said
     port: Said
     starts_nodes: bool = False
-    """True if it starts one process per node, which may be asked to be several ranks."""
+    """True if it starts one process per node, which may be configured to be several ranks."""
     one_is_alone: bool = True
-    """True if a process that it started alone is treated like one from a shell, which may start ranks of its own."""
+    """True if a single process that it started is treated like one from a shell, which may start ranks of its own."""
     proofs: tuple[str, ...] = ()
-    """Variables that prove that this launcher set the others; one of them is enough. Scripts set torchrun's variables
-    by hand. Empty if they do not do that for this launcher."""
+    """Variables of which one proves that this launcher set the others, because scripts set torchrun's variables by
+    hand. Empty if that is not done for this launcher."""
 
 
 def _variable(*names: str) -> Said:
-    """Read the first of several variables that is set."""
+    """Return a reader of the first of several variables that is set."""
     return Said(names, lambda environ: next((environ[name] for name in names if name in environ), None))
 
 
@@ -116,11 +116,11 @@ def _slurm_tasks_here(environ: Environment) -> str | None:
     try:
         return str(tasks_on_node(text, int(node)))
     except ValueError:
-        return ""  # no number, and so refused
+        return ""  # not a number, and so refused
 
 
 def _is_slurm_task(environ: Environment) -> bool:
-    """Tell a task of `srun` from a batch script and a shell, which have most of the variables too."""
+    """Return whether this is a task of `srun`; batch scripts and shells have most of the variables too."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
@@ -136,9 +136,9 @@ def _slurm_hosts(environ: Environment) -> list[str]:
 
 
 def _open_mpi_node(environ: Environment) -> str | None:
-    """Reckon the node from the rank: Open MPI does not tell it.
+    """Compute the node from the rank, because Open MPI does not set it.
 
-    Right where nodes are filled one after another with as many ranks each, which is what mpirun does by itself.
+    This is correct if nodes are filled one after another with equally many ranks, which is mpirun's default.
     """
     said = [environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE")]
     if not all(text.isdecimal() for text in said) or said[2] == "0":
@@ -209,7 +209,7 @@ LAUNCHERS = (
         starts_nodes=True,
     ),
     Launcher(
-        # an index alone may be a run of its own, one of a sweep: only who is told of others is a rank
+        # an index alone may be a separate run, as in a sweep: only a process that knows of others is a rank
         name="an Indexed Job",
         is_here=lambda environ: (
             "JOB_COMPLETION_INDEX" in environ and bool({"WORLD_SIZE", "MASTER_ADDR"} & set(environ))
@@ -228,7 +228,7 @@ LAUNCHERS = (
 """Launchers, the innermost first: torchrun may run inside an `srun`, never the other way round."""
 
 
-# --- reading it
+# --- reading the variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,23 +236,23 @@ class Launched:
     """Launcher's description of this process."""
 
     by: str
-    """The launcher's name."""
+    """Name of the launcher."""
     rank: RankInfo
     cores: int | None = None
-    """Cores of this process alone, where the launcher says it."""
+    """Number of cores of this process alone; None if the launcher does not set it."""
 
 
 def read_launcher(environ: Environment | None = None) -> Launched | None:
-    """Read what the innermost launcher told this process.
+    """Read the variables of this process's innermost launcher.
 
     Returns:
-        The position and who gave it, or None for a process from a shell, and for one that a launcher of a cluster
-        started alone: it may start ranks of its own.
+        The position and its launcher. None for a process from a shell, and for a single process that a cluster's
+            launcher started: it may start ranks of its own.
 
     Raises:
-        EnvironmentLacks: A launcher's variables are incomplete, no numbers or impossible, or two launchers contradict
+        EnvironmentLacks: A launcher's variables are incomplete, not numbers or impossible, or two launchers contradict
             each other.
-        Misuse: The process stands for a node, which is to be several ranks.
+        Misuse: The process stands for a node that is configured to be several ranks.
     """
     environ = os.environ if environ is None else environ
     here = [row for row in LAUNCHERS if row.is_here(environ)]
@@ -275,7 +275,7 @@ def read_launcher(environ: Environment | None = None) -> Launched | None:
 
 
 def _place(row: Launcher, environ: Environment) -> RankInfo | None:
-    """Read a row, or return None when something is missing or no number."""
+    """Read a row; return None if a variable is missing or not a number."""
     said = {name: one.read(environ) for name, one in row.place.items()}
     if row.starts_nodes and said["local_world_size"] != "1":
         if said["world_size"] == "1":
@@ -292,7 +292,7 @@ def _place(row: Launcher, environ: Environment) -> RankInfo | None:
 
 
 def _refuse_mixture(row: Launcher, rank: RankInfo, here: list[Launcher], environ: Environment) -> None:
-    """Refuse launchers that contradict each other, unless the chosen one certainly runs inside of the other."""
+    """Refuse launchers that contradict each other, unless the chosen one certainly runs inside the other."""
     is_proven = not row.proofs or any(name in environ for name in row.proofs)
     for other in here:
         is_inside = here.index(other) > here.index(row) and is_proven
@@ -319,18 +319,19 @@ def _shown(row: Launcher, environ: Environment) -> str:
 
 
 def _marks(row: Launcher) -> tuple[str, ...]:
-    """Return the variables of rank and world size, by which a row is noticed."""
+    """Return the variables of rank and world size, by which a row is detected."""
     return row.place["rank"].names[0], row.place["world_size"].names[0]
 
 
 def meeting_point(launched: Launched, environ: Environment | None = None) -> MeetingPoint:
-    """Find out where the ranks of a launcher meet.
+    """Return the address at which a launcher's ranks meet.
 
-    The user's MASTER_ADDR and MASTER_PORT go first. Ranks of one host need no name of it. Slurm lists the hosts, the
-    first one has rank 0; a port comes from the number of the job and its step, the same in every process.
+    The user's MASTER_ADDR and MASTER_PORT take precedence. Ranks of one host need no host name. Slurm lists the hosts,
+    the first of which has rank 0. The port is derived from the number of the job and its step, equally in every
+    process.
 
     Raises:
-        EnvironmentLacks: Nothing tells the address or the port.
+        EnvironmentLacks: The address or the port is unknown.
     """
     environ = os.environ if environ is None else environ
     row = next(row for row in LAUNCHERS if row.name == launched.by)
@@ -349,7 +350,7 @@ def meeting_point(launched: Launched, environ: Environment | None = None) -> Mee
     return MeetingPoint(
         host=host,
         port=int(port) if port is not None else PORTS[zlib.crc32((job or "").encode()) % len(PORTS)],
-        # torchrun says True, `dure run` 1
+        # torchrun sets True, `dure run` 1
         is_served=environ.get("TORCHELASTIC_USE_AGENT_STORE") in ("True", "1") and row is LAUNCHERS[0],
         job=job or environ.get("TORCHELASTIC_RUN_ID", "0"),
         other_host=hosts[-1] if len(hosts) > 1 else None,
@@ -358,7 +359,7 @@ def meeting_point(launched: Launched, environ: Environment | None = None) -> Mee
 
 
 def _job_number(row: Launcher, environ: Environment) -> str | None:
-    """Return what is the same in all ranks of one start, and in no other's."""
+    """Return a text that is equal in all ranks of one start, and different in those of others; None if unknown."""
     if row.name == "mpirun":
         return environ.get("PMIX_NAMESPACE")
     if "SLURM_JOB_ID" not in environ:

@@ -1,10 +1,10 @@
-"""Lists as Slurm writes them: hosts (`node[1-3,7],login`) and tasks per node (`2(x3),1`)."""
+"""Lists in Slurm's notation: hosts (`node[1-3,7],login`) and tasks per node (`2(x3),1`)."""
 
 import re
 from collections.abc import Iterator
 
 MOST_HOSTS = 100_000
-"""Largest number of entries in a list: `node[0-999999999]` is a typo, or an attack on the memory."""
+"""Maximum number of entries in a list: `node[0-999999999]` is a typo, or an attempt to exhaust memory."""
 
 _PART = re.compile(r"(?P<prefix>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
@@ -15,7 +15,7 @@ def tasks_on_node(text: str, node: int) -> int:
     """Return the tasks of one node: in `2(x3),1` two on each of the first three nodes, one on the fourth.
 
     Raises:
-        ValueError: It is no such list, or has no such node.
+        ValueError: It is not such a list, or has no such node.
     """
     nodes_left = node
     for part in text.split(","):
@@ -29,10 +29,10 @@ def tasks_on_node(text: str, node: int) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the hosts of a list in its order: `n[08-10,3]` is n08, n09, n10, n3.
+    """Return the hosts of a list in order: `n[08-10,3]` is n08, n09, n10, n3.
 
     Raises:
-        ValueError: It is no such list.
+        ValueError: It is not such a list.
     """
     hosts: list[str] = []
     for entry in _entries(text):
@@ -46,7 +46,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """Yield what stands between the commas that are outside of brackets."""
+    """Yield the parts between commas outside brackets."""
     depth, begin = 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -62,9 +62,9 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _expand_entry(entry: str) -> Iterator[str]:
-    """Expand the first brackets of an entry, then what comes after them: `rack[0-1]node[1-2]` has two pairs."""
+    """Expand the first brackets of an entry, then the rest: `rack[0-1]node[1-2]` has two pairs."""
     match = _PART.match(entry)
-    assert match is not None  # both of its parts may be empty
+    assert match is not None  # both parts may be empty
     if match["ranges"] is None:
         if match.end() != len(entry) or not entry:
             raise ValueError(f"{entry[:80]!r} is no host")
@@ -77,7 +77,7 @@ def _expand_entry(entry: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, entry: str) -> Iterator[str]:
-    """Yield the numbers of `08-10,3`, with the zeros in front that the first of a range has."""
+    """Yield the numbers of `08-10,3`, padded with zeros like the first of each range."""
     for one in ranges.split(","):
         match = _RANGE.fullmatch(one)
         if match is None:

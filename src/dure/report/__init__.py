@@ -1,1 +1,1 @@
-"""Reports on a run for people, from its records."""
+"""Reports on a run for users, from its records."""

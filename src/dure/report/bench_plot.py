@@ -1,4 +1,4 @@
-"""Bus bandwidth and time over message size, as a picture."""
+"""Plot of bus bandwidth and time over message size."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before anything is measured, what could not be drawn.
+    """Refuse, before anything is measured, a plot that could not be drawn.
 
     Raises:
-        Misuse: Another format, or no such folder.
+        Misuse: The format is not supported, or the folder does not exist.
         EnvironmentLacks: matplotlib is not installed.
     """
     if path.suffix not in FORMATS:
@@ -37,9 +37,9 @@ def draw_plot(path: Path, rows: Sequence[Mapping[str, Any]], costs: Sequence[Lin
     """Draw measured times with the fitted lines, and bus bandwidth, over message size.
 
     Args:
-        path: Its ending is the format.
-        rows: Of `dure.api.bench.BenchResult`.
-        costs: The fitted lines.
+        path: Path of the plot; its suffix is the format.
+        rows: Rows of `dure.api.bench.BenchResult`.
+        costs: Fitted lines.
     """
     from matplotlib.figure import Figure
 

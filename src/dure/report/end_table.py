@@ -1,4 +1,4 @@
-"""The table at the end of a run, and the table of the runs."""
+"""Tables for the end of a run, and for the runs of a folder."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,10 @@ from dure.terminal import indented
 from dure.units import format_seconds
 
 MOST_ROWS = 24
-"""Most evaluations shown; more are thinned out evenly, and the first, the best and the last always stay."""
+"""Maximum evaluations shown; more are thinned out evenly, while the first, the best and the last always stay."""
 
 FAR = 1000
-"""Columns of a terminal without an edge, to measure how wide a table would like to be."""
+"""Columns of an unlimited terminal, to measure the natural width of a table."""
 
 BAR_COLUMNS = 20
 
@@ -30,7 +30,7 @@ SECONDS_LABELS = {
 
 
 def render(summary: RunSummary) -> RenderableType:
-    """Show what a run came to: loss and metrics per evaluation, throughput, where the time and the records are."""
+    """Render the result of a run: loss and metrics per evaluation, throughput, time spent, and path of the records."""
     parts: list[RenderableType] = [_headline(summary)]
     if summary.message:
         parts.append(styled_lines(indented(summary.message), "yellow"))
@@ -46,7 +46,7 @@ def render(summary: RunSummary) -> RenderableType:
 
 
 def metrics_table(metrics: Mapping[str, Metric]) -> Table:
-    """Show the metrics of one evaluation, each with what it was counted over."""
+    """Render the metrics of an evaluation, each with its count."""
     table = _table()
     table.add_column("metric", overflow="fold")
     table.add_column("value", justify="right")
@@ -57,12 +57,12 @@ def metrics_table(metrics: Mapping[str, Metric]) -> Table:
 
 
 def runs_table(runs: Sequence[RunOverview]) -> RenderableType:
-    """Show the runs of a folder, a line each; lines of their own where the terminal is too narrow for that."""
+    """Render the runs of a folder, one per line; as a list if the terminal is too narrow for that."""
     return _RunsTable(runs)
 
 
 class _RunsTable:
-    """Chooses between table and list when the width is known."""
+    """Table or list of runs, chosen when the width is known."""
 
     def __init__(self, runs: Sequence[RunOverview]) -> None:
         self.runs = runs
@@ -188,6 +188,6 @@ def _best(best: Mapping[str, object] | None, *, with_samples: bool = True) -> st
 
 
 def _number(value: float) -> str:
-    if abs(value) >= 2**1023:  # a whole number may be more than any other can
+    if abs(value) >= 2**1023:  # an integer may be too large for a float
         return "inf"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3e}"

@@ -1,4 +1,4 @@
-"""Summary of a run from its records: a function of files, so it can be made again for any run."""
+"""Summary of a run from its records: a function of files, so that it can be recreated for any run."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -25,7 +25,7 @@ _SPANS = ("data", "forward_backward", "sync", "optimizer")
 
 
 def summarise(run: RunDir, spec: RunSpec, status: str, message: str | None = None) -> RunSummary:
-    """Read a run's step records and events into its summary.
+    """Summarise a run's step records and events.
 
     Raises:
         RunInvalid: Its records are not what dure writes.
@@ -76,7 +76,7 @@ def _summarise(run: RunDir, spec: RunSpec, status: str, message: str | None) -> 
 
 
 def _not_preserved(events: Sequence[Event]) -> list[str]:
-    """Return the differences that any attempt declared whose steps are still part of the run."""
+    """Return the differences declared by the attempts whose steps are still part of the run."""
     found: dict[str, None] = {}
     attempts = [event for event in events if isinstance(event, Training)]
     for attempt, following in zip_longest(attempts, attempts[1:]):
@@ -89,7 +89,7 @@ def _not_preserved(events: Sequence[Event]) -> list[str]:
 
 
 def _speaker(run: RunDir) -> int:
-    """Return the rank whose records tell the run: the first, unless it was lost and another got further."""
+    """Return the rank whose records represent the run: the first, unless it was lost and another got further."""
     lost = {event.rank for event in run.events() if isinstance(event, RankLost)}
     if 0 not in lost:
         return 0
@@ -98,7 +98,7 @@ def _speaker(run: RunDir) -> int:
 
 
 def _lost(events: Iterable[Event]) -> list[str]:
-    """Return how many samples were not used because their rank died; a resumed run uses those after its checkpoint."""
+    """Return sentences on samples unused because their rank died; a resumed run uses those after its checkpoint."""
     shares: list[UnusedShare] = []
     for event in events:
         if isinstance(event, Training):
@@ -112,7 +112,7 @@ def _lost(events: Iterable[Event]) -> list[str]:
 
 
 def _halved_to(events: Iterable[Event]) -> int | None:
-    """Return the microbatch that the last attempt came to; another attempt begins as it was asked to."""
+    """Return the last microbatch size of the last attempt; each attempt starts with the requested one."""
     size = None
     for event in events:
         if isinstance(event, Attempt | MicrobatchHalved):
@@ -121,7 +121,7 @@ def _halved_to(events: Iterable[Event]) -> int | None:
 
 
 def _effective(events: Iterable[Event], samples: int) -> list[Event]:
-    """Leave out evaluations that a resumed run undid: of each position the last counts, of later positions none."""
+    """Drop evaluations that a resumed run undid: the last one at each position counts, and none at later ones."""
     found: list[Event] = []
     for event in events:
         if isinstance(event, Resumed):

@@ -1,4 +1,4 @@
-"""Reads a run's folder, and says what happened to it."""
+"""Diagnosis of a run from its folder."""
 
 import re
 import time
@@ -29,12 +29,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that a person should know."""
+    """A finding for the user."""
 
     severity: str
-    """`error`: the run did not get to its end; `warning`: it did, or may, but something was wrong; `note`."""
+    """`error`: the run did not complete; `warning`: it did, or may, but something was wrong; `note`."""
     what: str
-    """Finding in one sentence or a few lines; the first says it."""
+    """Finding in one sentence or a few lines, of which the first is a summary."""
     evidence: tuple[str, ...] = ()
     """Files of the run that show it."""
     remedy: str | None = None
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class _HangRecord:
-    """Record of a hang: when it was noticed, and the verdict."""
+    """Record of a hang: the time when it was noticed, and the verdict."""
 
     time: float
     text: str
@@ -50,7 +50,7 @@ class _HangRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All that was found, the gravest first."""
+    """All findings, the most severe first."""
 
     run: str
     status: str
@@ -58,7 +58,7 @@ class Diagnosis:
 
     @property
     def worst(self) -> str | None:
-        """The gravest severity, if anything was found."""
+        """Highest severity; None if there are no findings."""
         return max((finding.severity for finding in self.findings), key=SEVERITIES.index, default=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Diagnosis:
 
 
 def diagnose(run: RunDir) -> Diagnosis:
-    """Look at everything that a run has written down.
+    """Examine all records of a run.
 
     Raises:
         RunInvalid: Its records cannot be read.
@@ -83,7 +83,7 @@ def diagnose(run: RunDir) -> Diagnosis:
 
 
 def _end(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Say how it ended, if not well, in the words of the launcher."""
+    """Yield the end of the run, if it failed or was interrupted, in the words of the launcher."""
     if seen.status == "unreadable":
         yield Finding(severity="error", what=str(seen.fault))
     if seen.status in ("failed", "interrupted"):
@@ -109,7 +109,7 @@ def _message(run: RunDir) -> str:
 
 
 def _damaged_records(run: RunDir) -> Iterator[Finding]:
-    """Name the files of step records of whose end nothing can be read; one torn line is what any crash leaves."""
+    """Yield the step record files whose end is unreadable; one truncated line is what any crash leaves."""
     for path in sorted(run.path.glob("rank*.jsonl")):
         if path.stat().st_size and not last_record(path):
             yield Finding(
@@ -139,7 +139,7 @@ def _by_rank(run: RunDir, names: str) -> list[Path]:
 
 
 def _death(run: RunDir, seen: RunOverview, events: list[Event]) -> Iterator[Finding]:
-    """Say what can still be known of a run whose supervisor was not left to judge it."""
+    """Yield what is known of a run whose supervisor did not survive to judge it."""
     began = next((event for event in reversed(events) if isinstance(event, Attempt)), Attempt(time=0.0))
     since = began.time
     where = "" if began.pid is None else f" (process {began.pid} on {began.host})"
@@ -169,7 +169,7 @@ def _what_is_left(seen: RunOverview, logs: list[Path]) -> str:
 
 
 def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
-    """Judge from what ranks wrote down when they failed; None where none did, or they only lost each other."""
+    """Return a verdict from the failure reports of ranks; None if there are none, or they only report lost peers."""
     ends = []
     for path in _by_rank(run, "failure-rank*.json"):
         failure = read_failure(run.path, int(path.stem.rpartition("rank")[2]))
@@ -183,7 +183,7 @@ def _verdict_of_ranks(run: RunDir, since: float) -> str | None:
 
 
 def _last_records(run: RunDir) -> Iterator[str]:
-    """Say how far the ranks' records go, and when the last one was written."""
+    """Yield the last recorded steps of the ranks, and the time of the last record."""
     last = run.last_steps()
     if not last:
         return
@@ -194,7 +194,7 @@ def _last_records(run: RunDir) -> Iterator[str]:
 
 
 def _last_words(logs: list[Path]) -> Iterator[str]:
-    """Give the last line that each rank's log has."""
+    """Yield the last line of each rank's log."""
     for path in logs[:_MOST_RANKS]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -206,13 +206,13 @@ def _last_words(logs: list[Path]) -> Iterator[str]:
 
 
 def _fatal_hang(run: RunDir, seen: RunOverview) -> _HangRecord | None:
-    """Return the record of the hang for which the launcher ended the ranks; its message does not tell why they hung."""
+    """Return the record of the hang for which the launcher ended the ranks, whose message does not give its cause."""
     hung = seen.status == "failed" and _message(run).startswith(_HUNG)
     return _read_hang(run, run.hangs()[-1]) if hung and run.hangs() else None
 
 
 def _hangs(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Tell each hang as it was told, from what was found out then; the one that ended the run is told already."""
+    """Yield each hang as it was reported at the time, except one that ended the run, which is reported already."""
     paths = run.hangs()
     for path in paths if _fatal_hang(run, seen) is None else paths[:-1]:
         record, name = _read_hang(run, path), _name(run, path)
@@ -228,7 +228,7 @@ def _hangs(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
 
 
 def _read_hang(run: RunDir, path: Path) -> _HangRecord | None:
-    """Return the record of a hang; None: it is damaged."""
+    """Return the record of a hang; None if it is damaged."""
     try:
         found = run.read_json(_name(run, path))
         return _HangRecord(time=float(found["time"]), text=verdict_from_json(found).text)
@@ -275,7 +275,7 @@ def _events(events: list[Event]) -> Iterator[Finding]:
 
 
 def _damaged_events(events: list[Event]) -> Iterator[Finding]:
-    """Name the first event that is not what an event of its name holds."""
+    """Yield the first event whose fields are not those of an event of its name."""
     damaged = [event for event in events if isinstance(event, UnknownEvent) and event.fault is not None]
     if damaged:
         yield Finding(
@@ -287,7 +287,7 @@ def _damaged_events(events: list[Event]) -> Iterator[Finding]:
 
 
 def _silence(run: RunDir, seen: RunOverview) -> Iterator[Finding]:
-    """Say of a run that goes on when it was last heard of."""
+    """Yield a finding on a running run that has not recorded a step for some time."""
     if seen.status != "running" or run.is_script:
         return
     path = run.records_path(0)

@@ -1,4 +1,4 @@
-"""`dure bench` as functions: what collectives cost on this machine, and what an algorithm sends."""
+"""`dure bench` as functions: the cost of collectives on this machine, and the messages of an algorithm."""
 
 import tempfile
 import time
@@ -61,7 +61,7 @@ class BenchResult:
 
 
 class MeasurementFailed(WorkerFailed):
-    """Ranks that failed while they measured; `rows` holds the measurements done before."""
+    """Failure of ranks during the measurements; `rows` holds those completed before."""
 
     def __init__(self, verdict: str, exit_code: int, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -69,10 +69,10 @@ class MeasurementFailed(WorkerFailed):
 
 
 def check(settings: BenchSettings) -> None:
-    """Refuse what cannot be measured.
+    """Refuse settings that cannot be measured.
 
     Raises:
-        SpecInvalid: Every fault at once.
+        SpecInvalid: There are such settings; the message lists all faults.
     """
     faults = []
     for name, words, known in (
@@ -95,16 +95,16 @@ def check(settings: BenchSettings) -> None:
 
 
 def bench(settings: BenchSettings, *, record: Path | None = None) -> BenchResult:
-    """Measure collectives between processes of this host, and write what links cost into the machine's record.
+    """Measure collectives between processes of this host, and add the costs of links to the machine's record.
 
     Args:
-        settings: What to measure.
-        record: The machine's record; None writes none.
+        settings: Settings of the measurement.
+        record: Path of the machine's record; None to write none.
 
     Raises:
-        SpecInvalid: What cannot be measured.
-        MeasurementFailed: A rank failed; what was measured is not recorded.
-        Interrupted: A signal stopped it; what was measured is not recorded.
+        SpecInvalid: The settings cannot be measured.
+        MeasurementFailed: A rank failed; the measurements are not recorded.
+        Interrupted: A signal stopped it; the measurements are not recorded.
     """
     check(settings)
     kind = resolve_device(settings.device)
@@ -125,7 +125,7 @@ def bench(settings: BenchSettings, *, record: Path | None = None) -> BenchResult
 
 
 def algorithms_of(kind: str) -> tuple[str, ...]:
-    """Return every all-reduce algorithm that runs on a kind of device."""
+    """Return all all-reduce algorithms that run on a type of device."""
     return tuple(name for name in ALGORITHMS if kind == "cpu" or name not in _ON_CPU_ONLY)
 
 
@@ -187,7 +187,7 @@ def _with_bandwidths(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def link_costs(rows: Sequence[Mapping[str, Any]], settings: BenchSettings, kind: str) -> list[LinkCost]:
-    """Fit alpha and beta for every collective and algorithm that was measured at two sizes or more."""
+    """Fit alpha and beta for every collective and algorithm measured at two or more sizes."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["collective"], row["algorithm"]), []).append(row)
@@ -229,16 +229,16 @@ def _device_name(kind: str) -> str:
 
 
 def explain(algorithm: str, *, world_size: int, num_elements: int, op: ReduceOp = "sum") -> Iterator[str]:
-    """Run an algorithm between threads on a small vector and say, message by message, what it sends.
+    """Run an algorithm between threads on a small vector, and yield a line for each message that it sends.
 
     Args:
         algorithm: One of `ALGORITHMS` that sends messages.
-        world_size: Ranks.
-        num_elements: Of the vector.
+        world_size: Number of ranks.
+        num_elements: Elements of the vector.
         op: `sum`, `mean` or `max`.
 
     Raises:
-        SpecInvalid: An algorithm without messages, or more than a person can follow.
+        SpecInvalid: The algorithm sends no messages, or there are more ranks or elements than the limits allow.
     """
     from dure.comm.algorithms.trace import trace
 
@@ -250,7 +250,7 @@ def explain(algorithm: str, *, world_size: int, num_elements: int, op: ReduceOp 
                 f"{MOST_RANKS} and --elements up to {MOST_ELEMENTS}"
             ]
         )
-    # two hosts, so that a hierarchical algorithm has something to show
+    # two hosts, so that the phases of a hierarchical algorithm are visible
     hosts = [rank * 2 // world_size for rank in range(world_size)] if info.uses_hosts else None
     seen = trace(algorithm, world_size, num_elements, op=op, hosts=hosts)
     yield f"{algorithm}: {info.summary}"

@@ -24,94 +24,94 @@ Steps = list[dict[int, StepRecord]]
 
 @dataclass(frozen=True, kw_only=True)
 class LossDifference:
-    """The first step whose mean losses are not the same."""
+    """First step whose mean losses differ."""
 
     step: int
     losses: tuple[float | None, float | None]
     relative: float
-    """Difference as a fraction of the larger of the two losses."""
+    """Difference as a fraction of the greater of the two losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsDifference:
-    """Two checkpoints of one position."""
+    """Difference between two checkpoints of one position."""
 
     samples_seen: int
     steps: tuple[int, int]
-    """Steps that each of the two runs had done at this position."""
+    """Completed steps of each run at this position."""
     largest: float
-    """Largest absolute difference over all elements of all tensors. Infinite if a tensor is missing or has another
-    shape, or if an element is NaN or infinite in one checkpoint only."""
+    """Maximum absolute difference over all elements of all tensors. Infinite if a tensor is missing or has another
+    shape, or if an element is NaN or infinite in only one checkpoint."""
     relative: float
-    """Largest difference as a fraction of the largest finite element of that tensor."""
+    """Maximum difference as a fraction of the largest finite element of that tensor."""
     tensor: str | None
-    """Tensor with the largest difference; None if the checkpoints are bitwise identical."""
+    """Tensor with the maximum difference; None if the checkpoints are bitwise identical."""
     num_nan: int
     """Number of elements that are NaN in both. They count as equal with a tolerance; without one, their bits must
     match."""
 
     def is_apart(self, tolerance: float) -> bool:
-        """Return whether they differ: in any bit, or by more than a relative tolerance."""
+        """Return whether they differ in any bit, or by more than a relative tolerance."""
         return self.tensor is not None and (tolerance == 0 or not self.relative <= tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DamagedCheckpoint:
-    """One that could not be compared."""
+    """Checkpoint that could not be compared."""
 
     run: str
     checkpoint: str
     reason: str
-    """A sentence that names it and what is wrong with it."""
+    """Sentence that names it and the damage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Difference between two runs: what they have in common, and the first step at which they part."""
+    """Difference between two runs: what they have in common, and the first step at which they diverge."""
 
     runs: tuple[str, str]
     tolerance: float
-    """Relative difference of losses and weights that counts as none; 0 if every bit counts."""
+    """Relative difference of losses and weights that counts as equal; 0 to compare every bit."""
     settings: dict[str, tuple[Any, Any]]
-    """Settings that differ, by name."""
+    """Values of the settings that differ, by name."""
     steps: int
-    """Number of steps that both runs have done."""
+    """Number of steps completed by both runs."""
     steps_of_one: tuple[int, int]
-    """Numbers of steps that only the first and only the second run has done."""
+    """Numbers of steps completed only by the first and only by the second run."""
     samples_from: int | None
-    """The first step that used other samples, or ended at another position."""
+    """First step that used other samples, or ended at another position; None if there is none."""
     has_samples: bool
     """True if both runs recorded the samples of each step; otherwise only their number is compared."""
     losses: LossDifference | None
     steps_without_loss: int
-    """Steps of which neither run has a loss, because both left them out; that counts as the same."""
+    """Number of steps without a loss in both runs, because both skipped them; that counts as equal."""
     weights: list[WeightsDifference]
-    """Differences at every position at which both have a whole checkpoint; nowhere else are they known."""
+    """Differences at every position with complete checkpoints of both runs; at other positions they are unknown."""
     damaged: list[DamagedCheckpoint]
-    """Checkpoints that would have been compared."""
+    """Checkpoints that could not be compared because of damage."""
 
     @property
     def apart(self) -> WeightsDifference | None:
-        """The first of the compared checkpoints that differ."""
+        """First of the compared checkpoints that differ; None if there is none."""
         return next((one for one in self.weights if one.is_apart(self.tolerance)), None)
 
     @property
     def last_same(self) -> WeightsDifference | None:
-        """The one before it."""
+        """Last compared checkpoint before `apart`; None if there is none."""
         apart = self.apart
         before = self.weights if apart is None else self.weights[: self.weights.index(apart)]
         return before[-1] if before else None
 
     @property
     def weights_part(self) -> tuple[int | None, int] | None:
-        """Positions in samples between which the weights part; the first is None where no checkpoint is the same."""
+        """Positions in samples between which the weights diverge; the first is None if no earlier one is equal."""
         if self.apart is None:
             return None
         return None if self.last_same is None else self.last_same.samples_seen, self.apart.samples_seen
 
     @property
     def part_at(self) -> str | None:
-        """Return where the runs part, in words; None if they do not."""
+        """Text on where the runs diverge; None if they do not."""
         if self.samples_from is not None:
             return f"other samples from step {self.samples_from} on"
         if self.losses is not None:
@@ -123,7 +123,7 @@ class Difference:
         return f"other weights after {after:,} samples, {same}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
+        """Return the difference as plain JSON values."""
         return {**asdict(self), "weights_part": self.weights_part, "part_at": self.part_at}
 
 
@@ -131,13 +131,13 @@ def compare(first: Path, second: Path, *, tolerance: float = 0.0) -> Difference:
     """Compare two runs.
 
     Args:
-        first: A run's folder.
-        second: Another one's.
-        tolerance: Up to this relative difference losses and weights are the same, and NaN is the same as NaN; 0: only
-            what has the same bits is.
+        first: Folder of a run.
+        second: Folder of another run.
+        tolerance: Relative difference up to which losses and weights count as equal, with NaN equal to NaN; 0 to
+            compare every bit.
 
     Raises:
-        RunInvalid: No such run, or there is nothing to compare.
+        RunInvalid: There is no such run, or nothing to compare.
     """
     runs = RunDir.open(first), RunDir.open(second)
     specs = [run.read_spec().by_name(exclude=(*PLACE_FIELDS, "trust_task")) for run in runs]
@@ -191,7 +191,7 @@ def _first_of_other_samples(common: Iterable[int], steps: Steps, used: list[Any]
 
 
 def _losses(common: Iterable[int], steps: Steps, tolerance: float) -> tuple[LossDifference | None, int]:
-    """Return the first loss that differs, and how many steps before it have none in both runs."""
+    """Return the first loss that differs, and the number of steps before it without a loss in both runs."""
     num_without = 0
     for step in common:
         one, other = (_mean_loss(of[step]) for of in steps)
@@ -225,7 +225,7 @@ def _weights(*runs: RunDir) -> tuple[list[WeightsDifference], list[DamagedCheckp
 
 
 def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
-    # the newest first: of several of one position it is the one that counts, while it is whole
+    # the newest first: of several at one position it counts, if it is complete
     found: dict[int, list[Path]] = {}
     for path, samples_seen in CheckpointStore(run.checkpoints, 1, tell).positions():
         found.setdefault(samples_seen, []).append(path)
@@ -233,7 +233,7 @@ def _checkpoints(run: RunDir) -> dict[int, list[Path]]:
 
 
 def _read(run: RunDir, paths: list[Path], damaged: list[DamagedCheckpoint]) -> Checkpoint | None:
-    """Return the first whole one, and note those before it."""
+    """Return the first complete checkpoint, and record those before it as damaged."""
     for path in paths:
         try:
             return Checkpoint.read(path, weights_only=True)
@@ -263,10 +263,10 @@ def _largest_difference(samples_seen: int, first: Checkpoint, second: Checkpoint
 
 
 def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[float, float] | None, int]:
-    """Return the largest absolute and relative difference of two tensors, and how many elements are NaN in both.
+    """Return the maximum absolute and relative difference of two tensors, and the number of elements NaN in both.
 
-    None in the place of the differences: they have the same bits. Differences of 0: only bits differ that no arithmetic
-    sees, as those of 0.0 and -0.0.
+    The differences are None if the tensors have the same bits. They are 0 if only bits without effect in arithmetic
+    differ, such as those of 0.0 and -0.0.
     """
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return (math.inf, math.inf), 0
@@ -275,7 +275,7 @@ def _difference_of(one: Tensor | None, other: Tensor | None) -> tuple[tuple[floa
     num_nan = int(is_nan.sum())
     if torch.equal(bytes_of(one), bytes_of(other)):
         return None, num_nan
-    # infinities of one sign are equal, and their difference is none; NaN is infinitely far from it
+    # infinities of one sign are equal, and NaN is infinitely far from them
     apart = (first - second).abs().nan_to_num(nan=math.inf).masked_fill_(is_nan | (first == second), 0.0)
     largest = float(apart.max())
     sizes = (float(numbers.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for numbers in (first, second))

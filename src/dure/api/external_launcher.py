@@ -1,4 +1,4 @@
-"""Rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, whatever `cluster/rank.py` knows."""
+"""Rank of a run whose processes a launcher started: torchrun, Slurm, Open MPI, or any other in `cluster/rank.py`."""
 
 import os
 import time
@@ -30,10 +30,10 @@ from dure.terminal import tell
 
 
 def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, Any]:
-    """Let the launcher decide how many processes there are, here and on all hosts.
+    """Set the number of processes, on this host and all hosts, to that of the launcher.
 
     Raises:
-        SpecInvalid: The call says something else.
+        SpecInvalid: The call sets another number.
     """
     by, rank = launched.by, launched.rank
     said = with_own_names(settings).get("nproc")
@@ -47,12 +47,12 @@ def with_world_size(settings: dict[str, Any], launched: Launched) -> dict[str, A
 
 
 def total_devices(launched: Launched | None) -> int | None:
-    """Return the ranks of all hosts; None where they are those of this one, or dure starts them itself."""
+    """Return the number of ranks on all hosts; None if all are on this one, or dure starts them itself."""
     return None if launched is None or launched.rank.is_one_host else launched.rank.world_size
 
 
 def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> ResolvedSpec:
-    """Count as devices only those of the launcher's processes that have one: the last ones may be servers."""
+    """Count as devices only the launcher's processes that have one; the last ones may be servers."""
     spec, by, world_size = resolved.spec, launched.by, launched.rank.world_size
     setting = STRATEGIES[spec.strategy].extra_processes
     if not setting or world_size == 1:
@@ -67,7 +67,7 @@ def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Resol
             ]
         )
     num_devices = world_size - (extra or world_size // 2)
-    nproc = min(num_devices, launched.rank.local_world_size)  # of the first host: servers are the last ranks
+    nproc = min(num_devices, launched.rank.local_world_size)  # of the first host, because servers are the last ranks
     changed = {"nproc": nproc, "total_devices": None if num_devices == nproc else num_devices}
     return replace(resolved, spec=spec.model_copy(update=changed), origin={**resolved.origin, "nproc": by})
 
@@ -75,7 +75,7 @@ def without_extra_processes(resolved: ResolvedSpec, launched: Launched) -> Resol
 def train_under_launcher(
     resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched, *, is_auto: bool
 ) -> RunSummary:
-    """Be one rank of a run whose processes a launcher started."""
+    """Run as one rank of a run whose processes a launcher started."""
     from dure.training.worker import main
 
     spec, rank = resolved.spec, launched.rank
@@ -104,7 +104,7 @@ def train_under_launcher(
 def _meet(
     resolved: ResolvedSpec, resume: "Path | str | None", launched: Launched
 ) -> tuple[RunDir, StoreAddress | None, str | None]:
-    """Meet the other ranks; return the run's folder, which rank 0 knows, their store, and the interface to them."""
+    """Meet the other ranks; return the run's folder, which rank 0 chooses, the store, and the network interface."""
 
     def open_folder() -> dict[str, str]:
         try:
@@ -143,7 +143,7 @@ def _meet(
 
 
 def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
-    """Return the name of this rank's GPU; None if it has none, or the driver does not say."""
+    """Return the UUID of this rank's GPU; None if it has none, or the driver does not report it."""
     if rank.rank >= spec.num_devices or resolve_device(spec.device) != "cuda":
         return None
     names = visible_gpus()
@@ -152,7 +152,7 @@ def _own_gpu(spec: RunSpec, rank: RankInfo) -> str | None:
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while: torchrun's, which user code reads under any launcher."""
+    """Set environment variables in a context: torchrun's, which user code reads under any launcher."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -166,7 +166,7 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _judged_alone(run: RunDir, spec: RunSpec, exit_code: int, rank: RankInfo) -> RunSummary:
-    """Raise what this rank ended with; the launcher judges over all ranks."""
+    """Raise the error of this rank; the launcher judges all ranks together."""
     outcome = Outcome(ends=[WorkerEnd(rank=rank.rank, exit_code=exit_code, time=time.time(), was_stopped=False)])
     if rank.rank == 0:
         nodes = Nodes.alone(rank.local_world_size)

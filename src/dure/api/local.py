@@ -1,4 +1,4 @@
-"""A run's ranks under our supervisor: its folder, how they are started, and what came of them."""
+"""Ranks of a run under our supervisor: their folder, their start and their result."""
 
 import time
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ _REFUSED = (Misuse.exit_code, EnvironmentLacks.exit_code)
 
 
 def run_folder(spec: RunSpec, resume: "Path | str | None") -> RunDir:
-    """Open the folder of a run that goes on, or make one."""
+    """Open the folder of a resumed run, or create a new one."""
     if resume is not None:
         return RunDir.open(Path(resume))
     return new_folder(spec, spec.task, spec.strategy)
 
 
 def count_processes(spec: RunSpec) -> int:
-    """Return how many processes the run has on all hosts."""
+    """Return the number of processes of the run on all hosts."""
     info = STRATEGIES[spec.strategy]
     extra = (spec.options[info.extra_processes] or spec.num_devices) if info.extra_processes else 0
     return 1 if info.one_process else spec.num_devices + extra
@@ -55,10 +55,10 @@ def start_workers(
     """Start the run's ranks of this host, and return when those of all hosts have ended.
 
     Args:
-        notes: Notes on the run, which know its folder and its hosts.
-        spec: What is run.
-        job: What the ranks are to do.
-        way_back: What this host does when it has lost the others.
+        notes: Notes on the run, with its folder and its hosts.
+        spec: Spec of the run.
+        job: Job of the ranks.
+        way_back: Failover of this host when it has lost the others; None if there is none.
     """
     run, nodes = notes.run, notes.nodes
     num_processes = nodes.me.num_ranks
@@ -74,7 +74,7 @@ def start_workers(
         log = run.log_path(rank)
         if rank:
             return Voice(log=log)
-        # the results of a run are on stdout, and ranks have none: `--json` must find nothing else there
+        # stdout is for the results of a run, and ranks have none: with `--json` nothing else may be there
         is_live, is_erasable = has_live_line(), not is_notebook()
         return Voice(log=log, consoles=(console, console), has_live_line=is_live, can_erase=is_erasable)
 
@@ -83,14 +83,14 @@ def start_workers(
         job=replace(job, task_code=class_digest(task_class(spec.task))),
         nodes=nodes,
         threads=threads,
-        # of several nodes each asks its own clock; they have a store of their own for every round
+        # on several nodes each would use its own clock; they have a separate store for every round
         store_prefix=f"{run.name}/{time.time_ns()}" if nodes.is_alone else run.name,
         start=start,
         expendable=_expendable(spec),
         grace_seconds=spec.grace_seconds,
         saves_snapshots=notes.max_restarts > 0,
         restarts=RestartPolicy(most=notes.max_restarts, window_seconds=spec.restart_window_seconds),
-        # an evaluation has no steps by which its ranks could be seen to get on
+        # an evaluation has no steps that would show the progress of its ranks
         hangs=HangPolicy(hang_after=spec.hang_after, action=spec.on_hang) if isinstance(job, TrainJob) else None,
         way_back=way_back,
     )
@@ -98,7 +98,7 @@ def start_workers(
 
 
 def notes_on(run: RunDir, spec: RunSpec, nodes: Nodes, *, max_restarts: int) -> Notes:
-    """Return what takes notes on a run; its ranks are started again so many times."""
+    """Return the notes on a run whose ranks are restarted at most `max_restarts` times."""
     return Notes(
         run=run,
         nodes=nodes,
@@ -109,10 +109,10 @@ def notes_on(run: RunDir, spec: RunSpec, nodes: Nodes, *, max_restarts: int) -> 
 
 
 def _way_to_start(spec: RunSpec, num_processes: int, threads: int) -> str:
-    """Return how the ranks start: where only this process and its forks have the task, not by `spawn`.
+    """Return how the ranks start; not by `spawn` if only this process and its forks have the task.
 
     Raises:
-        EnvironmentLacks: Several ranks would have to be forked, and cannot be.
+        EnvironmentLacks: Several ranks must be forked, and cannot be.
     """
     given = given_task()
     if spec.start != "auto" or given is None or not given.is_only_here:
@@ -129,7 +129,7 @@ def _way_to_start(spec: RunSpec, num_processes: int, threads: int) -> str:
 
 
 def _expendable(spec: RunSpec) -> range:
-    """Return the ranks that the others go on without: those with a device, where the strategy says so."""
+    """Return the ranks without which the others can continue: those with a device, if the strategy allows it."""
     info = STRATEGIES[spec.strategy]
     goes_on = info.outlives_ranks_without and not spec.options[info.outlives_ranks_without]
     return range(spec.num_devices if goes_on else 0)
@@ -144,20 +144,20 @@ def _run_inline(job: TrainJob | EvaluateJob, place: Place) -> Outcome:
     try:
         code = main(job, place)
     finally:
-        torch.set_num_threads(threads)  # the process lives on, and is not ours
+        torch.set_num_threads(threads)  # the process continues, and is not ours
     return Outcome(ends=[WorkerEnd(rank=0, exit_code=code, time=time.time(), was_stopped=False)])
 
 
 @signals_put_off()
 def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True) -> RunSummary:
-    """Write the summary, whatever came of the run, and raise what is not success.
+    """Write the summary, whatever the result of the run, and raise an error unless it succeeded.
 
     A stop signal waits until it is written: the ranks have ended, and there is nothing else to stop.
 
     Args:
         notes: Notes on the run.
-        spec: What was run.
-        outcome: How the ranks ended.
+        spec: Spec of the run.
+        outcome: End of the ranks.
         is_own: Whether this launcher writes the run's records; otherwise another node's does.
     """
     run = notes.run
@@ -175,11 +175,11 @@ def finish(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool = True
 
 
 def _error(notes: Notes, spec: RunSpec, outcome: Outcome, *, is_own: bool) -> DureError | None:
-    """Return what a run ended with, if it was no success."""
+    """Return the error with which a run ended; None if it succeeded."""
     run = notes.run
     verdict, is_complete = outcome.judge(run.path, cure=run.how_to_go_on()), _ended_complete(run)
     if outcome.lost is not None and not is_own and is_complete:
-        notes.say(outcome.lost)  # it was done without this node
+        notes.say(outcome.lost)  # the run completed without this node
         return None
     again, goes_on_elsewhere = f"; `{run.resume_command}` goes on", not is_own and spec.fewest_nodes < spec.num_nodes
     after_lost = "" if goes_on_elsewhere else f"{again} from the last checkpoint"
@@ -207,7 +207,7 @@ def _cut_off_words(run: RunDir) -> str:
 
 
 def how_ended(run: RunDir) -> str | None:
-    """Return how the last attempt ended, by the record of the node that led it; None while it goes on."""
+    """Return a sentence on the end of the last attempt, by the record of its leader; None while it is running."""
     match _last_event(run, events.Attempt, events.Completed, events.Interrupted, events.Failed):
         case events.Completed():
             return "the run was completed"
@@ -233,7 +233,7 @@ def _last_event(run: RunDir, *kinds: type[events.Event]) -> events.Event | None:
 
 @contextmanager
 def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
-    """Undo what a refused start wrote: a new run's folder goes, a resumed run's records are put back."""
+    """Undo what a refused start wrote: remove a new run's folder, or restore a resumed run's records."""
     before = {} if is_new else {name: run.read_json(name) for name in (SPEC, SUMMARY) if (run.path / name).is_file()}
     try:
         yield
@@ -248,5 +248,5 @@ def nothing_half_written(run: RunDir, *, is_new: bool) -> Iterator[None]:
 
 
 def _has_begun(run: RunDir) -> bool:
-    """Return whether the last attempt got as far as training."""
+    """Return whether the last attempt reached training."""
     return isinstance(_last_event(run, events.Attempt, events.Training), events.Training)

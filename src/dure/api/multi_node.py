@@ -1,4 +1,4 @@
-"""A run of a task on its hosts, one or several: what they must agree on, its folder, its course."""
+"""Run of a task on one or several hosts: what they must agree on, its folder, its course."""
 
 import platform
 from contextlib import ExitStack, suppress
@@ -34,18 +34,18 @@ from dure.strategies.table import STRATEGIES
 from dure.training.task.given_task import given_task
 
 _MAY_DIFFER = (*NODE_FIELDS, "task", "threads", "runs_dir", "faults", "quiet", "start", "hang_after", "trust_task")
-"""Fields that may differ between hosts: facts of one host, or paths on it. The number of hosts is compared before."""
+"""Fields that may differ between hosts: facts of one host, or paths on it. The number of hosts is compared earlier."""
 
 
 def several_hosts(resolved: ResolvedSpec, launched: Launched | None) -> NodeSettings | None:
-    """Return what was said of several hosts, or None for a run on one.
+    """Return the settings for several hosts, or None for a run on one.
 
     Args:
-        resolved: The run's settings.
-        launched: What a launcher that is not dure started this process as.
+        resolved: Settings of the run.
+        launched: Description of this process by a launcher other than dure; None if there is none.
 
     Raises:
-        SpecInvalid: All that cannot be so.
+        SpecInvalid: Settings are invalid; the message lists all faults.
     """
     spec = resolved.spec
     several = nodes_asked_for(spec, spec.num_nodes, spec.fewest_nodes)
@@ -81,10 +81,11 @@ def _faults(resolved: ResolvedSpec, launched: Launched | None) -> list[str]:
 def facts_to_agree_on(
     spec: RunSpec, *, is_resumed: bool, is_auto: bool = False, is_launched: bool = False
 ) -> dict[str, Any]:
-    """Return what must be the same on all hosts, by its name in words.
+    """Return what must be equal on all hosts, by its name in messages.
 
-    With `--resume auto` whether a run is there is no such thing: who comes late sees the one that the first has begun.
-    Under a launcher `nproc` is none either: it may start more ranks on one host than on another.
+    With `--resume auto` the existence of the run is not included: a late node sees the run that the first one has
+    begun. Under a launcher `nproc` is not included either, because it may start different numbers of ranks on the
+    hosts.
     """
     settings = spec.by_name(exclude=(*_MAY_DIFFER, *(("nproc",) if is_launched else ())))
     where, _, name = spec.task.rpartition(":")
@@ -102,16 +103,16 @@ def facts_to_agree_on(
 def preflight_settings(
     spec: RunSpec, several: NodeSettings | None, launched: Launched | None, num_processes: int
 ) -> PreflightSettings:
-    """Return what a preflight must know of a run.
+    """Return the settings of a preflight for a run.
 
     Args:
-        spec: The run.
-        several: What was said of several hosts.
-        launched: What a launcher that is not dure started this process as.
-        num_processes: On all hosts.
+        spec: Spec of the run.
+        several: Settings for several hosts; None for one.
+        launched: Description of this process by a launcher other than dure; None if there is none.
+        num_processes: Number of processes on all hosts.
 
     Raises:
-        SpecInvalid: The processes are started by another launcher, so that there are none yet to try it with.
+        SpecInvalid: Another launcher starts the processes, so that there are none yet for a preflight.
     """
     if launched is not None:
         raise SpecInvalid(
@@ -139,10 +140,10 @@ def preflight_settings(
 def train_on_hosts(
     resolved: ResolvedSpec, resume: "Path | str | None", several: NodeSettings | None, *, is_auto: bool
 ) -> RunSummary:
-    """Train with the ranks of this host, together with those of others where there are several.
+    """Train with the ranks of this host, together with those of other hosts if there are several.
 
     Raises:
-        RunInvalid: A node does not see the run's folder: each rank writes its share of a checkpoint there.
+        RunInvalid: A node does not see the run's folder, where each rank writes its share of a checkpoint.
     """
     spec = resolved.spec
     facts = facts_to_agree_on(spec, is_resumed=resume is not None, is_auto=is_auto)
@@ -156,7 +157,7 @@ def train_on_hosts(
         if several is not None and nodes.is_elastic:
             way_back = _way_back(notes, several, facts, held)
         if nodes.folder is None:
-            nodes.gather(None)  # node 0 has written the spec, which ranks read
+            nodes.gather(None)  # node 0 has written the spec, which the ranks read
         outcome = start_workers(notes, spec, TrainJob(run=str(run.path)), way_back=way_back)
         is_own = nodes.is_leader and (nodes.lease is None or not nodes.lease.is_taken())
         if nodes.lease is not None and is_own:
@@ -165,7 +166,7 @@ def train_on_hosts(
 
 
 def _folder(nodes: Nodes, resolved: ResolvedSpec, resume: "Path | str | None", held: ExitStack) -> RunDir:
-    """Meet in the run's folder; the first leader makes it, and holds it."""
+    """Meet in the run's folder; the first leader creates and locks it."""
 
     def refuse(name: str) -> RunDir:
         raise RunInvalid(
@@ -186,7 +187,7 @@ def _folder(nodes: Nodes, resolved: ResolvedSpec, resume: "Path | str | None", h
 
 
 def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: ExitStack) -> LeaderFailover:
-    """Let all know who leads, by the run's folder, and prepare for not reaching the leader."""
+    """Publish the leader in the run's folder, and prepare a failover for when it cannot be reached."""
     run, nodes = notes.run, notes.nodes
     port, folder = split_address(several.rendezvous)[1], str(run.path.resolve())
     lease = Lease(run.path)
@@ -198,7 +199,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
     nodes.lease = lease
 
     def lead() -> None:
-        with suppress(RunInvalid):  # the old leader may hold it as long as it is frozen; it writes nothing any more
+        with suppress(RunInvalid):  # a frozen leader may still hold the lock, but writes nothing any more
             held.enter_context(run.lock())
 
     return LeaderFailover(
@@ -214,7 +215,7 @@ def _way_back(notes: Notes, several: NodeSettings, facts: dict[str, Any], held: 
 
 
 def _led_from(several: NodeSettings, spec: RunSpec, resume: "Path | str | None") -> NodeSettings:
-    """Look whether the run goes on already, and who leads it: this node may come back."""
+    """Find out whether the run is already running, and who leads it, because this node may be coming back."""
     if several.fewest == several.num_nodes or (resume is None and spec.name is None):
         return several
     path = Path(resume) if resume is not None else spec.runs_dir / str(spec.name)

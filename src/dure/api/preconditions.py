@@ -1,4 +1,4 @@
-"""Faults of a start that can be known before a folder or a process exists."""
+"""Faults of a start that are known before a folder or a process exists."""
 
 import torch
 
@@ -16,11 +16,11 @@ from dure.training.task.options import build_task
 
 
 def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
-    """Refuse what is certain to fail.
+    """Refuse a start that is certain to fail.
 
     Raises:
-        SpecInvalid: Settings that cannot be, or a model that the strategy cannot take.
-        EnvironmentLacks: A device that was asked for is not here, or a package's strategy cannot be imported.
+        SpecInvalid: Settings are invalid, or the strategy does not support the model.
+        EnvironmentLacks: A requested device is not available, or the strategy of a package cannot be imported.
     """
     if spec.strategy not in STRATEGIES.own:
         load_strategy(spec.strategy)
@@ -43,12 +43,12 @@ def check_before_start(spec: RunSpec, launched: Launched | None = None) -> None:
     if STRATEGIES[spec.strategy].checks_model:
         from dure.torchcompat import kept_global_hooks  # imports torch
 
-        with kept_global_hooks():  # ranks that are forked from here register theirs once more
+        with kept_global_hooks():  # ranks that are forked from here register their own hooks
             _check_model(spec)
 
 
 def _check_that_task_arrives(spec: RunSpec) -> None:
-    """Refuse ranks that would have to make the task again, where the one that was passed cannot be made again."""
+    """Refuse ranks that would have to build the task again, if the passed one cannot be built again."""
     given = given_task()
     if given is None or not given.is_only_here:
         return
@@ -69,20 +69,20 @@ def _check_that_task_arrives(spec: RunSpec) -> None:
 
 
 def _check_model(spec: RunSpec) -> None:
-    """Let the strategy look at the model before any process starts; each rank checks its own again.
+    """Let the strategy check the model before any process starts; each rank checks its own again.
 
     Raises:
-        SpecInvalid: It cannot take this model; every reason at once.
+        SpecInvalid: The strategy does not support the model; the message lists all reasons.
     """
     given = given_task()
     if given is not None and given.task is not None and given.is_only_here:
-        return  # to build a model here might change the object that trains
+        return  # building a model here might change the object that is trained
     task = build_task(task_class(spec.task), spec.task_options)
     try:
         with torch.device("meta"):
             model = task.build_model()
     except Exception:
-        return  # it reads values (pretrained weights): every worker looks at its own
+        return  # it reads values (pretrained weights); every worker checks its own model
     refuse_lazy(model, f"{type(task).__name__}.build_model")
     strategy = load_strategy(spec.strategy)
     faults = faults_of_model(strategy, model, spec)

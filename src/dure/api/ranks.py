@@ -1,4 +1,4 @@
-"""Ranks under our supervisor, of a task or of a script: their folder, their start, and how their ends are told."""
+"""Ranks of a task or a script under our supervisor: their folder, their start, and the errors from their ends."""
 
 import os
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from dure.terminal import tell
 
 
 class RunSettings(Protocol):
-    """Settings that a run of a task and one of a script have in common."""
+    """Settings common to runs of tasks and of scripts."""
 
     @property
     def runs_dir(self) -> Path: ...
@@ -50,10 +50,10 @@ class RunSettings(Protocol):
 
 
 def nodes_asked_for(settings: RunSettings, nnodes: int, fewest: int | None = None) -> NodeSettings | None:
-    """Return what was said of several nodes, or None for a run on one.
+    """Return the settings for several nodes, or None for a run on one.
 
     Raises:
-        SpecInvalid: All that cannot be.
+        SpecInvalid: Settings are invalid; the message lists all faults.
     """
     return node_settings(
         nnodes=nnodes,
@@ -67,7 +67,7 @@ def nodes_asked_for(settings: RunSettings, nnodes: int, fewest: int | None = Non
 
 
 def new_folder(settings: RunSettings, subject: str, manner: str, *, for_script: bool = False) -> RunDir:
-    """Make the folder of a run, which is named after its subject and the manner in which it runs if it has no name."""
+    """Create the folder of a run, named after its subject and manner unless the settings name it."""
     return RunDir.create(
         settings.runs_dir,
         settings.name or default_name(subject, manner, datetime.now()),
@@ -78,18 +78,18 @@ def new_folder(settings: RunSettings, subject: str, manner: str, *, for_script: 
 
 
 def threads_for(threads: int | None, num_processes: int) -> int:
-    """Return how many threads each process of this host has."""
+    """Return the number of threads of each process of this host."""
     return threads or max(1, count_cores() // num_processes)
 
 
 def end_with_launcher() -> None:
-    """End when torchrun's agent does: killed, it would leave its ranks running."""
+    """End together with torchrun's agent, which would otherwise leave its ranks running when it is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
 
 
 def place_under(launched: Launched, store: StoreAddress | None, threads: int | None, *, round_number: int = 0) -> Place:
-    """Return the place of a rank that a launcher started, with so many threads or its part of the cores."""
+    """Return the context of a rank that a launcher started, with a number of threads or its share of the cores."""
     rank = launched.rank
     threads = threads_for(threads or launched.cores, rank.local_world_size)
     return Place(rank=rank, store=store, threads=threads, is_supervised=False, round=round_number)
@@ -97,7 +97,7 @@ def place_under(launched: Launched, store: StoreAddress | None, threads: int | N
 
 @dataclass(frozen=True, kw_only=True)
 class Notes:
-    """Notes on a run while its ranks run: in the terminal, and in its folder where this node leads."""
+    """Notes on a run while its ranks run: in the terminal, and in its folder if this node leads."""
 
     run: RunDir
     nodes: Nodes
@@ -106,16 +106,16 @@ class Notes:
     is_quiet: bool = False
 
     def say(self, text: str) -> None:
-        """Tell people of what happens to the run, unless they asked for quiet."""
+        """Print a message on the run, unless the user asked for quiet."""
         if not self.is_quiet:
             tell(text)
 
     def hang(self, verdict: HangVerdict) -> None:
-        """Keep all that was found out about a hang."""
+        """Record a hang with all its evidence."""
         tell_of_hang(self.run if self.nodes.is_leader else None, verdict)
 
     def restart(self, restart: Restart) -> None:
-        """Say why the ranks start again, and how."""
+        """Record and print why the ranks restart, and how."""
         rank, step, message = restart.rank, restart.step, restart.cause
         if restart.microbatch_sizes is None:
             where = "" if restart.go_back_to is None else ", from where all agreed"
@@ -131,7 +131,7 @@ class Notes:
         self.say(f"{restart.cause}\n      {said}")
 
     def change(self, why: str) -> None:
-        """Say that the run goes on with other nodes."""
+        """Record and print that the run continues with other nodes."""
         nodes = self.nodes
         there = tuple(sorted(member.node_rank for member in nodes.members))
         self._write(events.NodesChanged(message=why, nodes=there, world_size=nodes.world_size, leader=nodes.leader))
@@ -140,7 +140,7 @@ class Notes:
         self.say(f"{why}\n      the run goes on with {on}: {ranks}")
 
     def _write(self, event: events.Event) -> None:
-        """Write down why there is another round, in which failures of the one before count no more."""
+        """Record why there is another round, to which failures of the previous one are irrelevant."""
         if self.nodes.is_leader:
             self.run.append_event(event)
             self.run.forget_failures()
@@ -148,23 +148,23 @@ class Notes:
 
 @dataclass(frozen=True, kw_only=True)
 class Voices:
-    """Destinations of what ranks say."""
+    """Destinations of the output of ranks."""
 
     of: Callable[[int], Voice]
     """Function that returns the destination of a rank's output."""
     relay: Relay | None = None
-    """Console of those voices that lead to its descriptor."""
+    """Console of the voices that use its descriptor; None if there is none."""
     is_read_at_once: bool = False
-    """True if the process that shows them is started before there is anything to show."""
+    """True if the process that shows the output is started before there is any."""
 
 
 def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
     """Start a run's ranks of this host, and return when those of all hosts have ended.
 
     Args:
-        launch: What is started.
-        notes: What is noted of them.
-        voices: Where goes what they say; None for one rank that keeps the terminal.
+        launch: Description of the start.
+        notes: Notes on the run.
+        voices: Destinations of the output; None for a single rank that keeps the terminal.
     """
     notes.run.forget_failures()
     if crowded := crowding(launch.nodes.me.num_ranks):
@@ -184,13 +184,13 @@ def run_ranks(launch: Launch, notes: Notes, voices: Voices | None) -> Outcome:
 def failure_of(
     outcome: Outcome, verdict: Verdict | None, *, after_lost: str = "", after_hang: str = ""
 ) -> WorkerFailed | None:
-    """Return the error that a run ends with because of its ranks or nodes; None where none of them failed.
+    """Return the error with which a run ends because of its ranks or nodes; None if none of them failed.
 
     Args:
-        outcome: How all ended.
-        verdict: What was found out about ranks that failed.
-        after_lost: What may be done where a node is lost.
-        after_hang: What may be done where ranks were ended because they hung.
+        outcome: End of all ranks.
+        verdict: Verdict on failed ranks.
+        after_lost: Advice if a node is lost.
+        after_hang: Advice if ranks were ended because they hung.
     """
     if outcome.lost is not None:
         text, exit_code = f"{outcome.lost}{after_lost}", FAILED
@@ -204,7 +204,7 @@ def failure_of(
 
 
 def status_of(error: DureError | None) -> str:
-    """Return the status of a run that ended so, as its summary says it."""
+    """Return the status of a run that ended with an error or None, as in its summary."""
     if error is None:
         return "completed"
     return "interrupted" if isinstance(error, Interrupted) else "failed"

@@ -1,4 +1,4 @@
-"""Running of a user's script on many ranks: `dure run`."""
+"""Run of a user's script on many ranks: `dure run`."""
 
 import importlib.util
 import os
@@ -56,11 +56,11 @@ class ScriptSettings:
     arguments: Sequence[str] = ()
     is_module: bool = False
     nproc: str = "auto"
-    """Ranks on each node, as under torchrun: a number, `cpu`, `gpu`, or `auto` for the accelerators (at least 1)."""
+    """Ranks per node, as in torchrun: a number, `cpu`, `gpu`, or `auto` for the number of accelerators (at least 1)."""
     start: str = "auto"
     max_restarts: int = 0
     on_hang: str = "wait"
-    """Action on a hang. `wait` only reports it: a script may have good reasons to let some ranks wait."""
+    """Action on a hang. `wait` only reports it, because a script may have good reasons to make some ranks wait."""
     hang_after: float | None = None
     grace_seconds: float = 30.0
     threads: int | None = None
@@ -78,23 +78,23 @@ class ScriptSettings:
     share_run: bool = False
     """True if others may read the run's folder."""
     shown_ranks: str | None = None
-    """Local ranks whose output is shown, as `0,1`; None: all."""
+    """Local ranks whose output is shown, such as `0,1`; None for all."""
     role: str = "default"
     preflight: bool = False
-    """True if machines and network are checked first, and the run only starts if all is well."""
+    """True to check machines and network first, and to start the run only if all is well."""
 
 
 def run_script(settings: ScriptSettings) -> None:
     """Run a script on every rank, wait for all, and leave none behind.
 
-    Where a launcher started the ranks, this process is one of them: it ends with the script's exit code, and the
-    launcher watches over all.
+    If a launcher started the ranks, this process is one of them. It ends with the script's exit code, and the launcher
+    supervises all ranks.
 
     Raises:
-        Misuse: There is no such script, or a setting cannot be.
-        EnvironmentLacks: The system starts no more processes, or a launcher's variables cannot be.
+        Misuse: There is no such script, or a setting is invalid.
+        EnvironmentLacks: The system starts no more processes, or a launcher's variables are invalid.
         WorkerFailed: A rank failed; the message names the first cause.
-        Interrupted: A signal stopped it.
+        Interrupted: A signal stopped the run.
     """
     launched = read_launcher()
     nproc, several = _check(settings)
@@ -102,7 +102,7 @@ def run_script(settings: ScriptSettings) -> None:
         _refuse_what_the_launcher_does(settings, launched)
         _be_rank(settings, launched)
     if settings.preflight:
-        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+        from dure.preflight.before_run import refuse_unless_ready  # imported only if needed, to keep other starts fast
 
         refuse_unless_ready(_preflight_settings(settings, nproc, several))
     facts = {
@@ -117,7 +117,7 @@ def run_script(settings: ScriptSettings) -> None:
             lambda: new_folder(settings, Path(settings.script).absolute().stem, "run", for_script=True),
             lambda name: new_folder(replace(settings, name=name), "", "", for_script=True),
         )
-        run, is_own = met.run, met.is_own  # on a node that sees another node's, only logs are added there
+        run, is_own = met.run, met.is_own  # on a node that sees another node's folder, only logs are added there
         with run.lock() if is_own else nullcontext():
             if is_own:
                 run.write_script(_record(settings, nodes))
@@ -127,7 +127,7 @@ def run_script(settings: ScriptSettings) -> None:
 
 
 def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
-    """Run the script as the rank that a launcher started this process as, and end with its exit code."""
+    """Run the script as the rank that a launcher started, and exit with its exit code."""
     from dure.comm.meeting import Meeting
     from dure.launch.scripts.script_worker import main
 
@@ -141,7 +141,7 @@ def _be_rank(settings: ScriptSettings, launched: Launched) -> NoReturn:
     job = _job(settings, os.environ.get("TORCHELASTIC_RUN_ID", launched.by), num_nodes, most_restarts)
     os.environ.update(interface_variables(meeting.interface))
     code = main(job, place)
-    if code == 0:  # who failed is to be seen at once
+    if code == 0:  # a failure must be visible at once
         meeting.leave()
     leave(code)
 
@@ -162,7 +162,7 @@ def _refuse_what_the_launcher_does(settings: ScriptSettings, launched: Launched)
 
 
 def _preflight_settings(settings: ScriptSettings, nproc: int, several: NodeSettings | None) -> PreflightSettings:
-    """Return what a preflight must know of a script, whose course is not known: what scripts mostly do."""
+    """Return the settings of a preflight for a script, whose needs are unknown: those of most scripts."""
     has_gpus = count_accelerators("cuda") > 0
     return PreflightSettings(
         num_ranks=nproc,
@@ -211,13 +211,13 @@ def _start(settings: ScriptSettings, notes: Notes) -> Outcome:
         end_grace_seconds=None,
         hangs=HangPolicy(hang_after=settings.hang_after, action=settings.on_hang, counts_calls=True),
     )
-    # one rank alone keeps the terminal: a debugger and a progress bar need it; others do speak
+    # a single rank keeps the terminal, for a debugger or a progress bar
     keeps_terminal = nproc == 1 and nodes.is_alone
     return run_ranks(launch, notes, None if keeps_terminal else Voices(of=voice_of, is_read_at_once=True))
 
 
 def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) -> ScriptJob:
-    """Return what every rank is to do."""
+    """Return the job of every rank."""
     return ScriptJob(
         script=settings.script,
         arguments=tuple(settings.arguments),
@@ -231,7 +231,7 @@ def _job(settings: ScriptSettings, run: str, num_nodes: int, max_restarts: int) 
 
 
 def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
-    """Refuse what cannot be; return the number of ranks here, and what was said of several nodes."""
+    """Check the settings; return the number of ranks here, and the settings for several nodes."""
     faults, several = [], None
     script = Path(settings.script)
     if settings.is_module:
@@ -294,7 +294,7 @@ def _check(settings: ScriptSettings) -> tuple[int, NodeSettings | None]:
 
 
 def _finish(run: RunDir, outcome: Outcome, seconds: float, world_size: int, *, is_own: bool) -> None:
-    """Write how it ended, and raise what is not success."""
+    """Record the end of the run, and raise an error unless it succeeded."""
     error: DureError | None = failure_of(outcome, outcome.judge(run.path, is_script=True))
     if error is None and outcome.stopped_by is not None:
         error = Interrupted("stopped", stop_exit_code(outcome.stopped_by))

@@ -1,4 +1,4 @@
-"""Settings of a run together with its task: its reference, its options, and the task of a run that goes on."""
+"""Settings of a run together with its task: its reference, its options, and the task of a resumed run."""
 
 import json
 import os
@@ -28,19 +28,19 @@ def settle(
     settings: Mapping[str, Any],
     total_devices: int | None = None,
 ) -> ResolvedSpec:
-    """Bring the settings of a run together; a task or class has to be given by `giving` meanwhile.
+    """Resolve the settings of a run; a task object or class must be passed through `giving` meanwhile.
 
     Args:
-        task: A reference, where nothing is given.
-        resume: The folder of a run that goes on.
-        config: A TOML file of settings.
-        settings: Those of the call.
-        total_devices: Devices of all hosts, where a launcher decides that and they are not `nproc` for each.
+        task: Reference of the task if none is passed.
+        resume: Folder of a run to resume; None for a new run.
+        config: TOML file of settings; None for none.
+        settings: Settings of the call.
+        total_devices: Devices of all hosts, if a launcher determines them and they are not `nproc` for each.
 
     Raises:
-        SpecInvalid: Every setting that cannot be, at once.
-        TaskInvalid: The task does not load.
-        RunInvalid: Only the program that began the run has its task.
+        SpecInvalid: Settings are invalid; the message lists all of them.
+        TaskInvalid: The task cannot be loaded.
+        RunInvalid: Only the program that started the run has its task.
     """
     given = given_task()
     run = None if resume is None else RunDir.open(Path(resume))
@@ -89,17 +89,17 @@ def settle(
 
 
 def tell_notes(resolved: ResolvedSpec) -> None:
-    """Show what there is to say about the names of settings, in the words of who called."""
+    """Print notes on the names of settings, in the terms of the caller."""
     if not resolved.spec.quiet:
         for note in resolved.notes:
             tell(in_callers_words(note))
 
 
 def check_same_task(given: GivenTask, run: RunDir) -> None:
-    """Refuse a task that is not the one that a run was trained with.
+    """Refuse a task other than the one that a run was trained with.
 
     Raises:
-        SpecInvalid: Names what differs.
+        SpecInvalid: They differ; the message names the differences.
     """
     spec, faults = run.read_spec(), []
     if not same_task(given.reference, spec.task):
@@ -123,7 +123,7 @@ def _with_task(
     base: RunSpec | None,
     record: Mapping[str, Any] | None,
 ) -> ResolvedSpec:
-    """Write every option of the task into the spec, defaults too: a default may change before the run is resumed."""
+    """Write all options of the task into the spec, including defaults, which may change before a resume."""
     if given is not None and given.task is not None:
         options = dict(given.options)
     else:
@@ -142,10 +142,10 @@ def _with_task(
 
 
 def _as_json(cls: type[Task], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as the run's record keeps them; text, and what is wrong anyway, stays as it is.
+    """Return options as JSON values for the run's record; text and invalid values are left unchanged.
 
     Raises:
-        SpecInvalid: Values that JSON cannot hold.
+        SpecInvalid: JSON cannot hold a value.
     """
     known, plain, faults = task_options(cls), {}, []
     for name, value in options.items():
@@ -171,7 +171,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _named_elsewhere(name: str, config: Path | None) -> Any:
-    """Look for a setting in the environment and the TOML file.
+    """Return a setting from the environment or the TOML file; None if it is in neither.
 
     Raises:
         SpecInvalid: The file cannot be read.
@@ -183,6 +183,6 @@ def _named_elsewhere(name: str, config: Path | None) -> Any:
 
 
 def absolute(reference: str) -> str:
-    """Return the reference of a task as any folder understands it."""
+    """Return the reference of a task in a form that is valid in any folder."""
     where, _, name = reference.rpartition(":")
     return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else reference

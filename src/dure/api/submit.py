@@ -1,4 +1,4 @@
-"""`dure submit` as functions: what is refused before a cluster sees it, and what each cluster is given."""
+"""`dure submit` as functions: checks before a cluster sees the job, and the form of the job for each cluster."""
 
 import re
 import sys
@@ -36,7 +36,7 @@ _OF_TARGETS: Mapping[str, tuple[str, ...]] = {
     "claim": ("kubernetes",),
     "address": ("ray",),
 }
-"""Settings that only some clusters support."""
+"""Clusters that support a setting, for settings that only some support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class Training:
     resume: Path | None = None
     config: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
-    """The task's own."""
+    """Options of the task."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `RunSpec` as they were written, and a table of options for each strategy that has some."""
+    """Fields of `RunSpec` as written by the user, and a table of options for each strategy that has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +77,24 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job as its cluster is given it."""
+    """Job in the form that its cluster receives."""
 
     to: str
     job: Job
     text: str = ""
-    """A batch script, or manifests."""
+    """Batch script, or manifests."""
     plan: "ray_cluster.Plan | None" = None
 
     def send(self) -> str:
-        """Hand it over, and return what the cluster says: a job's number, or what was applied.
+        """Submit the job, and return the cluster's output: a job number, or what was applied.
 
-        A run on Ray is not handed over: this returns when it has ended.
+        A run on Ray is not submitted but run: this returns when it has ended.
 
         Raises:
-            EnvironmentLacks: The cluster's command is not here.
-            SubmissionRefused: The cluster does not take it.
-            WorkerFailed: On Ray: a rank failed.
-            Interrupted: On Ray: a signal stopped the run.
+            EnvironmentLacks: The cluster's command is not available here.
+            SubmissionRefused: The cluster refuses the job.
+            WorkerFailed: On Ray, a rank failed.
+            Interrupted: On Ray, a signal stopped the run.
         """
         if self.plan is not None:
             ray_cluster.run(self.plan)
@@ -103,14 +103,14 @@ class Submission:
 
 
 def prepare(training: Training, wishes: Wishes, *, now: datetime | None = None) -> Submission:
-    """Make what is submitted, or refuse it.
+    """Prepare a submission, or refuse it.
 
-    The task itself is not loaded: it may be there only on the cluster.
+    The task itself is not loaded, because it may exist only on the cluster.
 
     Raises:
-        Misuse: Wishes that cannot be.
-        SpecInvalid: Settings of the training that cannot be; all at once.
-        RunInvalid: There is no such run to go on with.
+        Misuse: The requested resources are invalid.
+        SpecInvalid: Settings of the training are invalid; the message lists all of them.
+        RunInvalid: There is no such run to resume.
     """
     _check_wishes(wishes)
     spec = _check_training(training, wishes)
@@ -127,7 +127,7 @@ def prepare(training: Training, wishes: Wishes, *, now: datetime | None = None) 
     return Submission(to=wishes.to, job=job, plan=plan)
 
 
-# --- what cannot be
+# --- checks
 
 
 def _check_wishes(wishes: Wishes) -> None:
@@ -155,7 +155,7 @@ def _check_wishes(wishes: Wishes) -> None:
 
 
 def _check_training(training: Training, wishes: Wishes) -> RunSpec:
-    """Bring the settings together as far as they are known without the task."""
+    """Resolve the settings as far as they are known without the task."""
     num_ranks = wishes.nodes * wishes.tasks_per_node
     flags: dict[str, Any] = dict(training.settings)
     said = flags.get("nproc")
@@ -176,7 +176,7 @@ def _check_training(training: Training, wishes: Wishes) -> RunSpec:
     if training.resume is not None and wishes.to != "kubernetes":
         run = RunDir.open(training.resume)
         base = run.read_spec()
-        if training.task is None:  # the job would be refused when it has waited for its turn
+        if training.task is None:  # otherwise the job would be refused only after waiting in the queue
             check_trusted(base.task, run, "train", is_trusted=is_true(flags.get("trust_task")))
     if base is None and training.task is None and training.resume is None:
         raise SpecInvalid(["no task is given: write it after the flags, as in `dure submit --to slurm file.py:Class`"])
@@ -245,10 +245,10 @@ def _job(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> Jo
 
 
 def _check_words(paths: Mapping[str, object], words: Sequence[str]) -> None:
-    """Refuse what no line of a script can hold: a line break in a path would begin a line of its own.
+    """Refuse arguments that a script's line cannot hold: a line break in a path would begin another line.
 
     Raises:
-        Misuse: Names it.
+        Misuse: There is such an argument; the message names it.
     """
     for what, path in paths.items():
         if one_line(path) != str(path):
@@ -262,7 +262,7 @@ def _check_words(paths: Mapping[str, object], words: Sequence[str]) -> None:
 
 
 def _cores(wishes: Wishes, spec: RunSpec) -> int | None:
-    """Ask for as many cores as a task that starts ranks of its own will have: Slurm and Ray give one unless asked."""
+    """Return the cores to request: as many as a task needs that starts its own ranks, since the default is one."""
     starts_ranks = wishes.nodes * wishes.tasks_per_node == 1 and spec.nproc > 1
     if wishes.cpus_per_task is None and starts_ranks and wishes.to != "kubernetes":
         return spec.nproc
@@ -287,7 +287,7 @@ def _name(training: Training, wishes: Wishes, spec: RunSpec, now: datetime) -> s
 
 
 def _train_words(training: Training, name: str, runs_dir: Path) -> tuple[str, ...]:
-    """Write down what `dure train` is called with; a run that goes on has its name and place already."""
+    """Return the arguments of `dure train`; a resumed run already has its name and folder."""
     words: list[str] = [] if training.task is None else [training.task]
     place = {"name", "runs_dir"}
     for setting, value in training.settings.items():

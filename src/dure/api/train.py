@@ -1,4 +1,4 @@
-"""The verbs as functions: what the command line does, from Python."""
+"""Functions for training, evaluation and export from Python, with the behaviour of the command line."""
 
 import os
 import time
@@ -47,7 +47,7 @@ from dure.training.task.given_task import given_task, giving
 from dure.training.task.task import Task
 
 AUTO = "auto"
-"""Value in place of a folder to resume from: the run of this name goes on, if it has begun."""
+"""Value of `resume` in place of a folder: resume the run of this name if it has begun."""
 
 
 @errors_in_arguments()
@@ -58,20 +58,20 @@ def train(
     config: "Path | str | None" = None,
     **settings: Any,
 ) -> RunSummary:
-    """Train a task, or go on with a run, and return what it came to.
+    """Train a task, or resume a run, and return its summary.
 
     Args:
         task: A task, its class, or `file.py:Class`.
-        resume: A run's folder to go on with, under the same or another strategy and number of devices; `auto` for the
-            run of this `name`, if there is one.
-        config: A TOML file of settings.
+        resume: Folder of a run to resume, under the same or another strategy and number of devices; `auto` for the run
+            of this `name`, if there is one.
+        config: TOML file of settings.
         **settings: Fields of `RunSpec`: `strategy="ddp"`, `nproc=2`, `epochs=3`, ...
 
     Raises:
-        Misuse: Settings, task or data that cannot be.
-        EnvironmentLacks: A device or library that was asked for is not here.
+        Misuse: Settings, task or data are invalid.
+        EnvironmentLacks: A requested device or library is not available.
         WorkerFailed: Training failed; the message names the first cause.
-        Interrupted: A signal stopped it; it can be resumed.
+        Interrupted: A signal stopped training, which can be resumed.
     """
     _refuse_in_worker("dure.train")
     launched = read_launcher()
@@ -108,7 +108,7 @@ def _train(
     several = several_hosts(resolved, launched)
     check_before_start(spec, launched)
     if spec.preflight:
-        from dure.preflight.before_run import refuse_unless_ready  # a start without it is to cost nothing
+        from dure.preflight.before_run import refuse_unless_ready  # imported only if needed, to keep other starts fast
 
         refuse_unless_ready(preflight_settings(spec, several, launched, count_processes(spec)), is_quiet=spec.quiet)
     if launched is not None:
@@ -121,26 +121,26 @@ def _train(
 def evaluate(
     run: "Path | str", *, task: "Task | type[Task] | str | None" = None, which: str = "best", **settings: Any
 ) -> dict[str, Any]:
-    """Measure a run's checkpoint on the task's evaluation data, on `nproc` ranks.
+    """Evaluate a run's checkpoint on the task's evaluation data, on `nproc` ranks.
 
     Args:
-        run: The run's folder.
-        task: The run's task, its class, or `file.py:Class`. An object or a class where the run's record does not
-            suffice to make it again (a class from a notebook, attributes set by hand); any of them where its file lies
-            outside the current folder, unless `trust_task` is set.
+        run: Folder of the run.
+        task: Task of the run, its class, or `file.py:Class`. An object or a class is required if the run's record does
+            not suffice to build it (a class from a notebook, attributes set by hand). Any form is required if its file
+            is outside the current folder, unless `trust_task` is set.
         which: `best` or `last`.
         **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
-            `num_workers`, `eval_batch_size`, ... They run on this host.
+            `num_workers`, `eval_batch_size`, ... The ranks run on this host.
 
     Returns:
-        `metrics` (each with `value` and `count`), `checkpoint`, `changed` (the code and data that are not what they
-        were when it was saved), and the fields of a summary.
+        `metrics` (each with `value` and `count`), `checkpoint`, `changed` (code and data that have changed since it was
+            saved), and the fields of a summary.
 
     Raises:
         RunInvalid: There is no such run, or it has no checkpoint.
-        SpecInvalid: Settings that cannot be.
+        SpecInvalid: Settings are invalid.
         WorkerFailed: A rank failed.
-        Interrupted: A signal stopped it.
+        Interrupted: A signal stopped the evaluation.
     """
     _refuse_in_worker("dure.evaluate")
     opened, settings = RunDir.open(Path(run)), with_own_names(settings)
@@ -160,7 +160,7 @@ def evaluate(
 
 
 def _check_evaluation_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that an evaluation would not look at."""
+    """Refuse settings that an evaluation would ignore."""
     faults = [
         f"{flag_name(name)} is given, but an evaluation takes it from the run: leave it out"
         if name in (*SETTINGS, *TABLES, *STRATEGIES_WITH, *OLD_SETTINGS) or name in STRATEGIES
@@ -184,7 +184,7 @@ def _evaluate(opened: RunDir, which: str, settings: Mapping[str, Any], named: st
     spec = resolve(flags=settings, environ={}, config=None, task_defaults={}, strategies=STRATEGIES, base=base).spec
     check_before_start(spec)
     answer = f".evaluation-{os.getpid()}.json"
-    with saying(opened.path, "written"):  # what comes to it goes through a file there
+    with saying(opened.path, "written"):  # the result is returned through a file in it
         touch(opened.path / answer)
         (opened.path / answer).unlink()
     job = EvaluateJob(run=str(opened.path), spec=spec.model_dump(mode="json"), which=which, answer=answer)
@@ -238,18 +238,18 @@ def resolve_settings(
     config: "Path | str | None" = None,
     **settings: Any,
 ) -> ResolvedSpec:
-    """Bring the settings together without starting anything; see `train` for the arguments.
+    """Resolve the settings without starting anything; see `train` for the arguments.
 
     Raises:
-        SpecInvalid: Every setting that cannot be, at once.
-        TaskInvalid: The task does not load.
+        SpecInvalid: Settings are invalid; the message lists all of them.
+        TaskInvalid: The task cannot be loaded.
     """
     with giving(task):
         return settle(task, resume=resume, config=config, settings=settings)
 
 
 def _run_to_go_on_with(resolved: ResolvedSpec) -> Path | None:
-    """Find the run that `--resume auto` means: the one of this name, or none when it is still to begin."""
+    """Return the run that `--resume auto` refers to, which has this name; None if it has not begun yet."""
     spec = resolved.spec
     if spec.name is None:
         raise SpecInvalid(["resume is auto but the run has no name: add --name, by which it is found again"])

@@ -1,4 +1,4 @@
-"""Trust in the code of a task that only the record of a run names."""
+"""Trust in a task's code that is named only by the record of a run."""
 
 import importlib.machinery
 import os
@@ -11,19 +11,19 @@ from dure.terminal import shell_word
 
 
 def check_trusted(reference: str, run: RunDir, verb: str, *, is_trusted: bool) -> None:
-    """Refuse to import a task's file that only a run's record names, unless it lies where the caller works.
+    """Refuse to import a task's file that only a run's record names, unless it is in the caller's current folder.
 
-    The maker of a run's folder chose what its record names, and importing that file runs it. Modules are found
-    where this environment has its own; code that came with the run's folder is never taken for the caller's.
+    The author of a run's folder chose the reference in its record, and importing that file runs it. Modules are found
+    among this environment's own; code that came with the run's folder is never taken for the caller's.
 
     Args:
-        reference: What the record names.
-        run: The run.
-        verb: The command that would import it.
-        is_trusted: Whether the caller knows.
+        reference: Reference in the record.
+        run: Run with the record.
+        verb: Command that would import it.
+        is_trusted: Whether the caller trusts it.
 
     Raises:
-        RunInvalid: It lies elsewhere.
+        RunInvalid: The file is elsewhere, or came with the run's folder.
     """
     where = reference.rpartition(":")[0]
     here, files = Path.cwd().resolve(), _files_of(where)
@@ -42,7 +42,7 @@ def check_trusted(reference: str, run: RunDir, verb: str, *, is_trusted: bool) -
 
 
 def _files_of(where: str) -> list[Path]:
-    """Return the file, or the places of a module's outermost package; no code is run to find them."""
+    """Return the file, or the possible locations of a module; no code is run to find them."""
     if where.endswith(".py"):
         return [Path(where).resolve()]
     try:
@@ -57,5 +57,5 @@ def _files_of(where: str) -> list[Path]:
 
 
 def is_true(value: object) -> bool:
-    """Return whether a setting says yes, as a flag, a variable or a value."""
+    """Return whether a setting is true, as a flag, a variable or a value."""
     return str(value).strip().lower() in ("true", "yes", "on", "1", "y", "t")

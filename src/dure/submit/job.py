@@ -1,4 +1,4 @@
-"""Job for a cluster, whichever it is."""
+"""Job for any cluster."""
 
 import re
 import subprocess
@@ -13,25 +13,25 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Ranks on nodes, and the training that they are."""
+    """Training job, as ranks on nodes."""
 
     name: str
     run: Path
-    """The run's folder; the cluster sees it at this path."""
+    """Folder of the run, as a path on the cluster."""
     words: tuple[str, ...]
     """Arguments of `dure train` for the first start."""
     resume_words: tuple[str, ...]
-    """Arguments of `dure train` when the job is started again."""
+    """Arguments of `dure train` when the job is restarted."""
     nodes: int = 1
     tasks_per_node: int = 1
-    """Number of ranks on each node."""
+    """Number of ranks per node."""
     cpus_per_task: int | None = None
     gpus_per_task: int = 0
     time_seconds: int | None = None
     python: str
-    """Interpreter that has dure, on the cluster's machines."""
+    """Interpreter with dure installed, as a path on the cluster."""
     folder: Path
-    """Folder to which relative paths refer."""
+    """Working directory, to which relative paths refer."""
 
     @property
     def num_ranks(self) -> int:
@@ -43,10 +43,10 @@ class Job:
 
 
 def seconds_of(text: str) -> int:
-    """Read a length of time as Slurm writes it: 90 (minutes), 90:00, 1:30:00, 1-12 (days, hours), 1-12:30:00.
+    """Parse a duration in Slurm's notation: 90 (minutes), 90:00, 1:30:00, 1-12 (days, hours), 1-12:30:00.
 
     Raises:
-        Misuse: It is none.
+        Misuse: The text is not such a duration.
     """
     match = _TIME.fullmatch(text)
     if match is None or not any(int(number) for number in match.groups() if number):
@@ -58,22 +58,22 @@ def seconds_of(text: str) -> int:
 
 
 def slurm_time(seconds: int) -> str:
-    """Write a length of time as D-HH:MM:SS, rounded to nothing."""
+    """Format a duration as D-HH:MM:SS, without rounding."""
     days, rest = divmod(seconds, 86400)
     return f"{days}-{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
 
 
 def run_command(command: Sequence[str], *, given: str, lacking: str) -> str:
-    """Give text to one of the cluster's own commands and return what it prints.
+    """Run a command of the cluster with a text as its input, and return its output.
 
     Args:
-        command: It and its arguments.
-        given: Its input.
-        lacking: What to do where there is no such command.
+        command: Command and its arguments.
+        given: Text for its stdin.
+        lacking: Advice if there is no such command.
 
     Raises:
-        EnvironmentLacks: There is none.
-        SubmissionRefused: It says no.
+        EnvironmentLacks: There is no such command.
+        SubmissionRefused: The command fails.
     """
     try:
         done = subprocess.run(list(command), input=given, capture_output=True, text=True)

@@ -14,23 +14,23 @@ Manifest = dict[str, Any]
 
 PORT = 29500
 STOP_SECONDS = 120
-"""Seconds between SIGTERM and SIGKILL, for a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL, to write a checkpoint."""
 STARTS_PER_POD = 4
-"""Starts per pod, on average over the nodes, after which the job has failed; pods that were disrupted do not count."""
+"""Starts per pod, on average over the nodes, after which the job has failed; disrupted pods do not count."""
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _POD_SUFFIX = len("-node-0-") + len("-xxxxx")
-"""Length of what JobSet and Job append to a name for a pod's, apart from its index."""
+"""Length of the suffix that JobSet and Job append to a name for a pod, except its index."""
 _LONGEST = 63
 
 _WORDS_OF_YAML = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""Words that YAML 1.1 reads as values, not as text."""
+"""Words that YAML 1.1 reads as values and not as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesOptions:
-    """Settings that only Kubernetes has."""
+    """Settings specific to Kubernetes."""
 
     image: str
     """Container image with dure and the task."""
@@ -39,14 +39,14 @@ class KubernetesOptions:
     runtime: str = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""
     claim: str | None = None
-    """PersistentVolumeClaim for the runs, which all pods can write."""
+    """PersistentVolumeClaim for the runs, writable by all pods; None for none."""
 
 
 def check_names(job: Job, options: KubernetesOptions) -> None:
-    """Refuse what Kubernetes would refuse later, or in a pod that never comes.
+    """Refuse names that Kubernetes would refuse later, or in a pod that would never start.
 
     Raises:
-        Misuse: A name breaks its rules.
+        Misuse: A name is invalid.
     """
     longest = _LONGEST - _POD_SUFFIX - len(str(job.nodes - 1))
     if not _LABEL.fullmatch(job.name) or len(job.name) > longest:
@@ -65,14 +65,14 @@ def check_names(job: Job, options: KubernetesOptions) -> None:
 
 
 def manifests(job: Job, options: KubernetesOptions) -> list[Manifest]:
-    """Return what is applied, as plain values."""
+    """Return the manifests as plain values."""
     if options.kind == "trainjob":
         return [_train_job(job, options)]
     return [_service(job, options), _indexed_job(job, options)]
 
 
 def _command(job: Job) -> list[str]:
-    """Return a pod's command: a rank, or torchrun where a pod is several; it reads the same PET_ variables."""
+    """Return a pod's command: a rank, or torchrun if a pod has several ranks; it reads the same PET_ variables."""
     command = list(job.train_command(job.words))
     if job.tasks_per_node > 1:
         command[1:3] = ["-m", "torch.distributed.run", "-m", "dure"]
@@ -87,7 +87,7 @@ def _metadata(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def _resources(job: Job) -> Manifest:
-    """Return what a pod needs; limits of memory are the namespace's to set."""
+    """Return a pod's resources; memory limits are left to the namespace."""
     requests, limits = {}, {}
     if job.cpus_per_task is not None:
         requests["cpu"] = str(job.cpus_per_task * job.tasks_per_node)
@@ -97,8 +97,8 @@ def _resources(job: Job) -> Manifest:
 
 
 def _volumes(job: Job, options: KubernetesOptions) -> tuple[list[Manifest], list[Manifest]]:
-    """Return a pod's volumes and where its container has them."""
-    # containers get 64 MiB of /dev/shm, where ranks of a pod and their loaders exchange tensors
+    """Return a pod's volumes and the mounts of its container."""
+    # containers have 64 MiB of /dev/shm by default, where ranks of a pod and their loaders exchange tensors
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # noqa: S108
     if options.claim is not None:
@@ -156,7 +156,7 @@ def _runtime_patch(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def _service(job: Job, options: KubernetesOptions) -> Manifest:
-    """Return what gives each pod a name in the cluster's network; rank 0's is `<job>-0.<job>`."""
+    """Return the service that gives each pod a name in the cluster's network; rank 0's is `<job>-0.<job>`."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -164,7 +164,7 @@ def _service(job: Job, options: KubernetesOptions) -> Manifest:
         "spec": {
             "clusterIP": "None",
             "selector": {"batch.kubernetes.io/job-name": job.name},
-            # ranks look for rank 0 while it starts
+            # ranks look up rank 0 while it starts
             "publishNotReadyAddresses": True,
             "ports": [{"name": "ranks", "port": PORT, "protocol": "TCP"}],
         },
@@ -189,9 +189,9 @@ def _indexed_job(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def _failure_rules(job: Job) -> list[Manifest]:
-    """Return what becomes of a pod that failed: it is started again, unless that would be in vain."""
+    """Return the rules for failed pods, which are restarted unless that would be in vain."""
     rules: list[Manifest] = []
-    if job.tasks_per_node == 1:  # torchrun ends with 1 whatever happened
+    if job.tasks_per_node == 1:  # torchrun always exits with 1
         in_vain = {"containerName": "node", "operator": "In", "values": [2, 3]}
         stopped = {"containerName": "node", "operator": "In", "values": [RESUMABLE]}
         rules.append({"action": "FailJob", "onExitCodes": in_vain})
@@ -222,7 +222,7 @@ def _pod(job: Job, options: KubernetesOptions) -> Manifest:
 
 
 def _torchruns_environment(job: Job) -> list[Manifest]:
-    """Return the variables that Kubeflow Trainer would set, for torchrun and for ranks (`cluster/rank.py`) to read."""
+    """Return the variables that Kubeflow Trainer would set, for torchrun and for ranks (`cluster/rank.py`)."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     said = {
         "PET_NNODES": str(job.nodes),
@@ -238,7 +238,7 @@ def _torchruns_environment(job: Job) -> list[Manifest]:
 
 
 def to_yaml(documents: Sequence[Manifest]) -> str:
-    """Write plain values as YAML. Every text is quoted as in JSON, so that none is taken for something else."""
+    """Format plain values as YAML. Every text is quoted as in JSON, so that it is never read as another type."""
     return "---\n".join("".join(f"{line}\n" for line in _lines(document)) for document in documents)
 
 
@@ -272,17 +272,17 @@ def _key(name: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    # JSON's escapes for what is beyond 16 bits are none of YAML's
+    # JSON's escapes beyond 16 bits are not valid in YAML
     text = json.dumps(value, ensure_ascii=False)
     return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def apply(text: str) -> str:
-    """Hand manifests to the cluster that `kubectl` speaks to, and return what it says.
+    """Apply manifests to the current cluster of `kubectl`, and return its output.
 
     Raises:
         EnvironmentLacks: There is no `kubectl`.
-        SubmissionRefused: The cluster does not take them.
+        SubmissionRefused: The cluster refuses them.
     """
     command = ["kubectl", "apply", "-f", "-"]
     return run_command(command, given=text, lacking="install kubectl, or pipe --dry-run to where it is").strip()

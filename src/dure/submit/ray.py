@@ -1,4 +1,4 @@
-"""A run as actors of Ray: a placement group with a bundle per node, an actor per rank, and what watches them."""
+"""Run as Ray actors: a placement group with a bundle per node, an actor per rank, and their supervision."""
 
 import os
 import re
@@ -25,16 +25,16 @@ _CONNECT_SECONDS = 10.0
 _GRACE_SECONDS = 60.0
 """Seconds that the other ranks have to end after one has failed."""
 _SAY_AFTER_SECONDS = 10.0
-"""Seconds that a placement may take before a message reports the wait."""
+"""Seconds before a message reports the wait for a placement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Settings that only Ray has."""
+    """Job for Ray, with the settings specific to it."""
 
     job: Job
     address: str | None = None
-    """Address of a running cluster; None for the one that RAY_ADDRESS names, one that is there, or a new local one."""
+    """Address of a running cluster; None for that of RAY_ADDRESS, a running one on this host, or a new local one."""
 
     def bundles(self) -> list[dict[str, float]]:
         """Return the resources of each node."""
@@ -45,7 +45,7 @@ class Plan:
         return [dict(bundle) for _ in range(self.job.nodes)]
 
     def ranks(self) -> list[RankInfo]:
-        """Return the place of each rank."""
+        """Return the position of each rank."""
         tasks = self.job.tasks_per_node
         return [
             RankInfo(
@@ -59,13 +59,13 @@ class Plan:
         ]
 
     def environment(self, rank: RankInfo) -> dict[str, str]:
-        """Return torchrun's variables of a rank; one alone gets none, and may start ranks of its own."""
+        """Return torchrun's variables of a rank; none for a single rank, which may start ranks of its own."""
         if rank.world_size == 1:
             return {}
         return {**rank.to_environment(), "TORCHELASTIC_RUN_ID": self.job.name, "TORCHELASTIC_RESTART_COUNT": "0"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as it is shown: MASTER_ADDR and MASTER_PORT are found when rank 0 has its place."""
+        """Return the plan for display; MASTER_ADDR and MASTER_PORT are unknown until rank 0 is placed."""
         return {
             "address": self.address,
             "placement_group": {"bundles": self.bundles(), "strategy": self.strategy},
@@ -84,17 +84,17 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """Ray's word for bundles on different nodes."""
+        """Ray's name of the placement strategy, which puts bundles on different nodes."""
         return "STRICT_SPREAD" if self.job.nodes > 1 else "PACK"
 
 
 def run(plan: Plan) -> None:
-    """Run all ranks, pass on what they print and what signals come, and leave nothing of it in Ray.
+    """Run all ranks, forward their output and signals to them, and leave nothing of the run in Ray.
 
     Raises:
-        EnvironmentLacks: Ray is not installed, not reachable, or never has that much.
+        EnvironmentLacks: Ray is not installed or not reachable, or never has enough resources.
         WorkerFailed: A rank failed.
-        Interrupted: A signal stopped the run; it can be resumed.
+        Interrupted: A signal stopped the run, which can be resumed.
     """
     ray = _import_ray()
     is_ours = _connect(ray, plan.address)
@@ -117,7 +117,7 @@ def run(plan: Plan) -> None:
 
 
 def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start sends no reports
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that we start sends no usage reports
     try:
         import ray
         import ray.util
@@ -134,7 +134,7 @@ def _connect(ray: Any, address: str | None) -> bool:
         if address is None and not os.environ.get("RAY_ADDRESS"):
             try:
                 ray.init(address="auto", **options)
-            except ConnectionError:  # none runs here
+            except ConnectionError:  # there is none on this host
                 ray.init(address="local", include_dashboard=False, **options)
                 return True
         else:
@@ -147,14 +147,14 @@ def _connect(ray: Any, address: str | None) -> bool:
 
 
 def _refuse_unreachable(address: str | None) -> None:
-    """Refuse an address without a listener: Ray itself tries for minutes."""
+    """Refuse an address without a listener, because Ray itself retries for minutes."""
     match = re.fullmatch(r"(?:ray://)?([^/]+):(\d{1,5})", address or "")
     if match is not None:
         socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
 def _wait_for_place(ray: Any, group: Any, plan: Plan, received: list[int], *, is_ours: bool) -> None:
-    """Wait until the cluster has room. One that was started for this run never grows."""
+    """Wait until the cluster has enough resources; a cluster started for this run never grows."""
     wanted = sum(bundle["CPU"] for bundle in plan.bundles())
     ready, start, has_said = group.ready(), time.monotonic(), False
     while not ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
@@ -200,7 +200,7 @@ def _start(ray: Any, actors: list[Any], plan: Plan) -> None:
 
 
 def _watch(ray: Any, actors: list[Any], received: list[int]) -> int:
-    """Pass on output and signals until all ranks have ended; return the exit code of the first that was not 0."""
+    """Forward output and signals until all ranks have ended; return the first exit code that was not 0."""
     codes: dict[int, int] = {}
     first, num_sent = 0, 0
     deadline: float | None = None
@@ -219,7 +219,7 @@ def _watch(ray: Any, actors: list[Any], received: list[int]) -> int:
         if first and deadline is None:
             deadline = time.monotonic() + _GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
-            break  # the rest hangs, and is killed with its actors
+            break  # the others hang, and are killed with their actors
         time.sleep(_LOOK_SECONDS)
     return first
 
@@ -240,7 +240,7 @@ def _pass_on(look: Look) -> None:
 
 
 def _judge(code: int, plan: Plan) -> None:
-    """Say what the ranks ended with as this process's own end; they have said why themselves."""
+    """Raise an error for the exit code of the ranks; their own messages have given the reason."""
     if code in STOP_ENDS:
         raise Interrupted(
             f"stopped; continue with `dure train --resume {shell_word(plan.job.run)}`, or submit that",
@@ -253,7 +253,7 @@ def _judge(code: int, plan: Plan) -> None:
 
 @contextmanager
 def _keeping_signals() -> Iterator[list[int]]:
-    """Collect stop signals for the ranks, which write a checkpoint; here nothing ends."""
+    """Collect stop signals for the ranks, which write a checkpoint; this process continues."""
     received: list[int] = []
 
     def keep(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Actor of Ray that runs one rank as a process of its own."""
+"""Ray actor that runs one rank in a separate process."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 READ_LIMIT_BYTES = 2**20
-"""Most bytes of output that one look reads."""
+"""Maximum bytes of output that are read at once."""
 
 _TIED = """
 import sys
@@ -20,7 +20,7 @@ die_with_parent(int(sys.argv[1]))
 from dure.cli import main
 sys.exit(main(sys.argv[2:]))
 """
-"""`dure`, which ends with the actor that started it: Ray kills actors, and knows nothing of their children."""
+"""Program that runs `dure` and ends with its actor: Ray kills actors, but not their child processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,16 +28,16 @@ class Look:
     """Status of a rank."""
 
     exit_code: int | None
-    """Exit code; None while it runs, or while there is more to read; negative for a signal."""
+    """Exit code, negative for a signal; None while the rank runs, or while there is more output to read."""
     out: bytes
     err: bytes
-    """Bytes that it wrote to stderr since the last look."""
+    """Bytes written to stderr since the last look."""
 
 
 class RayRank:
-    """Starts a rank and is asked how it stands: no call waits for it, so that a signal gets through.
+    """Actor that starts a rank and reports its status; no call waits for the rank, so that signals can be delivered.
 
-    A process of its own, because Ray's worker has threads, and data loaders fork.
+    The rank is a separate process, because Ray's worker has threads, and data loaders fork.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class RayRank:
         self._outputs: list[IO[bytes]] = []
 
     def find_meeting_point(self, *, is_one_host: bool) -> tuple[str, int]:
-        """Return an address of this host that the other ranks reach, and a port that is free there now."""
+        """Return an address of this host that the other ranks can reach, and a port that is currently free."""
         address = "127.0.0.1"
         if not is_one_host:
             import ray
@@ -55,12 +55,12 @@ class RayRank:
             return address, int(listener.getsockname()[1])
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str) -> str | None:
-        """Start the rank; return why it cannot be, or None.
+        """Start the rank; return the reason if that fails, or None.
 
         Args:
-            words: Of the command, after `dure`. The interpreter is this actor's.
+            words: Arguments after `dure`. The interpreter is this actor's.
             environment: Variables added to the actor's.
-            folder: Where relative paths begin.
+            folder: Working directory.
         """
         writers = [self._new_output(), self._new_output()]
         try:
@@ -80,14 +80,14 @@ class RayRank:
         return None
 
     def _new_output(self) -> int:
-        """Make a file without a name that is read while it is written; return the descriptor to write to."""
+        """Create an unnamed file that is read while it is written; return the descriptor for writing."""
         writer, path = tempfile.mkstemp(prefix="dure-")
         self._outputs.append(open(path, "rb"))  # noqa: SIM115 - read as long as the actor lives
         os.unlink(path)
         return writer
 
     def look(self) -> Look:
-        """Say how the rank stands, and what it printed."""
+        """Return the status of the rank, and its new output."""
         assert self._process is not None
         exit_code = self._process.poll()
         out, err = (output.read(READ_LIMIT_BYTES) for output in self._outputs)
@@ -95,10 +95,10 @@ class RayRank:
         return Look(exit_code=None if has_more else exit_code, out=out, err=err)
 
     def send(self, number: int) -> None:
-        """Signal the rank."""
+        """Send a signal to the rank."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the rank at once."""
+        """Kill the rank at once."""
         self.send(signal.SIGKILL)

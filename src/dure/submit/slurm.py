@@ -1,4 +1,4 @@
-"""A batch script for Slurm: `srun` starts the ranks, and the job puts itself back into the queue when it has to go."""
+"""Batch script for Slurm: `srun` starts the ranks, and the job requeues itself when it must leave its nodes."""
 
 import signal
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from dure.submit.job import Job, run_command, slurm_time
 from dure.terminal import shell_word
 
 STRAGGLER_SECONDS = 60
-"""Seconds that the other ranks have after one has ended, before srun ends them: one that lost its peers may hang."""
+"""Seconds that the other ranks have after one has ended, before srun ends them, since a rank without peers may hang."""
 
 
 REQUEUE_SECONDS = 300
-"""Seconds that are more than Slurm needs to end a script whose job it has requeued."""
+"""Seconds of sleep, longer than Slurm needs to end a script whose job it has requeued."""
 
 _TOLD_TOO_EARLY = 128 + signal.SIGUSR1
-"""Exit code of a rank that got SIGUSR1 before it handled it: Python was still starting."""
+"""Exit code of a rank that received SIGUSR1 before it could handle it, while Python was starting."""
 
-# A job that ends by itself in the grace time of a preemption has failed, to Slurm, and would not come back: that it was
-# preempted is to be asked. Whatever it ended with then, it comes back, as it does where there is no grace time; and
-# where there is none, no job comes back out of a partition that cancels.
+# Slurm counts a job that exits within the grace time of a preemption as failed, and would not requeue it. The script
+# therefore asks whether the job was preempted, and requeues it with any exit code, as Slurm does if there is no grace
+# time. Without a grace time, no job is requeued by a partition that cancels.
 _GOES_BACK = rf"""# whether the ranks went for another job or the time limit, and this job is to come back
 goes_back() {{
     local job
@@ -39,20 +39,20 @@ goes_back() {{
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
-    """Settings that only Slurm has."""
+    """Settings specific to Slurm."""
 
     partition: str | None = None
     grace_seconds: int = 120
-    """Seconds before the end of its time at which a job is notified, so that it can write a checkpoint."""
+    """Seconds before its time limit at which a job is notified, so that it can write a checkpoint."""
     lines: tuple[str, ...] = ()
-    """Further `#SBATCH` lines, without that word."""
+    """Further `#SBATCH` lines, without that prefix."""
 
 
 def check_line(line: str) -> None:
-    """Refuse what would not be one option of sbatch.
+    """Refuse a text that is not a single option of sbatch.
 
     Raises:
-        Misuse: It is no option, or more than one line.
+        Misuse: It is not an option, or has more than one line.
     """
     if not line.startswith("-") or not line.isprintable():
         raise Misuse(f"--sbatch {line!r} is no option of sbatch: write one line that begins with -, as --account=me")
@@ -61,10 +61,9 @@ def check_line(line: str) -> None:
 def script(job: Job, options: SlurmOptions) -> str:
     """Return the batch script.
 
-    Exit code 75 of the ranks means that they were told to go and wrote a checkpoint: the script asks for the job to be
-    queued again, and so it does when the job is preempted and ends in its grace time. Slurm itself does so when it
-    takes the job's nodes away at once. Either way the job has been started before, by Slurm's count, and goes on with
-    the run.
+    Exit code 75 of the ranks means that they were asked to stop and wrote a checkpoint; the script then requeues the
+    job. It also does so if the job is preempted and ends within its grace time. Slurm itself does so when it takes away
+    the job's nodes at once. In both cases Slurm counts the job as restarted, and it resumes the run.
     """
     return "\n".join(
         [
@@ -123,16 +122,16 @@ def _options(job: Job, options: SlurmOptions) -> Sequence[str]:
 
 
 def _cpus(job: Job) -> str:
-    # srun of 22.05 and later does not take it over from the job
+    # srun of 22.05 and later does not inherit it from the job
     return "" if job.cpus_per_task is None else f" --cpus-per-task={job.cpus_per_task}"
 
 
 def submit(text: str) -> str:
-    """Hand a batch script to Slurm and return the job's number.
+    """Submit a batch script to Slurm and return the job number.
 
     Raises:
         EnvironmentLacks: There is no `sbatch`.
-        SubmissionRefused: Slurm does not take it.
+        SubmissionRefused: Slurm refuses it.
     """
     said = run_command(["sbatch", "--parsable"], given=text, lacking="submit from a login node, or look at --dry-run")
     return said.strip().partition(";")[0]

@@ -1,4 +1,4 @@
-"""The command line: one thin file per verb, results on stdout, talk on stderr."""
+"""Command line: one thin file per verb, results on stdout, messages on stderr."""
 
 from dure.cli.app import main
 

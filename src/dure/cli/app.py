@@ -1,4 +1,4 @@
-"""`dure`: finds the verb, and turns whatever goes wrong into a sentence and an exit code."""
+"""`dure`: selection of the verb, and conversion of errors into messages and exit codes."""
 
 import atexit
 import errno
@@ -30,7 +30,7 @@ from dure.terminal import replace_what_no_terminal_has, tell_last
 
 
 class Verb(NamedTuple):
-    """A command. Its module is imported when it is asked for: the list of all of them needs none."""
+    """Command. Its module is imported on demand; the list of all commands imports none."""
 
     module: str
     summary: str
@@ -64,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: The arguments after the program's name; `sys.argv`'s when None.
+        argv: Arguments after the program's name; None for those of `sys.argv`.
 
     Returns:
         The exit code, one of the README's table.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    if tokens[:1] != ["run"]:  # whose streams are the script's
+    if tokens[:1] != ["run"]:  # `dure run` leaves the streams to the script
         replace_what_no_terminal_has()
-    # with torch loaded, the interpreter spends 0.8 s at its end on collecting what the system takes back at once
+    # with torch loaded, the interpreter would spend 0.8 s at exit on collecting what the system frees at once
     atexit.register(gc.freeze)
     try:
         with _ending_in_order():
@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell_last("stopped")
         return stop_exit_code(stop.number if isinstance(stop, Terminated) else signal.SIGINT)
     except BrokenPipeError:
-        # the reader of our output went away (`dure runs | head`); keep the interpreter's own flush from saying so
+        # the reader of our output has gone (`dure runs | head`); prevent a message from the interpreter's own flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         if error.errno != errno.ENOSPC or not _is_stdout_full():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again
         tell_last(f"the result cannot be written to stdout ({error.strerror}): send it elsewhere")
         return Misuse.exit_code
     return DONE
@@ -109,12 +109,12 @@ def _is_stdout_full() -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Begin with all three streams: what is opened first would take the number of one that is closed, as by cron."""
+    """Open closed standard streams (as under cron), whose numbers the next opened files would otherwise get."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
@@ -131,14 +131,14 @@ def _ending_in_order() -> Iterator[None]:
         end_by(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets only the main thread have handlers
+        yield  # Python allows handlers only in the main thread
         return
     before = {number: signal.signal(number, end) for number in heeded_signals() if number != signal.SIGINT}
     forget_stop()
     try:
         yield
     except Exception:
-        end_if_unanswered()  # what an import made of it
+        end_if_unanswered()  # an import may have replaced handlers
         raise
     finally:
         for number, handler in before.items():
@@ -146,7 +146,7 @@ def _ending_in_order() -> Iterator[None]:
 
 
 def build_app(command: Callable[..., None] | None = None, name: str = "") -> App:
-    """Build the parser of one command, or of all of them as far as a list of them needs it."""
+    """Build the parser of one command, or of all commands as far as their list requires it."""
     app = App(
         name="dure",
         help="Train a PyTorch model on one device or many, with the same result.",
@@ -178,14 +178,14 @@ def _run(tokens: list[str]) -> None:
 
 
 def _speaking_flags() -> AbstractContextManager[None]:
-    from dure.spec.arguments import speaking_flags  # half of the time of `dure --help`, which has no fault
+    from dure.spec.arguments import speaking_flags  # half of the time of `dure --help`, which does not need it
 
     return speaking_flags()
 
 
 def _parse_fault(error: CycloptsError, app: App) -> str:
-    """Say what is wrong with the command line; unknown names come with the known ones."""
-    # half of the time of `dure --help`, which has no fault
+    """Return the error in the command line as a message; unknown names come with the known ones."""
+    # half of the time of `dure --help`, which does not need it
     from dure.spec import SETTINGS, flag_name, option_names, requirement, unknown_name, unknown_setting
     from dure.spec.old_names import SETTINGS as OLD_SETTINGS
     from dure.spec.old_names import STRATEGIES_WITH
@@ -222,14 +222,14 @@ def _parse_fault(error: CycloptsError, app: App) -> str:
 
 
 def _sentence(error: DureError) -> str:
-    """Return an error as it is shown: one sentence, or a line for each of several faults."""
+    """Return an error for display: one sentence, or a line for each of several faults."""
     if isinstance(error, SpecInvalid) and len(error.faults) > 1:
         return "\n".join([f"{len(error.faults)} settings cannot be:", *(f"  {fault}" for fault in error.faults)])
     return str(error)
 
 
 def _version() -> str:
-    import importlib.metadata  # a seventh of the time of `dure --help`, which has no use for it
+    import importlib.metadata  # a seventh of the time of `dure --help`, which does not need it
 
     try:
         return importlib.metadata.version("dure")

@@ -1,4 +1,4 @@
-"""`dure bench`: what collectives cost here, and what an algorithm sends."""
+"""`dure bench`: cost of collectives on this machine, and messages of an algorithm."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,9 +64,9 @@ def bench(
 ) -> None:
     """Measure collectives between processes of this host, and fit what a link costs.
 
-    The columns are those of nccl-tests. Times are of the slowest rank. algbw is bytes over time, busbw what each link
-    carries of it at best, #wrong counts elements that did not come out right. A line alpha + beta * bytes is fitted
-    and kept for planning.
+    The columns are those of nccl-tests. Times are those of the slowest rank. algbw is bytes over time, busbw the
+    bandwidth of each link, #wrong the number of incorrect elements. A line alpha + beta * bytes is fitted and kept for
+    planning.
     """
     from dure.api import bench as library
 

@@ -1,4 +1,4 @@
-"""`dure diff`: where two runs part."""
+"""`dure diff`: where two runs diverge."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dure.api.diff import Difference, WeightsDifference
 
 MOST_WEIGHTS = 8
-"""Positions that are shown, those around the parting; `--json` has all."""
+"""Maximum positions shown, around the divergence; `--json` has all of them."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -92,9 +92,9 @@ def _all_weights_told(found: "Difference") -> Iterator[str]:
 
 
 def _first_shown(found: "Difference") -> int:
-    """Return the position from which on checkpoints are shown, so that the last that is the same is the first of them.
+    """Return the index of the first checkpoint to show, so that the last equal one is shown first.
 
-    Where all fit, or none differ, they are shown from the first on.
+    It is 0 if all fit, or none differ.
     """
     if found.apart is None or len(found.weights) <= MOST_WEIGHTS:
         return 0

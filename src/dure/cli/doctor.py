@@ -1,4 +1,4 @@
-"""`dure doctor`: what happened to a run, from the files that it left."""
+"""`dure doctor`: diagnosis of a run from the files that it left."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`dure eval`: measure a run's checkpoint on the task's evaluation data."""
+"""`dure eval`: evaluation of a run's checkpoint on the task's evaluation data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from dure.terminal import print_json
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
-    """Return the tokens, with every truth in one form, and the verb."""
+    """Return the tokens, with boolean flags in one form, and the verb."""
     return spell_out_truths(tokens), with_flags(evaluate, flag_parameters(EVALUATION_FIELDS))
 
 

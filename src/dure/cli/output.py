@@ -1,4 +1,4 @@
-"""Parts that commands have in common: `--json`, and which process prints."""
+"""Parts common to several commands: `--json`, and which process prints."""
 
 from typing import Annotated
 
@@ -13,9 +13,9 @@ JsonFlag = Annotated[
 
 
 def speaks_for_all() -> bool:
-    """Return whether this process prints what all ranks have in common: under a launcher only rank 0 does."""
+    """Return whether this process prints for all ranks; under a launcher only rank 0 does."""
     try:
         place = RankInfo.from_environment()
     except DureError:
-        return True  # it is not known which rank this is, and that has to be said
+        return True  # the rank is unknown, which must be reported
     return place is None or place.rank == 0

@@ -1,4 +1,4 @@
-"""`dure preflight`: whether the machines can do it, before a run finds out that they cannot."""
+"""`dure preflight`: check of machines and network before a run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"failure": "bold red", "warning": "bold yellow", "ok": "green", "skipped": "dim"}
 _MOST_BAD = 8
-"""Most problems shown of one check: if a host cannot be reached, every other host reports it."""
+"""Maximum problems shown per check: if a host cannot be reached, every other host reports it."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
@@ -68,7 +68,7 @@ def preflight(
 ) -> None:
     """Look whether these machines can do a run: versions, network, clocks, limits, disk, GPUs, a real collective.
 
-    Ends with 3 when something is missing, each with its cure; warnings do not count. Nothing of it is left behind.
+    Ends with 3 if anything is missing, and shows a cure for each problem; warnings do not count. Leaves nothing behind.
     """
     from dure.launch.nodes.rendezvous import node_settings
     from dure.preflight.all_checks import preflight as check_all
@@ -126,7 +126,7 @@ def preflight(
 
 
 def _kind_of(device: str) -> str:
-    """Return the kind of device of a run; one that was asked for stays, so that a check says that it is missing."""
+    """Return the type of device of a run; a requested one is kept, so that a check can report it missing."""
     from dure.host.devices import resolve_device
 
     return resolve_device("auto") if device == "auto" else device
@@ -135,12 +135,12 @@ def _kind_of(device: str) -> str:
 def _auto_ranks(kind: str) -> int:
     from dure.host.devices import count_accelerators, count_cores
 
-    # one rank alone would leave out what matters most: that they come through to each other
+    # a single rank would omit the most important check: that ranks can reach each other
     return count_accelerators(kind) if kind != "cpu" and count_accelerators(kind) else min(2, count_cores())
 
 
 def table(report: "Report") -> "Table":
-    """Lay a report out, what is wrong first."""
+    """Render a report as a table, with problems first."""
     from rich.table import Table
 
     from dure.styled import styled
@@ -155,7 +155,7 @@ def table(report: "Report") -> "Table":
 
 
 def _shortened(report: "Report") -> "Iterator[tuple[Finding, int]]":
-    """Yield what is wrong, up to some of a kind, then the first of what is well and how many more nodes are."""
+    """Yield the problems, up to a maximum per check, then successful checks once, with the number of further nodes."""
     told: dict[str, list[Finding]] = {}
     count: Counter[str] = Counter()
     for finding in report.findings:

@@ -1,4 +1,4 @@
-"""`dure run`: any script on many ranks, as torchrun runs it."""
+"""`dure run`: any script on many ranks, as torchrun would run it."""
 
 import inspect
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from dure.terminal import tell
 
 _END_OF_FLAGS = "--"
 _TRUTHS = torchrun_flags.TRUTHS | {"no-prefix", "allow-public-address", "preflight", "share-run", "help", "h"}
-"""Flags without a value: what comes after another flag is its value and not the script."""
+"""Flags without a value; the token after any other flag is its value and not the script."""
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
-    """Return the tokens up to the script, and the verb with the script's own arguments, which are not looked at.
+    """Return the tokens up to the script, and the verb with the script's own arguments, which are not parsed.
 
-    `--` may end the flags in front of the script; after it, `--` is the script's own, as `python` has it.
+    `--` may end the flags before the script; after the script, `--` belongs to the script, as with `python`.
     """
     flags: list[tuple[str, str | None]] = []
     position = 1
@@ -116,7 +116,7 @@ def run(
 ) -> None:
     """Run any PyTorch script on many ranks, unchanged: torchrun's variables are set.
 
-    Flags stand before the script, and -- may end them; what stands after the script is its own.
+    Flags come before the script, and -- may end them; everything after the script belongs to it.
     """
     if script is None:
         raise Misuse("no script is given: write `dure run --nproc 2 train.py ARGUMENTS`")
@@ -159,7 +159,7 @@ def run(
 
 
 def _own_flag_among(arguments: tuple[str, ...]) -> str | None:
-    """Return the first of a script's arguments that is a flag of ours, or of torchrun's."""
+    """Return the first of a script's arguments that is a flag of ours or of torchrun's, or None."""
     names = {name.replace("_", "-") for name in inspect.signature(run).parameters} | torchrun_flags.known()
     flags = [each.partition("=")[0] for each in arguments if each.startswith("--")]
     return next((flag for flag in flags if torchrun_flags.bare_name(flag) in names), None)

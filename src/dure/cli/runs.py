@@ -28,7 +28,7 @@ def runs(
 ) -> None:
     """Show the runs of a folder: status, strategy and devices, samples, best metric."""
     folder = runs_dir or _default_folder()
-    # before the first run there is no ./runs, which is no mistake; a folder that was named has to be there
+    # before the first run there is no ./runs, which is not an error; a folder that was named must exist
     found = list_runs(folder) if runs_dir is not None or folder.exists() else []
     if json:
         print_json({"runs": [asdict(run) for run in found]})

@@ -1,4 +1,4 @@
-"""`dure train --show-spec`: every setting, its value, and where the value came from."""
+"""`dure train --show-spec`: every setting, its value, and the source of the value."""
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -19,7 +19,7 @@ def print_spec(resolved: ResolvedSpec, *, as_json: bool) -> None:
 
 
 class _SpecTable:
-    """A row per setting, by group; in a narrow terminal lines, with the source where it is not the default."""
+    """Table with a row per setting, by group; in a narrow terminal lines, with the source unless it is the default."""
 
     def __init__(self, resolved: ResolvedSpec) -> None:
         self.resolved = resolved

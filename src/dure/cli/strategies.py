@@ -28,7 +28,7 @@ ROWS = {
     "memory": "memory",
     "right_when": "right when",
 }
-"""Fields of a strategy that are shown, each with its label."""
+"""Fields of a strategy that are shown, with their labels."""
 
 _LEGEND = "P ranks or devices, b samples; bytes: W parameters, G gradients, S optimiser state, A(b) activations"
 
@@ -74,7 +74,7 @@ def strategies(
 
 
 def _overview(infos: Sequence["StrategyInfo"]) -> Table:
-    """Return a line per strategy, to choose from: it comes last, where a terminal shows it."""
+    """Return a line per strategy, to choose from; shown last, so that a terminal still displays it."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("strategy", no_wrap=True, style="bold cyan")
     table.add_column("exact", no_wrap=True)
@@ -85,7 +85,7 @@ def _overview(infos: Sequence["StrategyInfo"]) -> Table:
 
 
 def markdown_page(infos: Sequence["StrategyInfo"]) -> str:
-    """Write the table as a page: an overview to choose from, then what is said of each strategy."""
+    """Return the table as a Markdown page: an overview to choose from, then the details of each strategy."""
     head = [
         "# Strategies",
         "",
@@ -123,7 +123,7 @@ def _option_flags(info: "StrategyInfo") -> list[str]:
 
 
 class _StrategyTable:
-    """A block per strategy: the sentences are too long for columns side by side."""
+    """Block per strategy, because the sentences are too long for adjacent columns."""
 
     def __init__(self, infos: Sequence["StrategyInfo"]) -> None:
         self.infos = infos

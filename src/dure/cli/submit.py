@@ -1,4 +1,4 @@
-"""`dure submit`: hand a run to Slurm, Kubernetes or Ray."""
+"""`dure submit`: submission of a run to Slurm, Kubernetes or Ray."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,13 +40,13 @@ _RAY = Group.create_ordered("Ray")
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
-    """Return the tokens up to the task, and the verb around what follows: that is `dure train`'s to understand."""
+    """Return the tokens up to the task, and the verb with the rest, which are arguments of `dure train`."""
     own, rest = _split(tokens)
     return own, with_flags(partial(submit, rest), [], doc=submit.__doc__)
 
 
 def _split(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide at the task, the first word that is neither a flag nor a flag's value, or at a `--`."""
+    """Split at the task, the first token that is neither a flag nor a flag's value, or at a `--`."""
     position = 1
     while position < len(tokens):
         word = tokens[position]
@@ -126,8 +126,8 @@ def submit(
 ) -> None:
     """Hand a run to Slurm, Kubernetes or Ray.
 
-    dure submit --to slurm [flags of the job] file.py:Class [flags of dure train]; to go on with a run, write
-    `-- --resume runs/NAME` in place of the task.
+    dure submit --to slurm [flags of the job] file.py:Class [flags of dure train]; to resume a run, write `-- --resume
+    runs/NAME` in place of the task.
     """
     from dure.api import submit as submission
 
@@ -162,7 +162,7 @@ def submit(
 
 
 def _read_training(rest: list[str]) -> "Training":
-    """Let the flags after the task be understood as `dure train` will, without the task."""
+    """Parse the flags after the task as `dure train` will, without loading the task."""
     from dure.api.submit import Training
     from dure.cli.app import build_app
 

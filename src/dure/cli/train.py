@@ -1,4 +1,4 @@
-"""`dure train`: start a run, or go on with one."""
+"""`dure train`: start or resume of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,13 +34,13 @@ _MORE = (
 
 
 def read(tokens: list[str]) -> tuple[list[str], Callable[..., None]]:
-    """Take the task's own options out of the tokens, which only the task knows, and build the verb around them.
+    """Take the task's own options, which only the task knows, out of the tokens, and build the verb with them.
 
-    `--no-pretrained` is short for `--task.pretrained false` where the task has such an option and dure has not.
-    Only this short form and `--help` need the task's class, and so import torch, before the settings are checked.
+    `--no-pretrained` is short for `--task.pretrained false` if the task has such an option and dure has none. Only this
+    short form and `--help` require the task's class, and so import torch, before the settings are checked.
 
     Returns:
-        The tokens that are left, and the verb.
+        The remaining tokens, and the verb.
     """
     shown = Shown.wanted(tokens, everything=_HELP_ALL in tokens)
     flags = flag_parameters(setting_names(), shown)
@@ -63,7 +63,7 @@ def _is_foreign_negative(token: str) -> bool:
 
 
 def _task_class(tokens: Sequence[str]) -> "type[Task] | None":
-    """Load the class that the tokens name, if they name one."""
+    """Load the class that the tokens name; return None if they name none."""
     references = [token for token in tokens if is_reference(token)]
     if not references:
         return None
@@ -98,7 +98,7 @@ def train(
 ) -> None:
     """Train a task, or go on with a run.
 
-    Flags go over DURE_<NAME> in the environment, that over the TOML file, that over the task's own defaults.
+    Flags override DURE_<NAME> in the environment, which overrides the TOML file, which overrides the task's defaults.
     """
     from dure.api import train as api
 
@@ -126,7 +126,7 @@ def train(
 
 
 def _is_quiet(settings: Mapping[str, Any], run: Path) -> bool:
-    """Tell whether `quiet` was set, which the environment or the TOML file may have done: the run's spec knows."""
+    """Return whether `quiet` is set, also by the environment or the TOML file, as recorded in the run's spec."""
     if "quiet" in settings:
         return bool(settings["quiet"])
     try:

@@ -1,4 +1,4 @@
-"""The flags that say where a command's hosts meet, for all verbs that may run on several."""
+"""Flags for the meeting of a command's hosts, for all verbs that may run on several."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dure.errors import Misuse
 
 
 def _all_needed(_: Any, tokens: Sequence[Any]) -> int:
-    """Refuse 1:4, with which `dure train` goes on without some hosts."""
+    """Refuse 1:4, with which only `dure train` continues without some hosts."""
     most = _most(_, tokens)
     if ":" in tokens[0].value:
         raise Misuse(

@@ -1,4 +1,4 @@
-"""Flags made of the fields of `RunSpec` and of strategies' options: a new one is a new flag without a line here."""
+"""Flags derived from the fields of `RunSpec` and the options of strategies, so that a new one needs no line here."""
 
 import inspect
 import os
@@ -20,33 +20,33 @@ _TRUTH_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 _NOT_FLAGS = frozenset({"task", "task_options"})
 _OPTION = re.compile(r"--(?:no-)?(?P<strategy>[A-Za-z][\w-]*)\.[^=]+")
 _BETWEEN = "__"
-"""Letters between a table, or a strategy, and what is in it, in a parameter's name."""
+"""Separator between a table, or a strategy, and its field in a parameter's name."""
 
 
 def setting_names() -> tuple[str, ...]:
-    """Return the settings that are flags: all but the task and its options."""
+    """Return the settings that are flags: all except the task and its options."""
     return tuple(name for name in SETTINGS if name not in _NOT_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Part of the flags that `--help` shows; all others are read as well."""
+    """Flags that `--help` shows; all others are accepted as well."""
 
     everything: bool = True
     strategy: str | None = None
-    """The strategy whose own options are shown too."""
+    """Strategy whose options are shown too; None for none."""
 
     @classmethod
     def wanted(cls, tokens: Sequence[str], *, everything: bool) -> "Shown":
-        """Return what the tokens ask for: what most runs need, and the options of the strategy that they name."""
+        """Return the flags to show for some tokens: those of most runs, and the options of a strategy they name."""
         return cls(everything=everything, strategy=_chosen_strategy(tokens))
 
 
 def flag_parameters(names: Iterable[str], shown: Shown | None = None) -> list[inspect.Parameter]:
-    """Make one keyword parameter of each setting, in groups as `--help` shows them.
+    """Return one keyword parameter per setting, in groups as in `--help`.
 
-    What the user wrote is handed on as text: `resolve` checks it together with all other sources, so that every
-    fault is reported at once. What the user left out stays None.
+    The user's values are passed on as text. `resolve` checks them together with all other sources, so that every fault
+    is reported at once. Omitted values are None.
     """
     wanted, shown = set(names), shown or Shown()
     parameters = []
@@ -67,7 +67,7 @@ def flag_parameters(names: Iterable[str], shown: Shown | None = None) -> list[in
 
 
 def option_parameters(tokens: Sequence[str], shown: Shown) -> list[inspect.Parameter]:
-    """Make parameters of the options of those strategies that the tokens name, or that are shown."""
+    """Return parameters for the options of the strategies that the tokens name, or that are shown."""
     named = {match["strategy"].replace("-", "_") for match in map(_OPTION.match, tokens) if match}
     wanted = [*STRATEGIES] if shown.everything else [*named, *([shown.strategy] if shown.strategy else [])]
     parameters = []
@@ -97,7 +97,7 @@ def option_parameters(tokens: Sequence[str], shown: Shown) -> list[inspect.Param
 
 
 def _wide_names(console: Any, options: Any, entries: Any) -> tuple[ColumnSpec, ...]:
-    """Give names half of the width: a strategy's name in front of its option's leaves no room in a third of it."""
+    """Give names half of the width: a strategy's name before its option does not fit into a third of it."""
     half = console.width // 2
     names = ColumnSpec(renderer=NameRenderer(max_width=half), style="cyclopts.name", max_width=half)
     return names, ColumnSpec(renderer=DescriptionRenderer(), overflow="fold")
@@ -107,7 +107,7 @@ _OLD_TRUTH, _OLD_TEXT = FieldInfo(annotation=bool, default=None), FieldInfo(anno
 
 
 def _chosen_strategy(tokens: Sequence[str]) -> str | None:
-    """Return the strategy that the tokens, or else the environment, name, if there is one of that name."""
+    """Return the strategy named by the tokens, or else by the environment, if it exists."""
     named = [os.environ.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "")]
     for position, token in enumerate(tokens):
         flag, is_one, value = token.partition("=")
@@ -117,7 +117,7 @@ def _chosen_strategy(tokens: Sequence[str]) -> str | None:
 
 
 def flag_names(name: str) -> tuple[str, ...]:
-    """Return a setting's flag, and its other names."""
+    """Return a setting's flag and its other names."""
     return (flag_name(name), *(flag_name(other) for other, own in OTHER_NAMES.items() if own == name))
 
 
@@ -129,8 +129,8 @@ def _flag_parameter(
     if get_origin(kind) is Literal:
         words = f"{words} [choices: {', '.join(get_args(kind))}]"
     if kind is not bool:
-        # the parser would refuse a wrong word or number by itself, before the other settings are looked at; `--help`
-        # shows the name
+        # by itself the parser would refuse a wrong word or number before the other settings are checked; `--help` shows
+        # the name
         kind = str if get_origin(kind) is Literal else type(kind.__name__, (str,), {})
     default = info.default
     parameter = Parameter(
@@ -168,10 +168,10 @@ def with_flags(
     """Return the function with `**settings` in its signature replaced by named flags.
 
     Args:
-        function: A verb.
-        parameters: Its flags in addition to its own parameters.
-        doc: Its help, if that is not the function's own docstring.
-        more: Last lines of its help.
+        function: Function of the verb.
+        parameters: Flags in addition to its own parameters.
+        doc: Help text, if not the function's own docstring.
+        more: Last lines of the help.
     """
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
 
@@ -185,7 +185,7 @@ def with_flags(
 
 
 def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given, a strategy's options, or settings that stand together, in a table under their name."""
+    """Return the settings, with options of a strategy, or settings of a table, in a table under its name."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
         strategy, is_option, option = name.partition(_BETWEEN)
@@ -197,14 +197,14 @@ def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spell_out_truths(tokens: Sequence[str], more: Collection[inspect.Parameter] = ()) -> list[str]:
-    """Write `--shuffle false` and `--no-compile` as `--shuffle=false` and `--compile=false`.
+    """Rewrite `--shuffle false` and `--no-compile` as `--shuffle=false` and `--compile=false`.
 
-    The parser gives a value to a flag without one only in this form; and `--no-compile`, of use only against a
-    TOML file or the environment, is kept out of `--help`.
+    The parser accepts a value for a boolean flag only in this form. `--no-compile`, which is useful only against a TOML
+    file or the environment, does not appear in `--help`.
 
     Args:
-        tokens: As they were written.
-        more: Parameters of further flags than those of the settings.
+        tokens: Tokens as written by the user.
+        more: Parameters of flags other than the settings.
     """
     booleans = {flag_name(name) for name in setting_names() if bool in kinds(field_of(name))}
     booleans |= {_flag_of(parameter) for parameter in more if bool in get_args(get_args(parameter.annotation)[0])}
@@ -225,6 +225,6 @@ def _flag_of(parameter: inspect.Parameter) -> str:
 
 
 def _with_dashes(token: str) -> str:
-    """Write the flag of an option with dashes, as `--help` does: a strategy's own name may have underscores."""
+    """Write the flag of an option with dashes, as in `--help`; the name of a strategy may have underscores."""
     flag, is_one, value = token.partition("=")
     return f"{flag.replace('_', '-')}{is_one}{value}" if _OPTION.fullmatch(flag) else token

@@ -1,4 +1,4 @@
-"""A task's own options on the command line: `--task.hidden 64`."""
+"""Options of a task on the command line: `--task.hidden 64`."""
 
 import ast
 import inspect
@@ -22,7 +22,7 @@ _SHOWN_AS_THEY_ARE = (int, float, str)
 
 
 def is_reference(token: str) -> bool:
-    """Tell whether a token looks like `file.py:Class`."""
+    """Return whether a token looks like `file.py:Class`."""
     return _REFERENCE.fullmatch(token) is not None
 
 
@@ -30,7 +30,7 @@ def take_task_options(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]
     """Take `--task.<name> value`, `--task.<name>=value`, `--task.<name>` and `--no-task.<name>` out of the tokens.
 
     Returns:
-        The other tokens, and the options as text: their types are the task's to know.
+        The other tokens, and the options as text, because only the task knows their types.
 
     Raises:
         Misuse: An option is given twice or has no name.
@@ -63,7 +63,7 @@ def _is_value(token: str) -> bool:
 
 
 def _give_back_reference(rest: list[str], options: dict[str, str]) -> None:
-    """Undo `--task.pretrained train.py:Task` being read as an option and its value, when no other task is named."""
+    """Restore the task in `--task.pretrained train.py:Task`, read as an option's value, if no other task is named."""
     taken = [name for name, value in options.items() if is_reference(value)]
     has_other = any(is_reference(token) for token in rest) or any(token.startswith("--resume") for token in rest)
     if len(taken) == 1 and not has_other:
@@ -72,7 +72,7 @@ def _give_back_reference(rest: list[str], options: dict[str, str]) -> None:
 
 
 def task_parameters(cls: "type[Task]") -> list[inspect.Parameter]:
-    """Make one parameter of each option of a task, for its `--help`."""
+    """Return one parameter per option of a task, for its `--help`."""
     from dure.training.task.options import task_options
 
     group = Group.create_ordered(f"Options of {cls.__name__}")
@@ -97,7 +97,7 @@ def _parameter(option: "TaskOption", words: str, group: Group) -> inspect.Parame
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """Return the string that stands under each field in the class's source, as far as there is a source."""
+    """Return the string under each field in the class's source, if the source is available."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:

@@ -1,4 +1,4 @@
-"""The flags of torchrun, as `dure run` takes them: most mean the same, the others say what takes their place."""
+"""Flags of torchrun in `dure run`: most have the same meaning, the others come with a message on their replacement."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ SAME = {
     "rdzv-endpoint": "--rendezvous",
     "local-ranks-filter": "--local-ranks-filter",
 }
-"""Names of torchrun's flags here."""
+"""Names of our flags for torchrun's."""
 
 WITHOUT_EFFECT = {
     "standalone": "one node meets by itself",
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     "tee": "what ranks print is always shown and kept in runs/NAME/logs",
     "t": "what ranks print is always shown and kept in runs/NAME/logs",
 }
-"""Flags of torchrun without effect, each with the reason why none is needed."""
+"""Flags of torchrun without effect, each with the reason why it is not needed."""
 
 REFUSED = {
     "log-dir": "logs are in the run's folder: use --runs-dir DIR and --name NAME, for DIR/NAME/logs",
@@ -47,35 +47,35 @@ REFUSED = {
     "shutdown-timeout": "a rank has 30 s after a signal, and as long as it likes until then: leave it out",
     "virtual-local-rank": "every rank sees all devices: let the script take device LOCAL_RANK, and leave it out",
 }
-"""Flags that are refused, and what takes their place."""
+"""Flags that are refused, with their replacements."""
 
 TRUTHS = frozenset({"standalone", "module", "m", "no-python", "run-path", "virtual-local-rank"})
 """Flags without a value."""
 
 _TOGETHER = ("master-addr", "master-port")
-"""An address in two flags, which is one of ours. It was never more than one node's own affair."""
+"""Address in two flags, which is one flag of ours. It was never more than one node's own affair."""
 _METHODS = ("fork", "spawn")
 _MOST_LETTERS_OF_SHORT = 1
 
 
 def known() -> frozenset[str]:
-    """Return the names of all flags that are read here."""
+    """Return the names of all flags that are recognised."""
     return frozenset((*SAME, *WITHOUT_EFFECT, *REFUSED, *_TOGETHER))
 
 
 def bare_name(flag: str) -> str:
-    """Return a flag's name without dashes in front, and with dashes where it has underscores."""
+    """Return a flag's name without leading dashes, and with dashes for underscores."""
     return flag.partition("=")[0].lstrip("-").replace("_", "-")
 
 
 def translated(flags: Sequence[tuple[str, str | None]]) -> tuple[list[str], list[str]]:
-    """Return our flags for those that were given, and a line for each that has no effect.
+    """Return our flags for those given, and a line for each flag without effect.
 
     Args:
-        flags: What stands before the script: each flag as it was written, and its value if it has one.
+        flags: Flags before the script as written by the user, each with its value or None.
 
     Raises:
-        SpecInvalid: Some mean what dure run does not do.
+        SpecInvalid: Flags have a meaning that `dure run` does not support.
     """
     ours: list[str] = []
     notes: list[str] = []

@@ -125,9 +125,9 @@ def evaluate(
 
     Args:
         run: Folder of the run.
-        task: Task of the run, its class, or `file.py:Class`. An object or a class is required if the run's record does
-            not suffice to build it (a class from a notebook, attributes set by hand). Any form is required if its file
-            is outside the current folder, unless `trust_task` is set.
+        task: Task of the run, its class, or `file.py:Class`. An object or a class is required if the run's record
+            cannot restore it (a class from a notebook, attributes set by hand). Any form is required if its file is
+            outside the current folder, unless `trust_task` is set.
         which: `best` or `last`.
         **settings: Execution settings that differ from the run's own: `nproc`, `device`, `precision`, `backend`,
             `num_workers`, `eval_batch_size`, ... The ranks run on this host.

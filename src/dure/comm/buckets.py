@@ -32,9 +32,9 @@ class Bucket:
 class FlatGradients:
     """Gradients as views into one buffer per dtype, so that they are accumulated where they are sent from.
 
-    Parameters are in reverse order, which is roughly the order in which backward reaches them, so that the first bucket
-    is full first (Li et al. 2020, section 3.2.3). After the last parameter is a tail for a few numbers that are sent
-    with the last bucket.
+    Parameters are in reverse order, roughly that in which backward reaches them, so that the first bucket is full first
+    (Li et al. 2020, section 3.2.3). After the last parameter is a tail for a few numbers that are sent with the last
+    bucket.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class FlatGradients:
 def as_gradient_of(parameter: Tensor, flat: Tensor) -> Tensor:
     """Return a parameter's gradient, given as a vector in the order of its elements, with the parameter's strides.
 
-    Fused optimisers read both in memory order. With different strides (channels_last weights and a contiguous gradient)
-    those of CUDA refuse, and those of the CPU silently update each element with the gradient of another.
+    Fused optimisers read both in memory order. If the strides differ (channels_last weights and a contiguous gradient),
+    those of CUDA refuse. Those of the CPU silently update each element with the gradient of another.
     """
     gradient = flat.view_as(parameter)
     return gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)

@@ -205,12 +205,12 @@ class ProcessGroup(Group):
         arrived.item()  # NCCL only queues operations; reading the result waits
 
     def subgroup(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Make a group of some ranks."""
+        """Create a torch group of some ranks."""
         with _gloo_on_loopback() if self._is_one_host else nullcontext():
             return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=self._timeout))
 
     def close(self) -> None:
-        """Wait for all, then destroy."""
+        """Wait for all ranks, then destroy the group."""
         self.barrier()
         dist.destroy_process_group(self.process_group)
 

@@ -156,10 +156,10 @@ class Meeting:
     def _name_of_start(self) -> str:
         """Return a name that is common to all ranks of this start, and different from those of earlier starts.
 
-        A store that the launcher serves outlives the ranks, and what dead ranks left in it must not be taken for
-        messages of living ones. The launcher provides no number: each of torchrun's agents counts its own restarts.
-        Rank 0 therefore creates a random name. Every other rank registers a random key, and receives the name under
-        that key, which only a living rank 0 can have read.
+        A store that the launcher serves outlives the ranks. Keys of dead ranks must not be taken for messages of living
+        ones. The launcher provides no number: each of torchrun's agents counts its own restarts. Rank 0 therefore
+        creates a random name. Every other rank registers a random key, and receives the name under that key, which only
+        a living rank 0 can have read.
         """
         made_up = secrets.token_hex(8)
         if self.rank.rank == 0:

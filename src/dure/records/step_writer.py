@@ -15,8 +15,8 @@ _FLUSH_SECONDS = 1.0
 class RecordWriter:
     """Writer that appends `StepRecord` lines to a rank's file.
 
-    Records are buffered for at most a second, and written before every checkpoint, so that records of samples that a
-    checkpoint counts as seen are never missing. Between steps the processor's caches are full of the model: formatting
+    Records are buffered for at most a second, and written before every checkpoint. A checkpoint therefore never counts
+    samples as seen whose records are missing. Between steps the processor's caches are full of the model: formatting
     many lines together takes a fifth of the time of formatting each at its step.
     """
 

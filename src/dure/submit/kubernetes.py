@@ -191,7 +191,7 @@ def _indexed_job(job: Job, options: KubernetesOptions) -> Manifest:
 def _failure_rules(job: Job) -> list[Manifest]:
     """Return the rules for failed pods, which are restarted unless that would be in vain."""
     rules: list[Manifest] = []
-    if job.tasks_per_node == 1:  # torchrun always exits with 1
+    if job.tasks_per_node == 1:  # torchrun exits with 1 on any failure
         in_vain = {"containerName": "node", "operator": "In", "values": [2, 3]}
         stopped = {"containerName": "node", "operator": "In", "values": [RESUMABLE]}
         rules.append({"action": "FailJob", "onExitCodes": in_vain})

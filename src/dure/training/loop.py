@@ -51,8 +51,8 @@ class RankBatch(NamedTuple):
     def of(cls, batch: GlobalBatch, rank: int, world_size: int, microbatch_size: int | None) -> "RankBatch":
         """Take a rank's share of a global batch, and divide it into microbatches.
 
-        All ranks get the same number of microbatches, that of the largest share, so that they all call the collectives
-        inside the model (synchronised BatchNorm).
+        All ranks get the same number of microbatches, that of the largest share. They therefore all call the
+        collectives inside the model (synchronised BatchNorm).
         """
         start, end, microbatches = _cut(len(batch.indices), rank, world_size, microbatch_size)
         return cls(batch.indices[start:end], microbatches, batch.indices[:1])

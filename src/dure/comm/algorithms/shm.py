@@ -11,13 +11,13 @@ Phase `read`: each rank copies the others' results into its vector.
 
 The segment is small and reused, so that it stays in the caches, and main memory reads and writes each vector once.
 
-If there are two ranks, or the vector is short, each rank writes the whole vector and, after one barrier, reduces the
+If there are two ranks, or the vector is short, each rank writes the whole vector. After one barrier it reduces the
 whole for itself, in the same order as all others. It writes no more than with shares, N elements, and reads (P-1) N
 instead of 2 (P-1)/P N. That is the same for two ranks, and cheaper than a second barrier for a short vector.
 
 A vector that is itself in shared memory (`SharedMemoryAllReduce.zeros`) does not go through the segment. After a
-barrier each rank adds up its own share and writes the sums into every rank's vector, block by block while they are in
-its caches. A second barrier keeps ranks from using a vector into which another one still writes sums.
+barrier each rank adds up its own share, and writes the sums into every rank's vector. It does so block by block, while
+they are in its caches. A second barrier keeps ranks from using a vector into which another one still writes sums.
 """
 
 import ctypes

@@ -46,8 +46,8 @@ from dure.torchcompat import AllgatherOptions
 class SharedMemoryGroup(QueuedGroup):
     """Process group over shared memory, for CPU tensors.
 
-    torch calls these methods, from Python and from C++, under the names of its own groups, those of 2.13 as well as
-    those of 2.11. Methods that are not overridden are those of the base class, which uses gloo.
+    torch calls these methods, from Python and from C++, under the names of its own groups in 2.11 and in 2.13. Methods
+    that are not overridden are those of the base class, which uses gloo.
     """
 
     # -- collectives ---------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ The memory is a memfd. It has no name, so that nothing of it can be left in `/de
 creates it, the others open it through `/proc/<pid>/fd`, and then its descriptor is closed.
 
 The memory begins with one cell per rank: two cache lines that only this rank writes. A barrier is a sequence number. A
-rank writes the number of barriers it has reached into its own cell, and waits until every other cell has reached it
-(Mellor-Crummey and Scott 1991, section 3, the dissemination of arrival flags without a shared counter). The cell also
-holds the number of its rank's call, so that ranks in different calls find out at once, and whether the rank has left.
+rank writes the number of barriers it has reached into its own cell, and waits until every other cell has reached it.
+This is the dissemination of arrival flags without a shared counter (Mellor-Crummey and Scott 1991, section 3). The cell
+also says whether its rank has left, and holds the number of its call, so that ranks in different calls find out at
+once.
 
 After the cells come `NUM_WINDOWS` buffers with a slot per rank. Before barrier `n` a rank writes to buffer `n %
 NUM_WINDOWS`. After barrier `n` that buffer may be read, and its slots written once more; these may be read after

@@ -58,7 +58,7 @@ class _Cancelled(Exception):
 
 
 class AsyncSave:
-    """One rank's part in one checkpoint."""
+    """One rank's part in the save of a checkpoint."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Quick test whether a session's state still has the same tensors in the same memory, and the same plain values.
 
 Building the state of a checkpoint takes microseconds for each tensor and each module. Comparing the objects that it is
-built from takes a tenth of that, so a snapshot is built again only after one of them has changed.
+built from takes a tenth of that. A snapshot is therefore built again only after one of them has changed.
 """
 
 from itertools import chain

@@ -30,7 +30,7 @@ class Progression:
     samples_seen: int = 0
     step: int = 0
     best: dict[str, Any] | None = None
-    """The best evaluation so far: `metric`, `value`, `samples_seen`."""
+    """Best evaluation so far, with `metric`, `value` and `samples_seen`; None if there is none."""
     best_before: dict[str, Any] | None = None
     """Best evaluation before `best`; it applies again if no checkpoint of `best` is completed."""
     evaluated_samples: int = -1

@@ -277,8 +277,8 @@ class Checkpointer:
 
         Args:
             memory: Snapshots in memory.
-            trusted_samples: Position after which no snapshot may be used; None for no limit. Checkpoints are always
-                trusted.
+            trusted_samples: Position after which no snapshot may be used; None for no limit. Checkpoints are only
+                written at trusted positions.
         """
         group = self.session.group
         if trusted_samples is not None:

@@ -1,7 +1,7 @@
 """Comparison of replicas, at intervals and before every checkpoint, so that no flipped bit goes unnoticed.
 
 Each rank sends one number: a checksum of its replica. If they differ (decision 18), either the run ends and names the
-rank, or all ranks go back to where they agreed, because all later steps contain the wrong rank's gradients.
+rank, or all ranks go back to where they agreed. All later steps contain the wrong rank's gradients.
 """
 
 import math

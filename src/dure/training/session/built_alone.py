@@ -48,7 +48,7 @@ class Alone:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """Plain attributes of the task whose values differ in one process, with those values."""
     difference: str | None = None
-    """Description of the first difference in data or model; None if there is none."""
+    """Description of the first difference in data or model, or of a build that fails; None if there is none."""
     failure: str | None = None
     """Class of the error raised by the build in one process; None if it succeeded."""
 

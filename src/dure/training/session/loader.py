@@ -64,8 +64,8 @@ class SampleFetch(Dataset[Any]):
     processes, restarts or earlier draws, but they do depend on how the global batch is divided.
 
     A data set with a batched `__getitems__` is called once per batch. The first fetches, and every fetch whose number
-    is a power of two, check whether such a call draws from the global generators (a `Subset` over random transforms
-    does). If it does, this and all later batches are fetched sample by sample, each under its own seed.
+    is a power of two, check such a call for draws from the global generators (a `Subset` over random transforms makes
+    some). If there are draws, this and all later batches are fetched sample by sample, each under its own seed.
     """
 
     def __init__(self, data: Any, collate: Callable[[Sequence[Any]], Any], seed: int) -> None:

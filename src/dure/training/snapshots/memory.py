@@ -4,7 +4,7 @@ An optional third place keeps the newest snapshot known to be correct, however f
 
 The memory is an unnamed file that the supervisor holds. A rank writes there what it would write of a checkpoint, and
 then marks it as complete; if it is killed before that, the other place is still complete. Ranks of a synchronous
-strategy are at most one step apart, so one of the two places is of a step that all ranks have.
+strategy are at most one step apart. One of the two places is therefore of a step that all ranks have.
 """
 
 import json
@@ -165,7 +165,7 @@ def newest_common(descriptors: Sequence[int]) -> Position | None:
 
 
 def forget_after(descriptor: int, samples_seen: int) -> None:
-    """Forget a rank's snapshots of later positions, so that no round goes on from them."""
+    """Forget a rank's snapshots of later positions, so that no round continues from them."""
     if os.fstat(descriptor).st_size < HEADER_BYTES:
         return
     with mmap.mmap(descriptor, HEADER_BYTES) as memory:

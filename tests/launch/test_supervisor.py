@@ -19,10 +19,12 @@ from dure.launch.rounds import supervisor
 from dure.launch.rounds.outcome import Outcome
 from dure.launch.rounds.request import Launch
 from dure.launch.rounds.start_rank import start_worker
+from dure.launch.rounds.stop_limit import StopLimit
 from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
-from dure.launch.worker.worker_process import Worker
+from dure.launch.worker.worker_process import Worker, unnamed_file
 from dure.process import stop_signals
+from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import ScriptJob
 from dure.process.round_orders import Restart, RoundPlan
 from tests.commands import wait_until
@@ -71,6 +73,7 @@ def test_ranks_when_all_end_then_their_codes_come_back(tmp_path, start):
     told = json.loads((tmp_path / "told-1").read_text())
     assert told["store"] == "127.0.0.1"
     assert not any("parent_pid" in word for word in told["argv"])
+    assert told["obeys_ctrl_z"]  # by itself: a copy of the supervisor's handler would stop the other ranks
 
 
 @pytest.mark.alone
@@ -226,6 +229,20 @@ def test_signal_when_a_second_one_comes_before_any_rank_then_the_run_is_stopped_
     then_signal(supervisor, "kill_all", monkeypatch)
     outcome = launch(tmp_path, "fork", [0, 0], is_interrupted=True)
     assert (outcome.ends, outcome.signal) == ([], signal.SIGTERM)
+
+
+def test_stop_limit_when_the_run_stood_still_then_ranks_have_the_rest_of_their_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("dure.launch.rounds.stop_limit.time.monotonic", lambda: now[0])
+    job = ScriptJob(script="train.py", run="test")
+    request = Launch(entry="", job=job, nodes=Nodes.alone(1), threads=1, store_prefix="test", start="fork")
+    memory = unnamed_file("test")
+    stop = StopLimit(request, Heartbeats(memory, 1))
+    os.close(memory)
+    assert stop.seconds_left([0]) == 30.0
+    now[0] += 1001.0
+    stop.extend(1000.0)
+    assert stop.seconds_left([0]) == 29.0
 
 
 def test_handlers_when_the_ranks_are_gone_then_the_callers_are_back(tmp_path):

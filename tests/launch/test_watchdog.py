@@ -160,6 +160,15 @@ def test_silence_when_the_supervisor_was_stopped_too_then_begins_anew(ranks):
     assert ranks.wait(9.0) is None
 
 
+def test_silence_when_the_supervisor_knows_that_it_was_stopped_then_begins_anew(monkeypatch):
+    ranks = Ranks(monkeypatch, hang_after=3.0)
+    ranks.steps(5, seconds=0.1)
+    ranks.now += 4.0  # shorter than the gap by which it finds out itself
+    ranks.watchdog.resume()
+    assert ranks.wait(2.5) is None
+    assert ranks.wait(1.0) == pytest.approx(3.0, abs=0.5)
+
+
 def test_threshold_when_ranks_are_in_different_phases_then_is_that_of_the_silent_one(ranks):
     ranks.steps(5, seconds=0.1)
     ranks.steps(1, seconds=0.1, phase="saving", ranks=(1,))

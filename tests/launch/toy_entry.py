@@ -29,7 +29,13 @@ def main(job: ScriptJob, place: Place) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: heard.append(number))
     Path(job.script, f"started-{rank}").write_text(str(os.getpid()))
-    Path(job.script, f"told-{rank}").write_text(json.dumps({"argv": sys.argv, "store": place.store.host}))
+    is_default = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
+    told = {
+        "argv": sys.argv,
+        "store": place.store.host,
+        "obeys_ctrl_z": is_default and signal.SIGTSTP not in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+    }
+    Path(job.script, f"told-{rank}").write_text(json.dumps(told))
     deed = job.arguments[rank]
     if deed.startswith("signal"):
         while len(list(Path(job.script).glob("told-*"))) < place.rank.world_size:

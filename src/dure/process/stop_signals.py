@@ -11,6 +11,9 @@ from typing import NoReturn
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP is the end of a terminal or of a connection; SIGUSR1 is what clusters send before they take a machine away."""
 
+HELD_SIGNALS = (*STOP_SIGNALS, signal.SIGTSTP)
+"""Signals that wait while a process is started; SIGTSTP is Ctrl-Z, which stops a supervisor and the ranks it knows."""
+
 RESUMABLE = 75
 """EX_TEMPFAIL of sysexits.h: stopped in favour of something else, start it again later."""
 
@@ -82,7 +85,7 @@ def is_said_again(number: int, seconds_since_first: float) -> bool:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the stop signals in this thread; they arrive afterwards.
+    """Block the stop signals and Ctrl-Z in this thread; they arrive afterwards.
 
     A process that is started inside begins with them blocked: a signal to its whole group does not end it before it
     has said what it does with one.
@@ -102,11 +105,11 @@ def signals_held_back() -> Iterator[None]:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     # only Python's: a program that is started inside is to ignore what this process ignores
     is_main = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in STOP_SIGNALS} if is_main else {}
+    found = {number: signal.getsignal(number) for number in HELD_SIGNALS} if is_main else {}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     try:
         # here: one that comes just before may raise from within the call that blocks them
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         for number in handlers:
             signal.signal(number, hold)
         yield

@@ -52,6 +52,8 @@ and be woken."""
 _CLOSED = "connection closed by it"
 _SLICE_SECONDS = 0.05
 """Maximum seconds that a waiter sleeps before it checks that the other ranks are alive."""
+_STOPPED_SECONDS = 1.0
+"""Time for such a sleep after which this process was stopped, as by Ctrl-Z, which stops all: it does not count."""
 
 Exchange = Callable[[list[int]], list[list[int]]]
 """Function that sends a list of integers to all ranks and returns the lists of all ranks, by rank."""
@@ -236,8 +238,9 @@ class SharedMemory:
         for _ in range(_NUM_YIELDS):
             if words[cell] >= window:
                 return
-            os.sched_yield()  # also yields the interpreter to other threads
-        deadline = time.monotonic() + self.timeout_seconds
+            os.sched_yield()  # gives the interpreter to other threads too
+        now = time.monotonic()
+        deadline = now + self.timeout_seconds
         address = self._address + cell * 8
         while True:
             # announced before the last check: a rank that arrives later will see it, and wake this one
@@ -248,8 +251,11 @@ class SharedMemory:
             futex.wait(address, seen, _SLICE_SECONDS)
             if words[cell] >= window:
                 return
-            lost = self._find_lost(window, is_over=time.monotonic() >= deadline)
-            if lost and words[cell] < window:  # it may have arrived and then left
+            before, now = now, time.monotonic()
+            if now - before > _STOPPED_SECONDS:
+                deadline += now - before
+            lost = self._find_lost(window, is_over=now >= deadline)
+            if lost and words[cell] < window:  # it may have come and then gone
                 said = f"{lost[0]} while {self._name(self.rank)} waited in {describe(call)} ({lost[1]})"
                 raise PeerLost(self._give_up(said))
 

@@ -113,7 +113,7 @@ class Watchdog:
         """
         now = self.clock()
         if now - self._last_look > _GAP_SECONDS:
-            self._not_before = now
+            self.resume()
         self._last_look = now
         silent: list[tuple[float, float, bool]] = []
         last_call = max((calls.time for calls in self._calls.values()), default=0.0)
@@ -142,6 +142,10 @@ class Watchdog:
         uncertain = TIMES_UNCERTAIN * self.last_threshold
         self._tell_at = min(2 * longest, uncertain) if longest < uncertain else 2 * longest
         return longest
+
+    def resume(self) -> None:
+        """Count silence from now on: the ranks stood still, for as long as the supervisor did."""
+        self._not_before = self.clock()
 
     def told_nothing(self, seconds: float) -> None:
         """Look again soon: silence of so many seconds was no hang."""

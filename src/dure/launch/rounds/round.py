@@ -36,6 +36,9 @@ _COUNTS_OF_A_LIMIT = 0.25
 """Interval between requests for the ranks' call counts, as a fraction of the limit."""
 _LOOK_SECONDS = 0.5
 """Longest sleep in seconds, which bounds the cost of a missed wake-up."""
+_LATE_SECONDS = 1.0
+"""Seconds by which a sleep is too long if this process was stopped, as by Ctrl-Z or with its whole host, and the ranks
+with it: such time counts for no limit. A busy host makes it late by less."""
 _STOP_LOOK_SECONDS = 0.1
 """Longest sleep in seconds after a stop signal."""
 
@@ -133,11 +136,18 @@ def _wait(launch: Launch, workers: list[Worker], memory: SurvivingMemory, receiv
         if left is not None and left <= 0:
             return None
         most = _STOP_LOOK_SECONDS if received else _LOOK_SECONDS
-        _sleep_until_one_ends(alive, most if left is None else min(most, left), others)
+        most, began = most if left is None else min(most, left), time.monotonic()
+        _sleep_until_one_ends(alive, most, others)
         if launch.logs is not None:
             launch.logs.go_on()
         if counts is not None:
             counts.go_on([worker for worker in workers if worker.end is None])
+        late_seconds = time.monotonic() - began - most
+        if late_seconds > _LATE_SECONDS:
+            deadline = None if deadline is None else deadline + late_seconds
+            stop.extend(late_seconds)
+            if watchdog is not None:
+                watchdog.resume()
         if watchdog is not None and deadline is None:
             hang = _hang(launch, workers, memory, watchdog, look)
             if hang is not None:

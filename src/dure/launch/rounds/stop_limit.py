@@ -52,6 +52,11 @@ class StopLimit:
             seconds -= save_seconds(launch)
         return self._began + seconds - now
 
+    def extend(self, seconds: float) -> None:
+        """Leave out time for which this process, and the ranks with it, stood still."""
+        if self._began is not None:
+            self._began += seconds
+
     def is_half_over(self, seconds_left: float) -> bool:
         """Return, once, whether less time is left than has passed: time to look where ranks are.
 

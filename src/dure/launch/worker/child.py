@@ -17,7 +17,7 @@ from dure.own_files import open_own
 from dure.process.context import Place
 from dure.process.own_descriptors import keep
 from dure.process.parent_death import die_with_parent
-from dure.process.stop_signals import STOP_SIGNALS, heeded_signals
+from dure.process.stop_signals import HELD_SIGNALS, heeded_signals
 
 _is_worker = False
 
@@ -103,7 +103,9 @@ def _accept_signals() -> None:
     # unwinds from anywhere: until the entry installs its own, a signal simply ends this process, which did nothing yet
     for number in heeded_signals():
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if callable(signal.getsignal(signal.SIGTSTP)):  # the supervisor's, which would stop other ranks, and too late
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
 
 def leave(code: int) -> NoReturn:

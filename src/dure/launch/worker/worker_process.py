@@ -92,7 +92,8 @@ class Worker:
     def send(self, number: int) -> None:
         """Send a signal, unless it is gone."""
         if self.end is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # a handler may send while `poll` reads what it has left
+                os.kill(self.pid, number)
 
     def stop_at_once(self) -> None:
         """Kill it, and remember that this end is our doing."""

@@ -20,9 +20,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(startup, "FIRST_NOTICE_SECONDS", 0.1)
 
 
-def on_threads(num_ranks, work, report=None):
+def on_threads(num_ranks, work, report=None, store=None):
     """Return what `work(rank, startup)` returned on each rank, an exception as its object."""
-    store, answers = dist.HashStore(), [None] * num_ranks
+    store, answers = store or dist.HashStore(), [None] * num_ranks
 
     def run(rank):
         try:
@@ -83,6 +83,48 @@ def test_step_when_a_rank_gives_no_sign_of_life_then_the_others_do_not_wait_for_
         if rank != dead:
             assert isinstance(answer, PeerLost)
             assert str(answer) == f"rank {dead} gave no sign of life for 0.3 s while loading the data"
+
+
+class Robbed:
+    """A store from which a stranger deletes a key, once, as soon as it is there."""
+
+    def __init__(self, name):
+        self.store, self.name, self.is_taken, self.lock = dist.HashStore(), name, False, threading.Lock()
+
+    def set(self, key, value):
+        with self.lock:
+            self.store.set(key, value)
+            self._rob(key)
+
+    def add(self, key, amount):
+        with self.lock:
+            value = self.store.add(key, amount)
+            self._rob(key)
+        return value
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def check(self, keys):
+        with self.lock:
+            return self.store.check(keys)
+
+    def _rob(self, key):
+        if key == f"start/1/{self.name}" and not self.is_taken:
+            self.is_taken = self.store.delete_key(key)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", ["done/0", "done/1", "num done", "all done", "beats/0", "beats/1"])
+def test_step_when_a_stranger_deletes_a_key_then_all_go_on(name):
+    def work(rank, steps):
+        with steps.step("loading the data"):
+            time.sleep(0.05)
+        return "through"
+
+    store = Robbed(name)
+    assert on_threads(2, work, store=store) == ["through"] * 2
+    assert store.is_taken
 
 
 def test_step_of_a_rank_alone_then_there_is_nobody_to_wait_for():

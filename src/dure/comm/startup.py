@@ -102,15 +102,22 @@ class _Step:
         self._store.add(f"{self._prefix}/beats/{self.rank}", 1)
 
     def finish(self) -> None:
-        self._store.set(f"{self._prefix}/done/{self.rank}", "")
+        self._say_done()
         if self._store.add(f"{self._prefix}/num done", 1) == self._world_size:
             self._store.set(f"{self._prefix}/all done", "")
+
+    def _say_done(self) -> None:
+        self._store.set(f"{self._prefix}/done/{self.rank}", "")
 
     def fail(self, reason: str) -> None:
         self._store.set(f"{self._prefix}/failure", reason)
 
     def wait(self, notices: "_Notices") -> None:
-        """Wait for all ranks; rank 0 watches the others, and they watch rank 0."""
+        """Wait for all ranks; rank 0 watches the others, and they watch rank 0.
+
+        Each rank writes its key again from time to time, and rank 0 the key of all: a process that reaches the store
+        can delete keys, and ranks that wait for a key would wait forever.
+        """
         pause, next_look = _FIRST_POLL_SECONDS, time.monotonic() + _BEAT_SECONDS
         while not self._store.check([f"{self._prefix}/all done"]):
             if time.monotonic() >= next_look:
@@ -121,12 +128,15 @@ class _Step:
 
     def _look(self, notices: "_Notices") -> None:
         self.beat()
+        self._say_done()
         late = [0] if self.rank else [rank for rank in range(self._world_size) if not self._is_done(rank)]
         silent = [rank for rank in late if self._silent_seconds(rank) > self._timeout_seconds]
         if silent:
             self.fail(f"{_ranks(silent)} gave no sign of life for {self._timeout_seconds:g} s while {self._what}")
         if self._store.check([f"{self._prefix}/failure"]):
             raise PeerLost(self._store.get(f"{self._prefix}/failure").decode())
+        if not late:
+            self._store.set(f"{self._prefix}/all done", "")
         notices.update(late)
 
     def _is_done(self, rank: int) -> bool:

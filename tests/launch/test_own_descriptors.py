@@ -197,3 +197,80 @@ def test_script_when_a_rank_closes_all_and_fails_once_then_is_started_again(prew
     assert run.code == 0, run.err
     assert "rank 1 failed: ValueError: once (script.py:9)" in run.err
     assert run.out.count("2.0") >= 2
+
+
+CLOSING_TASK = """
+import os
+from contextlib import suppress
+import torch
+from torch import nn
+import dure
+from dure.data import TensorData
+
+def close(way):
+    if way == "range":
+        os.closerange(3, 4096)
+    elif way == "forked":
+        pid = os.fork()
+        if pid == 0:
+            os.closerange(3, 4096)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        for descriptor in range(3, 4096):
+            with suppress(OSError):
+                os.close(descriptor)
+
+class Closing(dure.Task):
+    place: str = "loss"
+    way: str = "range"
+
+    def at(self, place):
+        if place == self.place and "RANK" in os.environ:
+            close(self.way)
+
+    def __post_init__(self):
+        self.at("init")
+
+    def build_model(self):
+        self.at("build_model")
+        return nn.Linear(2, 1)
+
+    def train_data(self):
+        return TensorData(torch.ones(16, 2), torch.ones(16, 1))
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self, model, batch):
+        self.at("loss")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
+TRAIN = ("train", "task.py:Closing", "--name", "run", "--global-batch-size", 8, "--epochs", 1, "--quiet")
+
+
+@pytest.mark.parametrize("place", ["init", "build_model", "loss"])
+def test_task_when_it_closes_all_descriptors_then_its_line_and_the_cure_are_named(
+    place, prewarmed: Prewarmed, tmp_path
+):
+    (tmp_path / "task.py").write_text(CLOSING_TASK)
+    run = prewarmed.run(tmp_path, *TRAIN, "--nproc", 2, "--max-restarts", 0, "--task.place", place)
+    assert run.code == (2 if place == "init" else 1), run.err  # a class that cannot be made is misuse
+    assert (
+        "PermissionError: os.closerange(3, 4096) would close what torch and dure have open in this process: close what "
+        "the task opened by itself"
+    ) in run.err
+    assert "task.py:11" in run.err, run.err
+
+
+def test_task_when_a_process_that_it_forks_closes_all_descriptors_then_it_goes_on(prewarmed: Prewarmed, tmp_path):
+    (tmp_path / "task.py").write_text(CLOSING_TASK)
+    run = prewarmed.run(tmp_path, *TRAIN, "--nproc", 2, "--task.way", "forked", "--task.place", "build_model")
+    assert run.code == 0, run.err
+
+
+def test_task_when_it_closes_the_files_of_dure_one_by_one_then_that_is_said(prewarmed: Prewarmed, tmp_path):
+    (tmp_path / "task.py").write_text(CLOSING_TASK)
+    run = prewarmed.run(tmp_path, *TRAIN, "--nproc", 1, "--max-restarts", 0, "--task.way", "loop")
+    assert run.code != 0
+    assert "a file that dure had open is closed ([Errno 9] Bad file descriptor): where the task or" in run.err, run.err

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged
+from dure.errors import DiskFull, DureError, Misuse, PeerLost, ReplicasDiverged, TaskInvalid
 from dure.failures.device_errors import AskDriver, DeviceError, device_error
 from dure.failures.frames import OWN_ROOT, own_file, shown_name, traceback_in_user_code, users_first
 from dure.failures.record import CodeLine, Departure, FailureRecord, failure_to_json
@@ -200,7 +200,17 @@ def _named(error: BaseException) -> BaseException:
     if is_full and _user_line(error) is None:
         named = DiskFull("the disk is full while records are written: free some space, or use another --runs-dir")
         return named.with_traceback(error.__traceback__)
+    if isinstance(error, OSError) and error.errno == errno.EBADF and _is_in_dure(error):
+        closed = TaskInvalid(
+            f"a file that dure had open is closed ({error}): where the task or a library closes descriptors by their "
+            "numbers, let it close only those that it opened"
+        )
+        return closed.with_traceback(error.__traceback__)
     return error
+
+
+def _is_in_dure(error: BaseException) -> bool:
+    return _user_line(error) is None and _origin(error) == "dure"
 
 
 def _worded(error: BaseException) -> tuple[str, str, str | None]:

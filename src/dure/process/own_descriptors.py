@@ -6,7 +6,8 @@ Code that makes a daemon of its process closes every descriptor, and what it ope
 import fcntl
 import os
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _HIGHEST = 2**14
@@ -61,6 +62,29 @@ def usable(descriptor: int) -> int | None:
         return again
     os.close(again)
     return None
+
+
+@contextmanager
+def refusing_to_close_ranges() -> Iterator[None]:
+    """Refuse `os.closerange` in this process: its numbers are those of torch's connections and of dure's files, too.
+
+    Without those, gloo aborts the process, and no line says why. A process that this one forks may close them all.
+    """
+    close, pid = os.closerange, os.getpid()
+
+    def refuse(low: int, high: int, /) -> None:
+        if os.getpid() != pid:
+            return close(low, high)
+        raise PermissionError(
+            f"os.closerange({low}, {high}) would close what torch and dure have open in this process: close what the "
+            "task opened by itself"
+        )
+
+    os.closerange = refuse
+    try:
+        yield
+    finally:
+        os.closerange = close
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:

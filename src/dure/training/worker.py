@@ -21,6 +21,7 @@ from dure.failures.report import describe_failure, is_peer_lost, leave_word, tol
 from dure.process.context import CUT, Place
 from dure.process.heartbeat import Heartbeats
 from dure.process.jobs import EvaluateJob, TrainJob
+from dure.process.own_descriptors import refusing_to_close_ranges
 from dure.process.stop_signals import stop_exit_code
 from dure.records import events
 from dure.records.run_dir import RunDir
@@ -74,7 +75,7 @@ class Worker:
         """Run the job; return the exit code, after any failure is written into the run's folder."""
         stop = StopSignals(is_supervised=self.place.is_supervised)
         try:
-            with stop:
+            with stop, refusing_to_close_ranges():
                 return self._work(stop)
         except BaseException as error:
             failure = error

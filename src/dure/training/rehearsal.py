@@ -1,5 +1,6 @@
 """Rehearsal of later calls of a task, of its schedule and an evaluation, without a trace."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
@@ -27,7 +29,7 @@ from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
 from dure.strategies.state.objects.surroundings import Surroundings
 from dure.strategies.state.optimizer import settings_of
-from dure.strategies.state.trial import is_equal
+from dure.strategies.state.trial import Writes, is_equal
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_inspection import recomputed_weights
@@ -40,6 +42,8 @@ from dure.training.task.task import Schedule
 _NUM_SAMPLES = 8
 _NUM_POSITIONS = 33
 """Number of positions at which a schedule is called before training, for the state that it sets only at some."""
+_MOST_HELD = 100
+"""Number of items of a container in which tensors of a data set are looked for."""
 _MOST_SECONDS = 1.0
 """Seconds after which no further position is tried."""
 
@@ -54,7 +58,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     copied = ObjectState(
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
-    with _only_asked(strategy, given) as state:
+    with _only_asked(session, given) as state:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
@@ -144,7 +148,7 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
         TaskInvalid: It depends on the rank; the message names two ranks and their factors.
     """
     strategy = session.strategy
-    with _only_asked(strategy, schedule), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
+    with _only_asked(session, schedule), _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
         here = _factors(strategy, schedule, session.total_samples)
     everyones = strategy.group.all_gather_json(here)
     for rank, factors in enumerate(everyones):
@@ -155,7 +159,7 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
     if strategy.group.rank == 0 and here:
         task = session.task
         with (
-            _only_asked(strategy, schedule),
+            _only_asked(session, schedule),
             _kept_groups(strategy.optimizer),
             _kept_groups(strategy.built_optimizer),
             suppress(Exception, CollectiveCalled),
@@ -169,24 +173,48 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 
 @contextmanager
-def _only_asked(strategy: Strategy, schedule: Any) -> Iterator[ObjectState]:
-    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks and plain state."""
+def _only_asked(session: Session, schedule: Any) -> Iterator[ObjectState]:
+    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data."""
+    strategy = session.strategy
     model = strategy.model
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    writes = Writes(
+        {path: t.detach() for path, t in {**state.large, **_tensors_of("data", session.train_loader.data)}.items()}
+    )
     try:
         with (
             kept_global_randomness(*strategy.devices),
             _without_weights(strategy),
+            writes,
             without_new_hooks(model, strategy.built_optimizer),
         ):
             yield state
     finally:
         modules.put_back()
         state.put_back()
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            for path, value in writes.before.items():
+                writes.tensors[path].copy_(value)
+
+
+def _tensors_of(path: str, data: object, levels: int = 4) -> dict[str, Tensor]:
+    """Return the tensors that a data set holds, also in containers and in the data sets that it is made of, by path."""
+    if isinstance(data, Tensor):
+        return {path: data} if data.layout == torch.strided else {}
+    if isinstance(data, list | tuple):
+        held: list[tuple[str, object]] = [(str(number), item) for number, item in enumerate(data[:_MOST_HELD])]
+    elif isinstance(data, dict):
+        held = [(str(key), item) for key, item in itertools.islice(data.items(), _MOST_HELD)]
+    else:
+        held = list(vars(data).items()) if isinstance(data, Dataset) else []
+    found: dict[str, Tensor] = {}
+    for name, item in held if levels else ():
+        found |= _tensors_of(f"{path}.{name}", item, levels - 1)
+    return found
 
 
 def _first_difference(one: dict[str, float], other: dict[str, float], where: str, elsewhere: str) -> str | None:

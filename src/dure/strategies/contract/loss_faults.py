@@ -1,6 +1,6 @@
 """Reasons why a strategy cannot take a task's loss, or what it builds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,13 +17,21 @@ from dure.strategies.state.shared_storage import sharing_memory
 
 
 def faults_of_loss(
-    traits: LossTraits, model: nn.Module, rules: WeightRules, strategy: str, *, num_ranks: int, num_shares: int
+    traits: LossTraits,
+    model: nn.Module,
+    objects: Mapping[str, object],
+    rules: WeightRules,
+    strategy: str,
+    *,
+    num_ranks: int,
+    num_shares: int,
 ) -> list[str]:
     """Return why a loss cannot be divided over ranks, a sentence each.
 
     Args:
         traits: Of the loss.
         model: Whole, as the task built it.
+        objects: Objects of the task in which the loss may keep state, by name.
         rules: Of the strategy for weights.
         strategy: Its name, for sentences.
         num_ranks: Ranks of the run.
@@ -42,7 +50,7 @@ def faults_of_loss(
             f"{few(sparse)} is a sparse buffer, which ranks cannot send each other: make it dense, or keep indices "
             "and values in buffers and make it of these in forward"
         )
-    if rules.divides_state and num_ranks > 1 and (sharing := sharing_memory(model)):
+    if rules.divides_state and num_ranks > 1 and (sharing := sharing_memory(model, objects)):
         faults.append(
             f"{few(sharing)} share memory without being one parameter, which {strategy} would divide as if each had "
             "its own: tie weights by the parameter itself (decoder.weight = encoder.weight) or compute "

@@ -288,6 +288,7 @@ class Strategy(ABC):
         return faults_of_loss(
             self.traits,
             model,
+            self.objects,
             self.rules,
             self.info.name,
             num_ranks=self.group.world_size,

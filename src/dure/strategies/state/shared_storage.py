@@ -1,11 +1,12 @@
 """Tensors that have memory in common."""
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from dure.strategies.state.objects.object_state import ObjectState
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -21,23 +22,33 @@ def _span(tensor: Tensor) -> range:
     return range(begin, begin + (last + 1) * size)
 
 
-def sharing_memory(model: nn.Module) -> list[str]:
-    """Return the names of parameters that share memory with another parameter or a buffer of a model.
+def sharing_memory(model: nn.Module, objects: Mapping[str, object]) -> list[str]:
+    """Return the names of parameters, and of what shares memory with one of them.
 
     A parameter that is registered under several names is one object and not meant.
+
+    Args:
+        model: Its parameters and buffers.
+        objects: Objects of the task by name, which may hold further tensors, such as `parameter.data`.
     """
     of_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in _all_tensors(model):
+    for name, tensor in _tensors(model, objects):
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
             of_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
     found: dict[str, None] = {}
     for tensors in of_storage.values():
-        for (name, one), (other_name, other) in itertools.combinations(tensors, 2):
-            if isinstance(one, nn.Parameter) and overlap(one, other):
-                found |= {name: None, other_name: None}
+        parameters = [pair for pair in tensors if isinstance(pair[1], nn.Parameter)]
+        for name, one in parameters:
+            for other_name, other in tensors:
+                if one is not other and overlap(one, other):
+                    found |= {name: None, other_name: None}
     return [*found]
 
 
-def _all_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(model: nn.Module, objects: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    own = [*model.named_parameters(), *model.named_buffers()]
+    yield from own
+    known = {id(tensor) for _, tensor in own}
+    for path, held in ObjectState({**objects, "model": model}).first.items():
+        if isinstance(held, Tensor) and id(held) not in known:
+            yield path, held

@@ -93,7 +93,7 @@ class Trial:
         self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
         self._surroundings = Surroundings()
         self._stack.enter_context(self._surroundings.watched())
-        self._writes = _Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
+        self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
         if self._watches_writes:
             self._stack.enter_context(self._writes)
         else:
@@ -162,7 +162,7 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-class _Writes(TorchDispatchMode):
+class Writes(TorchDispatchMode):
     """Values that tensors had before an operation first wrote to them, be it through `.data`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -80,7 +80,7 @@ class Trainer:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
-        self._recomputed = recomputed_weights(session.strategy.model)
+        self._follows_weights = session.aliases | recomputed_weights(session.strategy.model)
         self._set_by_schedule: set[str] = set()
         """Plain state that the schedule sets, equal on all ranks."""
         self._set_by_step: set[str] = set()
@@ -323,7 +323,7 @@ class Trainer:
         if len(strategy.parts.of(self.session.spec.global_batch_size)) == 1 or traits.reason_unknown is not None:
             return []
         set_by_evaluation = self._set_by_evaluation - self._set_between  # the loss may have begun to change it too
-        set_elsewhere = (*self._recomputed, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
+        set_elsewhere = (*self._follows_weights, *self._set_by_schedule, *self._set_by_step, *set_by_evaluation)
         drawn = self.session.kept.generators if strategy.draws else ()  # changed by draws, which are declared
         known = (*traits.learned_state, *traits.counted_state, *set_elsewhere, *drawn)
         return self.session.kept.changed_since(known)

@@ -20,12 +20,13 @@ from dure.process.context import Place
 from dure.spec import RunSpec
 from dure.strategies.contract.abilities import faults_of_model, role_of
 from dure.strategies.contract.context import StrategyContext
-from dure.strategies.contract.declarations import depends_on_ranks
+from dure.strategies.contract.declarations import depends_on_ranks, few
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.strategy import LossFunction, Strategy
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.objects.used_globals import used_globals
+from dure.strategies.state.shared_storage import sharing_memory
 from dure.strategies.table import STRATEGIES, load_strategy
 from dure.terminal import tell
 from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engine
@@ -60,6 +61,8 @@ class Session:
     eval_batch_size: int
     identity: TaskIdentity
     """Identity of the trained task, compared with that in a checkpoint."""
+    aliases: frozenset[str] = frozenset()
+    """Paths of parameters that share memory with other state, and paths of that state."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Further differences from the undisturbed one-process run, found while the session was built."""
     draws_anew: str = ""
@@ -174,6 +177,7 @@ def open_session(
         strategy.traits = _traits(strategy, task, model, data.train_loader, data.order, traits, alone)
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
+    left_out, aliases = _not_in_state_dict(model), sharing_memory(model, strategy.objects)
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
@@ -192,10 +196,28 @@ def open_session(
         eval_samples=data.eval_samples,
         eval_batch_size=evaluation_batch_size(data.eval_samples, spec.eval_batch_size) if data.eval_samples else 1,
         identity=identity,
-        notes=[depends_on_ranks(alone.difference)] if alone.difference else [],
+        notes=[*([depends_on_ranks(alone.difference)] if alone.difference else []), *left_out],
+        aliases=frozenset(aliases),
         alone=alone,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
     )
+
+
+def _not_in_state_dict(model: nn.Module) -> list[str]:
+    """Return the declaration of what a `state_dict` of the model's own leaves out, if anything."""
+    buffers = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    kept = model.state_dict().keys()
+    if left_out := [name for name in (*dict(model.named_parameters()), *buffers) if name not in kept]:
+        return [
+            f"weights: the model's own state_dict leaves out {few(left_out)}, which no checkpoint holds; a resume "
+            "begins with those of build_model"
+        ]
+    return []
 
 
 @dataclass(frozen=True, kw_only=True)

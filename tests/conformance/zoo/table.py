@@ -21,6 +21,7 @@ from tests.conformance.zoo import (  # noqa: F401 - each registers its features
     libraries,
     optimizers,
     outputs_and_batches,
+    schedules,
     state_and_randomness,
     usual_trainings,
     views_of_ranks,

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; None for those of `sys.argv`.
 
     Returns:
-        The exit code, one of the README's table.
+        The exit code, one of those in docs/settings.md.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()

@@ -87,7 +87,7 @@ def without_indents(svg: str) -> str:
 def output() -> list[str]:
     """Return the lines that the command leaves in the terminal, with their colours."""
     with tempfile.TemporaryDirectory() as name:
-        server, done = ["tmux", "-L", f"dure-{Path(name).name}"], Path(name) / "done"
+        server, done = ["tmux", "-S", f"{name}/tmux"], Path(name) / "done"
         python = shlex.join([sys.executable, "-m", *COMMAND.split()])
         script = f"cd {shlex.quote(str(ROOT))}; {python} && : > {shlex.quote(str(done))}; sleep {LIMIT_SECONDS:.0f}"
         size = ["-x", str(COLUMNS), "-y", str(ROWS)]

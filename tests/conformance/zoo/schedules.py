@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam, Optimizer

@@ -32,7 +32,7 @@ from dure.strategies.contract.replica_state import HasReplicas
 from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts, checked_count, checked_loss
 from dure.strategies.contract.watch.draws import DrawWatch
 from dure.strategies.contract.watch.first_steps import FirstSteps
-from dure.strategies.contract.watch.hidden_state import hidden_state
+from dure.strategies.contract.watch.hidden_state import StateGuard
 from dure.strategies.contract.watch.parameter_watch import Freezing, ParameterWatch, freezing_fault
 from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.state.common_buffers import broadcast_buffers
@@ -129,6 +129,10 @@ class Strategy(ABC):
         self.distribute()
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
+        self.state_guard: AbstractContextManager[None] = _AS_IT_IS
+        """Context of calls of the task, in which it cannot use state of the optimiser that is not whole there."""
+        if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
+            self.state_guard = StateGuard(self.built_optimizer, self.info.name)
         self.watch = self.watched_parameters()
 
     def take_share(self, share: DataShare) -> None:
@@ -333,14 +337,10 @@ class Strategy(ABC):
         """
         return function(*args)
 
-    def hidden_state(self) -> AbstractContextManager[None]:
-        """Return a context in which the task cannot use the optimiser's state, if this rank has only a part of it."""
-        return hidden_state(self.built_optimizer, self.info.name) if self.rules.divides_state else _AS_IT_IS
-
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
         """Compute a function of the task under autocast, and act on what it did to parameters and optimiser."""
         settings = settings_of(self.built_optimizer) if self._is_divided else None
-        with self.watch, self.precision.autocast(), self.hidden_state():
+        with self.watch, self.precision.autocast(), self.state_guard:
             result = self.computed(function, *args)
         if settings is not None and settings_of(self.built_optimizer) != settings:
             raise TaskInvalid(

@@ -7,6 +7,7 @@ smaller share of them.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class UnevenParts(BatchParts):
 
 class BalancedDataParallel(DeviceReplicas):
     """One process, many devices, the loss on the replicas, device 0 with a share of its own."""
+
+    rules = replace(DeviceReplicas.rules, divides_state=True)  # which is that of the first device's parameters
 
     options: BalancedOptions
     parts: UnevenParts

@@ -201,7 +201,7 @@ def _evaluation_call(
     has_metrics: bool,
 ) -> Callable[[], dict[str, Sum]]:
     def call() -> dict[str, Sum]:
-        with strategy.precision.autocast(), strategy.hidden_state():
+        with strategy.precision.autocast(), strategy.state_guard:
             there = to_device(batch, device)
             loss = strategy.computed(task.loss, model, there)
             if not isinstance(loss, Sum):

@@ -1,7 +1,7 @@
 """State of an optimiser that code of the task must not read, because this rank has only a part of it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from types import TracebackType
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -18,8 +18,8 @@ class HiddenState(dict[Any, Any]):
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise TaskInvalid(
-            f"the task's loss or metrics use the state of the optimiser, of which a rank of {self._strategy} has a "
-            "part only: let the task keep what it needs in a buffer of its own, or use ddp"
+            f"the task's loss or metrics use the state of the optimiser, which {self._strategy} does "
+            "not have whole at each call: let the task keep what it needs in a buffer of its own, or use ddp"
         )
 
     # the names of `dict` that read or change entries
@@ -28,19 +28,35 @@ class HiddenState(dict[Any, Any]):
     __hash__ = None
 
 
-@contextmanager
-def hidden_state(optimizer: Optimizer, strategy: str) -> Iterator[None]:
-    """Hide an optimiser's state while code of the task runs.
+class StateGuard:
+    """Context of calls of the task, in one thread or several, in which the optimiser's state is hidden."""
 
-    Raises:
-        TaskInvalid: The code uses the state.
-    """
-    if "state" not in vars(optimizer):  # a wrapper that has the state of another
-        yield
-        return
-    state = optimizer.state
-    optimizer.state = HiddenState(strategy)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        optimizer.state = state
+    def __init__(self, optimizer: Optimizer, strategy: str) -> None:
+        """Prepare.
+
+        Args:
+            optimizer: As the task built it; a wrapper that has the state of another one is left alone.
+            strategy: Its name, for the message.
+        """
+        self._optimizer = optimizer
+        self._hidden = HiddenState(strategy)
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._state: Any = None
+
+    def __enter__(self) -> None:
+        """Hide the state."""
+        with self._lock:
+            self._num_calls += 1
+            if self._num_calls == 1 and "state" in vars(self._optimizer):
+                self._state = self._optimizer.state
+                self._optimizer.state = self._hidden  # type: ignore[assignment]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the state after the last call."""
+        with self._lock:
+            self._num_calls -= 1
+            if self._num_calls == 0 and vars(self._optimizer).get("state") is self._hidden:
+                self._optimizer.state = self._state

@@ -1,6 +1,9 @@
-"""Two hosts: network namespaces joined by a virtual cable, and a third that does not belong; and three at a switch."""
+"""Hosts, as network namespaces: two at a cable and one that does not belong, three at a switch, two far apart."""
 
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.commands import Command, Prewarmed
 
+ROOT = Path(__file__).parents[1]
 HEAD, OTHER = "10.77.1.1", "10.77.1.2"
 ROUNDING = 1e-10
 """Tolerance for float64 sums in another order, over a few dozen steps."""
@@ -114,6 +118,20 @@ def made_switch(names: tuple[str, ...]) -> None:
         ip("-n", switch, "link", "set", f"port{number}", "master", "switch", "up")
         ip("-n", name, "address", "add", f"10.77.1.{number + 1}/24", "dev", "cable")
         ip("-n", name, "link", "set", "cable", "up")
+
+
+@contextmanager
+def made_distant(names: tuple[str, str]) -> Iterator[None]:
+    """Join two hosts by a cable on which packets are under way for 50 to 300 ms."""
+    for name in names:
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    words = [sys.executable, "-m", "tests.distant_cable", names[0], HEAD, names[1], OTHER]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:
+        if cable.stdout.readline() != "ready\n":
+            raise OSError("a TUN interface cannot be made")
+        yield
+        cable.stdin.close()
 
 
 def made_namespaces(names: tuple[str, str, str]) -> None:

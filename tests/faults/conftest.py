@@ -3,12 +3,13 @@
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TypeVar
 
 import pytest
 
 from tests.commands import Prewarmed
-from tests.two_hosts import Hosts, SwitchedHosts, made_namespaces, made_switch
+from tests.two_hosts import Hosts, SwitchedHosts, made_distant, made_namespaces, made_switch
 
 H = TypeVar("H", bound=Hosts)
 
@@ -23,8 +24,14 @@ def switched() -> Iterator[SwitchedHosts]:
     yield from _connected(SwitchedHosts, "abcs", 3, made_switch)
 
 
+@pytest.fixture(scope="module")
+def distant() -> Iterator[Hosts]:
+    with ExitStack() as cables:
+        yield from _connected(Hosts, "ab", 2, lambda names: cables.enter_context(made_distant(names)))
+
+
 def _connected(
-    kind: type[H], letters: str, num_servers: int, connect: Callable[[tuple[str, ...]], None]
+    kind: type[H], letters: str, num_servers: int, connect: Callable[[tuple[str, ...]], object]
 ) -> Iterator[H]:
     names = tuple(f"dure{os.getpid()}{letter}" for letter in letters)
     try:

@@ -23,6 +23,8 @@ from dure.launch.nodes.secret import read_secret
 from dure.process.round_orders import RoundPlan
 from tests.launch.one_read import answer_together
 
+KNOCK_SECONDS = way_back._KNOCK_SECONDS
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +158,36 @@ def test_node_when_the_round_begins_in_the_same_read_as_its_welcome_then_it_hear
         cut_off.nodes.drop_all()
         letting_in.result()
     assert cut_off.nodes.next_round == begin
+
+
+def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
+    """Send on what comes, late, until it ends."""
+    while data := source.recv(4096):
+        time.sleep(seconds)
+        target.sendall(data)
+    target.close()
+
+
+def test_node_when_the_leader_is_far_away_then_it_comes_back(cut_off, monkeypatch):
+    monkeypatch.setattr(way_back, "_KNOCK_SECONDS", KNOCK_SECONDS)
+    door = Door(socket.AF_INET, ("127.0.0.1", 0), read_secret(cut_off.run / "secret", host="x", may_make=False))
+    way = socket.create_server(("127.0.0.1", 0))
+    assert cut_off.leader.claim(0, "127.0.0.1", way.getsockname()[1])
+
+    def lead_there() -> None:
+        here, _ = way.accept()
+        with here, socket.create_connection(door.address) as there, ThreadPoolExecutor(1) as pool:
+            pool.submit(carry, there, here, 0.4)
+            carry(here, there, 0.4)  # three ways: 1.2 s, and the connection itself is made at once
+
+    with closing(door), way, renewed(cut_off.leader, after=3.0), ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(lead_there)]
+        welcome = Welcome(leader=0, members=cut_off.nodes.members, folder=str(cut_off.run), term=2)
+        done.append(pool.submit(answer_together, door, welcome))
+        assert cut_off.go(3.0) is not None
+        cut_off.nodes.drop_all()
+        for one in done:
+            one.result()
 
 
 def test_node_when_it_is_asked_to_stop_then_it_stops_waiting(cut_off):

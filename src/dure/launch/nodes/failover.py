@@ -19,8 +19,11 @@ from dure.launch.nodes.peers import Nodes
 from dure.launch.nodes.secret import read_secret
 
 _LOOK_SECONDS = 0.1
-_KNOCK_SECONDS = 1.0
-"""Time for one attempt to reach the leader, during which the lease is not watched: well below `STALE_SECONDS`."""
+_KNOCK_SECONDS = 2.0
+"""Time for one attempt to reach the leader: three round trips, of 0.6 s each between hosts that are far apart.
+
+The lease is not watched meanwhile, which delays by as much what follows from the end of a leader that answers no more.
+"""
 _ANSWER_SECONDS = 5.0
 _BETWEEN_SECONDS = 1.0
 """Delay in seconds between candidates for the lead, by node rank."""

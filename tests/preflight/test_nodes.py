@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dure.errors import Misuse
 from dure.launch.nodes import rendezvous
 from dure.launch.nodes.channel import Channel, HandshakeRefused
 from dure.launch.nodes.peers import Member, Nodes
@@ -150,7 +151,7 @@ def test_pair_when_long_messages_are_lost_on_the_way_then_it_stalls(monkeypatch)
     real = Channel.send
 
     def lossy(channel: Channel, message: dict[str, Any]) -> None:
-        if message.get("kind") != "long":
+        if len(message.get("text", "")) < 1000:
             real(channel, message)
 
     monkeypatch.setattr(Channel, "send", lossy)
@@ -166,6 +167,45 @@ def test_pair_when_long_messages_are_lost_on_the_way_then_it_stalls(monkeypatch)
     assert (
         "short messages come through and long ones do not: give all interfaces" in pair_checks([found], MEMBERS)[0].text
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"time": "soon"}, "its answer holds other fields than it should (time: Input should be a valid number)"),
+        ({"text": "x"}, "its answer holds other fields than it should (time: Field required)"),
+    ],
+)
+def test_pair_when_the_answer_is_none_then_that_is_said(answer, said, monkeypatch):
+    real = Channel.send
+    monkeypatch.setattr(Channel, "send", lambda channel, words: real(channel, answer if "time" in words else words))
+    assert answered() == ("stalled", said)
+
+
+def test_guest_when_it_sends_no_ping_then_it_is_sent_away(monkeypatch):
+    real = Channel.send
+    monkeypatch.setattr(
+        Channel, "send", lambda channel, words: real(channel, words if "time" in words else {"text": 1})
+    )
+    assert answered() == ("stalled", "it closed the connection")
+
+
+def answered() -> tuple[str | None, str]:
+    """Try one way; return what was found."""
+    is_done, door = threading.Event(), pairs.Door(socket.AF_INET, ("127.0.0.1", 0), SECRET)
+    answerer = threading.Thread(target=pairs._answer, args=(door, is_done, time.time))
+    with closing(door):
+        answerer.start()
+        attempt = Attempt(source=0, target=1, address="127.0.0.1")
+        found = pairs._attempted(attempt, door.address[1], SECRET, time.monotonic() + 5.0, time.time)
+        is_done.set()
+        answerer.join()
+    return found.cause, found.said
+
+
+def test_node_when_what_it_tells_is_no_record_then_that_is_said():
+    with pytest.raises(Misuse, match=r"node 2 speaks another protocol \(its Attempt holds other fields than it should"):
+        pairs._record(Attempt, {"source": -1}, 2)
 
 
 def test_versions_when_one_differs_then_both_values_and_both_nodes_are_named():

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from dure.checked import Count, Number, Rank, Record, Text, Time, record_from_json
+from dure.documents import DocumentInvalid
+from dure.errors import Misuse
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
 from dure.launch.nodes.peers import Nodes
 
@@ -28,18 +30,47 @@ _LOOK_SECONDS = 0.02
 class Attempt:
     """One way between two nodes, tried from the one that opens the connection."""
 
-    source: int
-    target: int
-    address: str
+    source: Rank
+    target: Rank
+    address: Text
     """Address of the target."""
-    cause: str | None = None
+    cause: Text | None = None
     """Cause of the failure: `refused`, `silent`, `no route`, `forbidden`, `stranger`, `stalled`, `closed` or `other`;
     None if the connection was made."""
-    said: str = ""
+    said: Text = ""
     """System's words for the cause."""
-    round_trip_seconds: float | None = None
-    ahead_seconds: float | None = None
+    round_trip_seconds: Number | None = None
+    ahead_seconds: Number | None = None
     """Seconds by which the target's clock is ahead of the source's, to within half of the round trip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping:
+    """Question for the time on the other node."""
+
+    text: Text = ""
+    """Text to be sent back: a long one shows whether large packets come through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong:
+    """Answer to a ping."""
+
+    time: Time
+    """Time by the clock of the node that answers."""
+    text: Text = ""
+    """Text of the ping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Place at which a node listens for the others' trial connections."""
+
+    address: Text
+    port: Count | None = None
+    """Port; None if it cannot listen."""
+    said: Text = ""
+    """System's words for why it cannot."""
 
 
 def try_pairs(
@@ -56,22 +87,21 @@ def try_pairs(
     Raises:
         DureError: A node went away meanwhile.
     """
-    address = nodes.own_address
+    address, door = nodes.own_address, None
     try:
         door = Door(*_resolved(address, 0), secret)
+        here = Listening(address=address, port=int(door.address[1]))
     except OSError as error:
-        door, said = None, error.strerror or str(error)
-    mine = None if door is None else int(door.address[1])
-    ports = nodes.gather([address, mine] if door is not None else [address, said])
+        here = Listening(address=address, said=error.strerror or str(error))
+    doors = [_record(Listening, told, rank) for rank, told in enumerate(nodes.gather(asdict(here)))]
     if door is None:
-        found = _tried(nodes.me.node_rank, ports, secret, patience_seconds, clock)
-        return _shared(nodes, found)
+        return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
     with closing(door):
         is_done = threading.Event()
         answerer = threading.Thread(target=_answer, args=(door, is_done, clock), name="preflight door")
         answerer.start()
         try:
-            return _shared(nodes, _tried(nodes.me.node_rank, ports, secret, patience_seconds, clock))
+            return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
         finally:
             is_done.set()
             answerer.join()
@@ -83,8 +113,23 @@ def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
     for rank in range(len(nodes.members)):
         # one node at a time, for the words of all would not fit into one message
         told = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
-        found += [Attempt(**attempt) for attempt in told]
+        found += [_record(Attempt, attempt, rank) for attempt in told]
     return found
+
+
+def _record(kind: type[Record], told: object, rank: int) -> Record:
+    """Return what a node has told all as a record.
+
+    Raises:
+        Misuse: It is none.
+    """
+    try:
+        return record_from_json(kind, told)
+    except DocumentInvalid as error:
+        raise Misuse(
+            f"node {rank} speaks another protocol (its {kind.__name__} {error}): install the same version of dure on "
+            "all nodes"
+        ) from None
 
 
 def _resolved(address: str, port: int) -> tuple[int, Address]:
@@ -93,21 +138,21 @@ def _resolved(address: str, port: int) -> tuple[int, Address]:
 
 
 def _tried(
-    source: int, doors: Sequence[Any], secret: bytes, patience_seconds: float, clock: Callable[[], float]
+    source: int, doors: Sequence[Listening], secret: bytes, patience_seconds: float, clock: Callable[[], float]
 ) -> list[Attempt]:
     """Try the doors of all other nodes, all at the same time."""
     found: dict[int, Attempt] = {}
 
-    def try_one(target: int, address: str, port: Any) -> None:
-        attempt = Attempt(source=source, target=target, address=address)
-        if isinstance(port, int):
-            found[target] = _attempted(attempt, port, secret, time.monotonic() + patience_seconds, clock)
+    def try_one(target: int, there: Listening) -> None:
+        attempt = Attempt(source=source, target=target, address=there.address)
+        if there.port is None:
+            found[target] = replace(attempt, cause="closed", said=there.said)
         else:
-            found[target] = replace(attempt, cause="closed", said=str(port))
+            found[target] = _attempted(attempt, there.port, secret, time.monotonic() + patience_seconds, clock)
 
     threads = [
-        threading.Thread(target=try_one, args=(target, str(address), port), name=f"preflight to node {target}")
-        for target, (address, port) in enumerate(doors)
+        threading.Thread(target=try_one, args=(target, there), name=f"preflight to node {target}")
+        for target, there in enumerate(doors)
         if target != source
     ]
     for thread in threads:
@@ -127,11 +172,13 @@ def _attempted(attempt: Attempt, port: int, secret: bytes, deadline: float, cloc
     with closing(channel):
         try:
             round_trip, ahead = _clocks(channel, deadline, clock)
-            _asked(channel, {"kind": "long", "text": "x" * _LONG_MESSAGE}, deadline)
+            _asked(channel, Ping(text="x" * _LONG_MESSAGE), deadline)
         except TimeoutError:
             return replace(attempt, cause="stalled", said="timed out")
-        except (ChannelClosed, KeyError, TypeError, ValueError) as error:
+        except ChannelClosed as error:
             return replace(attempt, cause="stalled", said=str(error))
+        except DocumentInvalid as error:
+            return replace(attempt, cause="stalled", said=f"its answer {error}")
     return replace(attempt, round_trip_seconds=round_trip, ahead_seconds=ahead)
 
 
@@ -156,28 +203,29 @@ def _clocks(channel: Channel, deadline: float, clock: Callable[[], float]) -> tu
     best = (float("inf"), 0.0)
     for _ in range(_NUM_PINGS):
         before = clock()
-        theirs = float(_asked(channel, {"kind": "ping"}, deadline)["time"])
+        theirs = _asked(channel, Ping(), deadline).time
         after = clock()
         best = min(best, (after - before, theirs - (before + after) / 2))
     return best
 
 
-def _asked(channel: Channel, question: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Send a message and return the answer.
+def _asked(channel: Channel, question: Ping, deadline: float) -> Pong:
+    """Send a ping and return the answer.
 
     Raises:
         TimeoutError: It does not come in time.
         ChannelClosed: The other side is gone.
+        DocumentInvalid: It is no answer.
     """
-    channel.send(question)
+    channel.send(asdict(question))
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     while time.monotonic() < deadline:
         channel.flush()
         # what is still to be sent waits for room, which is not polled for
         most = _LOOK_SECONDS if channel.has_unsent else max(0.0, deadline - time.monotonic())
-        if poll.poll(most * 1000) and (messages := channel.receive()):
-            return messages[0]
+        if poll.poll(most * 1000) and (message := channel.receive_one()) is not None:
+            return record_from_json(Pong, message)
     raise TimeoutError
 
 
@@ -199,11 +247,11 @@ def _answer(door: Door, is_done: threading.Event, clock: Callable[[], float]) ->
 
 def _answered(guest: Channel, has_word: bool, clock: Callable[[], float]) -> bool:
     """Answer what a guest has asked; False when it has left."""
-    with suppress(ValueError):  # an answer that would be too long
+    with suppress(ValueError):  # it is no ping, or the answer would be too long
         try:
             guest.flush()
             for message in guest.receive() if has_word else ():
-                guest.send({"time": clock(), "text": message.get("text")})
+                guest.send(asdict(Pong(time=clock(), text=record_from_json(Ping, message).text)))
             return True
         except ChannelClosed:
             pass

@@ -28,6 +28,7 @@ from dure.preflight.node_checks import (
     version_checks,
 )
 from dure.preflight.node_pairs import Attempt, try_pairs
+from dure.preflight.node_records import record_of_node
 from tests.preflight.facts import GOOD, host
 
 SECRET = b"a secret of that length"
@@ -205,7 +206,7 @@ def answered() -> tuple[str | None, str]:
 
 def test_node_when_what_it_tells_is_no_record_then_that_is_said():
     with pytest.raises(Misuse, match=r"node 2 speaks another protocol \(its Attempt holds other fields than it should"):
-        pairs._record(Attempt, {"source": -1}, 2)
+        record_of_node(Attempt, {"source": -1}, 2)
 
 
 def test_versions_when_one_differs_then_both_values_and_both_nodes_are_named():

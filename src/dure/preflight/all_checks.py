@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from dure.documents import parse_json
 from dure.errors import EnvironmentLacks, Interrupted, WorkerFailed
 from dure.launch.nodes.peers import Nodes, StoppedByPeer
@@ -23,12 +21,12 @@ from dure.preflight.host_checks import host_checks
 from dure.preflight.host_facts import HostFacts, Space, host_facts
 from dure.preflight.node_checks import clock_check, device_check, folder_check, mtu_check, pair_checks, version_checks
 from dure.preflight.node_pairs import try_pairs
+from dure.preflight.node_records import record_of_node
 from dure.preflight.settings import PreflightSettings, check_settings
 from dure.process.stop_signals import stop_exit_code
 
 _PIECE_CHARACTERS = 12_000
 """JSON inside of JSON may take twice as much, and all that nodes say at a time must fit into one message."""
-_FACTS = TypeAdapter(HostFacts)
 
 
 def preflight(settings: PreflightSettings) -> Report:
@@ -89,7 +87,7 @@ def _together(settings: PreflightSettings, several: NodeSettings, nodes: Nodes) 
         # another dure may tell other facts, in another order
         why_not = skipped("all else", "with different versions of dure there is nothing to be compared")
         return Report(findings=by_gravity([*version_checks(versions, names), why_not]), names=tuple(names))
-    facts = [_FACTS.validate_python(one) for one in gather_long(nodes, asdict(mine))]
+    facts = [record_of_node(HostFacts, one, rank) for rank, one in enumerate(gather_long(nodes, asdict(mine)))]
     attempts = try_pairs(nodes, secret)
     seen = _folder_seen(nodes, mine.runs)
     folder = folder_check([is_seen for _, is_seen in seen], names, seen[0][0], is_needed=settings.needs_shared_folder)

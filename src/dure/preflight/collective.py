@@ -5,9 +5,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dure.checked import Number, Rank, Text
 from dure.documents import parse_json
 from dure.errors import Interrupted
 from dure.failures.verdict import WorkerEnd, in_brief
@@ -19,6 +20,7 @@ from dure.launch.rounds.supervisor import run_workers
 from dure.launch.worker.child import Output
 from dure.launch.worker.worker_process import unnamed_file
 from dure.preflight.findings import Finding, failure, ok
+from dure.preflight.node_records import record_of_node
 from dure.preflight.settings import PreflightSettings
 from dure.process.jobs import PreflightJob
 from dure.process.stop_signals import stop_exit_code
@@ -35,18 +37,27 @@ _MOST_NAMED = 4
 class RankProgress:
     """Progress of one rank."""
 
-    rank: int
-    done: tuple[str, ...] = ()
-    at: str | None = None
+    rank: Rank
+    done: tuple[Text, ...] = ()
+    at: Text | None = None
     """Step that it began and did not end; None before the first, and after the last."""
-    wrong: tuple[str, ...] = ()
+    wrong: tuple[Text, ...] = ()
     """Wrong results, in words."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[Text, Number] = field(default_factory=dict)
     """Seconds of each step that is done, by its name."""
 
     @property
     def is_through(self) -> bool:
         return "leaving" in self.done
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProgress:
+    """Progress of the ranks of one node."""
+
+    seconds: Number
+    """Seconds from the start of its ranks to their end."""
+    ranks: tuple[RankProgress, ...]
 
 
 def backend_of(settings: PreflightSettings, world_size: int) -> str:
@@ -93,11 +104,12 @@ def try_collective(
     if outcome.stopped_by is not None:
         raise Interrupted("the preflight was stopped", stop_exit_code(outcome.stopped_by))
     nodes.begin_anew()
-    of_nodes = gather({"seconds": seconds, "ranks": [vars(progress) for progress in mine]})
-    ranks = [RankProgress(**progress) for of_node in of_nodes for progress in of_node["ranks"]]
-    where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(of_nodes) for _ in of_node["ranks"]]
+    told = gather(asdict(NodeProgress(seconds=seconds, ranks=tuple(mine))))
+    of_nodes = [record_of_node(NodeProgress, one, node) for node, one in enumerate(told)]
+    ranks = [progress for of_node in of_nodes for progress in of_node.ranks]
+    where = [names[node] if len(names) > 1 else "" for node, of_node in enumerate(of_nodes) for _ in of_node.ranks]
     # all nodes report the same: not each the seconds that it measured itself
-    slowest = max(of_node["seconds"] for of_node in of_nodes)
+    slowest = max(of_node.seconds for of_node in of_nodes)
     return judged(ranks, outcome.ends, where, settings.timeout_seconds, backend, slowest)
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 
-from dure.checked import Count, Number, Rank, Record, Text, Time, record_from_json
+from dure.checked import Count, Number, Rank, Text, Time, record_from_json
 from dure.documents import DocumentInvalid
-from dure.errors import Misuse
 from dure.launch.nodes.channel import Address, Channel, ChannelClosed, Door, HandshakeRefused, knock
 from dure.launch.nodes.peers import Nodes
+from dure.preflight.node_records import record_of_node
 
 PATIENCE_SECONDS = 5.0
 _NUM_PINGS = 8
@@ -93,7 +93,7 @@ def try_pairs(
         here = Listening(address=address, port=int(door.address[1]))
     except OSError as error:
         here = Listening(address=address, said=error.strerror or str(error))
-    doors = [_record(Listening, told, rank) for rank, told in enumerate(nodes.gather(asdict(here)))]
+    doors = [record_of_node(Listening, told, rank) for rank, told in enumerate(nodes.gather(asdict(here)))]
     if door is None:
         return _shared(nodes, _tried(nodes.me.node_rank, doors, secret, patience_seconds, clock))
     with closing(door):
@@ -113,23 +113,8 @@ def _shared(nodes: Nodes, mine: Sequence[Attempt]) -> list[Attempt]:
     for rank in range(len(nodes.members)):
         # one node at a time, for the words of all would not fit into one message
         told = nodes.gather([asdict(attempt) for attempt in mine] if rank == nodes.me.node_rank else None)[rank]
-        found += [_record(Attempt, attempt, rank) for attempt in told]
+        found += [record_of_node(Attempt, attempt, rank) for attempt in told]
     return found
-
-
-def _record(kind: type[Record], told: object, rank: int) -> Record:
-    """Return what a node has told all as a record.
-
-    Raises:
-        Misuse: It is none.
-    """
-    try:
-        return record_from_json(kind, told)
-    except DocumentInvalid as error:
-        raise Misuse(
-            f"node {rank} speaks another protocol (its {kind.__name__} {error}): install the same version of dure on "
-            "all nodes"
-        ) from None
 
 
 def _resolved(address: str, port: int) -> tuple[int, Address]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -102,25 +102,27 @@ class WatchedSchedule:
         strategy = self._strategy
         if not self._is_watched:
             return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
-        named = strategy.model.named_parameters()
-        with UsedTensors({name: p for name, p in named if _is_in_parts(strategy, p)}) as used:
+        parameters = dict(strategy.model.named_parameters())
+        with UsedTensors(parameters) as used:
             factor = strategy.computed(self._schedule, samples_seen)
-        _refuse_use_of_parts(strategy, used)
+        _refuse_use_of_parts(strategy, parameters, used)
         return factor  # type: ignore[no-any-return]
 
 
-def _refuse_use_of_parts(strategy: Strategy, used: UsedTensors, error: Exception | None = None) -> None:
+def _refuse_use_of_parts(
+    strategy: Strategy, parameters: Mapping[str, nn.Parameter], used: UsedTensors, error: Exception | None = None
+) -> None:
     """Refuse a schedule that has used what this rank has only in part.
 
     Args:
         strategy: Strategy with its rules.
-        used: Parameters, of which some may be whole.
+        parameters: Parameters by name, before the schedule was called.
+        used: What it used of them; some may be whole.
         error: Error that the schedule raised; it becomes the cause.
 
     Raises:
         TaskInvalid: It has.
     """
-    parameters = dict(strategy.model.named_parameters())
     in_parts = [name for name in used.names if _is_in_parts(strategy, parameters[name])]
     if in_parts:
         raise TaskInvalid(
@@ -251,7 +253,7 @@ def _without_weights(strategy: Strategy) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-    _refuse_use_of_parts(strategy, used, error)
+    _refuse_use_of_parts(strategy, parameters, used, error)
     used.put_back()
     for parameter, is_trained in are_trained:
         parameter.requires_grad_(is_trained)

@@ -1,0 +1,106 @@
+"""Schedules that act on model and data: what their trial before training does is undone, and each acts once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.nn.utils.prune
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.conformance.cases import train_case
+from tests.conformance.zoo.cell import reference_of, run_cell
+from tests.conformance.zoo.feature import STEPS, Feature, Samples, ZooTask, chain, data
+
+
+class ActsOnce(ZooTask):
+    """Does something to the model in the second epoch, by its schedule."""
+
+    def build_model(self) -> nn.Module:
+        self.model = chain()
+        self.has_acted = False
+        return self.model
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            if samples_seen >= 25 and not self.has_acted:
+                self.has_acted = True
+                self.act()
+            return 1.0
+
+        return schedule
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+
+class HooksForward(ActsOnce):
+    def act(self) -> None:
+        self.model[2].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+class HooksGradient(ActsOnce):
+    def act(self) -> None:
+        self.model[2].weight.register_hook(lambda gradient: gradient * 0.2)
+
+
+class Prunes(ActsOnce):
+    def act(self) -> None:
+        torch.nn.utils.prune.l1_unstructured(self.model[0], "weight", 0.3)
+
+
+class ScalesData(ActsOnce):
+    def train_data(self) -> Any:
+        self.samples = Samples(*(column.clone() for column in data()))
+        return self.samples
+
+    def act(self) -> None:
+        self.samples.columns[0].mul_(0.5)
+
+
+@pytest.mark.parametrize("task", [HooksForward, HooksGradient, Prunes, ScalesData])
+def test_schedule_when_it_acts_once_then_it_does_so_at_that_step_on_all_ranks(
+    task: type[ZooTask], tmp_path: Path
+) -> None:
+    feature = Feature(name=task.__name__, group="", title="", task=task)
+    reference = reference_of(feature, tmp_path)
+    assert run_cell(feature, "ddp", "straight", reference, tmp_path).kind == "exact"
+
+
+def test_schedule_when_it_acts_late_then_one_process_acts_at_that_step_too(tmp_path: Path) -> None:
+    never = train_case(tmp_path, ZooTask(), **{**STEPS, "samples": 20})
+    late = train_case(tmp_path, HooksForward(), **{**STEPS, "samples": 20})
+    losses = [
+        [json.loads(line)["loss_sum"] for line in (run / "rank0.jsonl").read_text().splitlines()]
+        for run in (never, late)
+    ]
+    assert losses[0] == losses[1]
+
+
+class LeavesTeacherOut(ZooTask):
+    """Has a model whose own `state_dict` has only the layers that are trained."""
+
+    def build_model(self) -> nn.Module:
+        class Distilled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.student, self.teacher = chain(), chain().requires_grad_(False)
+
+            def forward(self, x: Any) -> Any:
+                return self.student(x) + 0.1 * self.teacher(x)
+
+            def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+                whole = super().state_dict(*args, **kwargs)
+                return type(whole)((name, value) for name, value in whole.items() if name.startswith("student."))
+
+            def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+                return super().load_state_dict(state_dict, strict=False)
+
+        return Distilled()
+
+
+def test_model_when_its_own_state_dict_leaves_weights_out_then_that_is_declared(tmp_path: Path) -> None:
+    run = train_case(tmp_path, LeavesTeacherOut(), **STEPS)
+    (declared,) = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert declared.startswith("weights: the model's own state_dict leaves out teacher.0.weight, teacher.0.bias")

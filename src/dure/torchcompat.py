@@ -464,14 +464,15 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Registries of an optimiser's hooks, which one that does not call `Optimizer.__init__` lacks."""
 
 
+def step_hook_registries(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """Return the mappings in which hooks on an optimiser's step are registered (private in torch)."""
+    own = [getattr(optimizer, name) for name in _STEP_HOOKS if hasattr(optimizer, name)]
+    return (*own, _OPTIMIZERS._global_optimizer_pre_hooks, _OPTIMIZERS._global_optimizer_post_hooks)
+
+
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return what runs before and after an optimiser's step, without torch's own (private in torch)."""
-    # the usual answer, which is wanted before every step, comes without a loop
-    before, after = _OPTIMIZERS._global_optimizer_pre_hooks, _OPTIMIZERS._global_optimizer_post_hooks
-    own_before, own_after = getattr(optimizer, _STEP_HOOKS[0], {}), getattr(optimizer, _STEP_HOOKS[1], {})
-    if not (own_before or own_after or before or after):
-        return []
-    hooks = [hook for registry in (own_before, own_after, before, after) for hook in registry.values()]
+    hooks = [hook for registry in step_hook_registries(optimizer) for hook in registry.values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
 
 

@@ -15,7 +15,7 @@ from dure.strategies.contract.abilities import lost_shares
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.step_facts import LostShare, Requests
 from dure.strategies.state.objects.object_state import ObjectState
-from dure.torchcompat import step_hooks
+from dure.torchcompat import step_hook_registries
 from dure.training.best_metric import Best
 from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.late_inspection import LateInspection
@@ -80,6 +80,7 @@ class Trainer:
         self.last_metrics: dict[str, Metric] | None = None
         self.last_evaluation_time = time.time()
         self._told_not_kept: set[str] = set()
+        self._step_hooks = step_hook_registries(session.strategy.built_optimizer)
         self._follows_weights = session.aliases | recomputed_weights(session.strategy.model)
         self._set_by_schedule: set[str] = set()
         """Plain state that the schedule sets, equal on all ranks."""
@@ -173,7 +174,7 @@ class Trainer:
 
     def _before_change(self) -> float:
         """Finish pending reads of the weights before the optimiser changes them; return the seconds waited."""
-        if self._num_watched < _WATCHED_STEPS and step_hooks(self.session.strategy.built_optimizer):
+        if self._num_watched < _WATCHED_STEPS and any(self._step_hooks):
             self._num_watched += 1
             self._before_step = self.session.kept.state_now()
         return self.checkpointer.before_change() + self.memory.before_change()

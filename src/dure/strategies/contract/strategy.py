@@ -133,6 +133,7 @@ class Strategy(ABC):
         """Context of calls of the task, in which it cannot use state of the optimiser that is not whole there."""
         if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
             self.state_guard = StateGuard(self.built_optimizer, self.info.name)
+        self._is_bare = self.state_guard is _AS_IT_IS and self.precision.name == "fp32"
         self.watch = self.watched_parameters()
 
     def take_share(self, share: DataShare) -> None:
@@ -340,8 +341,12 @@ class Strategy(ABC):
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
         """Compute a function of the task under autocast, and act on what it did to parameters and optimiser."""
         settings = settings_of(self.built_optimizer) if self._is_divided else None
-        with self.watch, self.precision.autocast(), self.state_guard:
-            result = self.computed(function, *args)
+        if self._is_bare:  # to enter contexts that do nothing takes a microsecond of every step
+            with self.watch:
+                result = self.computed(function, *args)
+        else:
+            with self.watch, self.precision.autocast(), self.state_guard:
+                result = self.computed(function, *args)
         if settings is not None and settings_of(self.built_optimizer) != settings:
             raise TaskInvalid(
                 "the task's loss changes the optimiser's settings or groups, which each of its calls on a part of a "

@@ -22,6 +22,9 @@ class StepFindings(NamedTuple):
     """Name of a reduction that its step called itself."""
 
 
+_NOTHING_FOUND = StepFindings()
+
+
 class FirstSteps:
     """Watch over the first steps of the optimiser."""
 
@@ -35,7 +38,7 @@ class FirstSteps:
         """Take a step, and look at it if it is among the first."""
         if not self._num_left:
             step(optimizer)
-            return StepFindings()
+            return _NOTHING_FOUND
         self._num_left -= 1
         before = GeneratorStates.now(*self._devices)
         called: list[str] = []

@@ -1,6 +1,5 @@
 """Rehearsal of later calls of a task, of its schedule and an evaluation, without a trace."""
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from dure import torchcompat
 from dure.data.randomness import kept_global_randomness
@@ -34,6 +32,7 @@ from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.loop import check_schedule
+from dure.training.session.data_state import tensors_of
 from dure.training.session.evaluation import check_counts, evaluate
 from dure.training.session.loader import Loader
 from dure.training.session.session import Session
@@ -42,8 +41,6 @@ from dure.training.task.task import Schedule
 _NUM_SAMPLES = 8
 _NUM_POSITIONS = 33
 """Number of positions at which a schedule is called before training, for the state that it sets only at some."""
-_MOST_HELD = 100
-"""Number of items of a container in which tensors of a data set are looked for."""
 _MOST_SECONDS = 1.0
 """Seconds after which no further position is tried."""
 
@@ -183,7 +180,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[ObjectState]:
     modules = KeptModules(model, strategy.objects)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     writes = Writes(
-        {path: t.detach() for path, t in {**state.large, **_tensors_of("data", session.train_loader.data)}.items()}
+        {path: t.detach() for path, t in {**state.large, **tensors_of("data", session.train_loader.data)}.items()}
     )
     try:
         with (
@@ -201,22 +198,6 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[ObjectState]:
                 buffer.copy_(value)
             for path, value in writes.before.items():
                 writes.tensors[path].copy_(value)
-
-
-def _tensors_of(path: str, data: object, levels: int = 4) -> dict[str, Tensor]:
-    """Return the tensors that a data set holds, also in containers and in the data sets that it is made of, by path."""
-    if isinstance(data, Tensor):
-        return {path: data} if data.layout == torch.strided else {}
-    if isinstance(data, list | tuple):
-        held: list[tuple[str, object]] = [(str(number), item) for number, item in enumerate(data[:_MOST_HELD])]
-    elif isinstance(data, dict):
-        held = [(str(key), item) for key, item in itertools.islice(data.items(), _MOST_HELD)]
-    else:
-        held = list(vars(data).items()) if isinstance(data, Dataset) else []
-    found: dict[str, Tensor] = {}
-    for name, item in held if levels else ():
-        found |= _tensors_of(f"{path}.{name}", item, levels - 1)
-    return found
 
 
 def _first_difference(one: dict[str, float], other: dict[str, float], where: str, elsewhere: str) -> str | None:

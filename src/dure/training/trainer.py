@@ -139,6 +139,8 @@ class Trainer:
                 resources.callback(self.scalars.close)
             schedule, set_by_schedule = asked_schedule(session, asked)
             self._set_by_schedule |= set_by_schedule
+            if session.data_state is not None:
+                session.data_state.record()
             if not self.is_restart:  # a restart has passed it already, and its other ranks are waiting
                 session.notes += rehearse_evaluation(session, self.best)
             self._say_start()
@@ -307,7 +309,10 @@ class Trainer:
 
     def _say_what_is_not_kept(self) -> None:
         """Declare, once each, state that no checkpoint can hold, and state that the loss began to change late."""
-        new = {path: why for path, why in self.session.kept.lost.items() if path not in self._told_not_kept}
+        lost = dict(self.session.kept.lost)
+        if self.session.data_state is not None:
+            lost |= {path: f"{path} changed on the way" for path in self.session.data_state.changed()}
+        new = {path: why for path, why in lost.items() if path not in self._told_not_kept}
         texts = [f"state that no checkpoint holds: {why}; a resume begins without it" for why in new.values()]
         for text in texts:
             self.progress.say(f"{text} (give the task state_dict() and load_state_dict())")

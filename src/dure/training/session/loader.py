@@ -103,10 +103,10 @@ class SampleFetch(Dataset[Any]):
             fetched = self.data.__getitems__(indices)
         return self._collate(fetched, indices, request.epoch) if isinstance(fetched, list) else fetched
 
-    def sample(self, index: int) -> Any:
-        """Return one sample as in the first epoch, not collated."""
-        with kept_global_randomness(), at_epoch(self.seed, 0):
-            seed_for_sample(self.seed, 0, index)
+    def sample(self, index: int, epoch: int = 0) -> Any:
+        """Return one sample as in an epoch, not collated."""
+        with kept_global_randomness(), at_epoch(self.seed, epoch):
+            seed_for_sample(self.seed, epoch, index)
             return self.data[index]
 
     def _fetch_one_by_one(self, request: FetchRequest) -> Any:

@@ -33,6 +33,7 @@ from dure.torchcompat import import_late_parts, reads_of_world_size, settle_engi
 from dure.training.objects.kept_state import KeptState
 from dure.training.seeds import make_deterministic, seed_everything
 from dure.training.session.built_alone import Alone, TaskParts, built_alone
+from dure.training.session.data_state import DataState
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.sample_order import SampleOrder
@@ -61,6 +62,8 @@ class Session:
     eval_batch_size: int
     identity: TaskIdentity
     """Identity of the trained task, compared with that in a checkpoint."""
+    data_state: DataState | None = None
+    """State of the training data that no checkpoint holds; None if it is not watched."""
     aliases: frozenset[str] = frozenset()
     """Paths of parameters that share memory with other state, and paths of that state."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -159,6 +162,7 @@ def open_session(
         seed_everything(spec.seed)
         with startup.step("loading the data"):
             train_data, eval_data = task.train_data(), task.eval_data()
+        data_state = DataState(train_data)
         data = _Data.of(spec, task, train_data, eval_data, devices[0])
         seed_everything(spec.seed)
         with startup.step("building the model"):
@@ -181,8 +185,13 @@ def open_session(
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does
+    notes = [depends_on_ranks(alone.difference)] if alone.difference else []
+    notes += left_out
+    if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
+        notes.append(_KEPT_DRAWS)
     identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
     data.refuse_unlike(group, identity)
+    data_state.leave_out_changed()
     return Session(
         spec=spec,
         place=place,
@@ -196,7 +205,8 @@ def open_session(
         eval_samples=data.eval_samples,
         eval_batch_size=evaluation_batch_size(data.eval_samples, spec.eval_batch_size) if data.eval_samples else 1,
         identity=identity,
-        notes=[*([depends_on_ranks(alone.difference)] if alone.difference else []), *left_out],
+        notes=notes,
+        data_state=data_state,
         aliases=frozenset(aliases),
         alone=alone,
         kept=KeptState(task, strategy.model, strategy.built_optimizer),
@@ -218,6 +228,12 @@ def _not_in_state_dict(model: nn.Module) -> list[str]:
             "begins with those of build_model"
         ]
     return []
+
+
+_KEPT_DRAWS = (
+    "data: samples keep the random values that they had when they were first read, which other ranks, loader processes "
+    "and a resume do not have (draw them for each read, or in __init__ from a seed)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,101 @@
+"""State of a training data set that no checkpoint holds: tensors that change, and random values that samples keep."""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dure.training.task.digests import digest
+
+_MOST_HELD = 100
+"""Number of items of a container in which tensors of a data set are looked for."""
+_LEVELS = 4
+"""Containers and data sets within each other that are looked into."""
+_MOST_SECONDS = 0.2
+"""Seconds of one sample beyond which no further one is read."""
+
+
+def tensors_of(path: str, data: object, levels: int = _LEVELS) -> dict[str, Tensor]:
+    """Return the tensors that a data set holds, also in containers and in the data sets that it is made of, by path."""
+    if isinstance(data, Tensor):
+        return {path: data}
+    if isinstance(data, list | tuple):
+        held: list[tuple[str, object]] = [(str(number), item) for number, item in enumerate(data[:_MOST_HELD])]
+    elif isinstance(data, dict):
+        held = [(str(key), item) for key, item in itertools.islice(data.items(), _MOST_HELD)]
+    else:
+        held = list(vars(data).items()) if isinstance(data, Dataset) else []
+    found: dict[str, Tensor] = {}
+    for name, item in held if levels else ():
+        found |= tensors_of(f"{path}.{name}", item, levels - 1)
+    return found
+
+
+class DataState:
+    """State of a training data set since it was made."""
+
+    def __init__(self, data: Any) -> None:
+        """Keep copies of the data set, in which nothing has been read.
+
+        Args:
+            data: Data set before any sample is read.
+        """
+        self._data = data
+        self._unread: tuple[Any, ...] = ()
+        with suppress(Exception):  # it may be of a class that cannot be copied
+            self._unread = copied(data), copied(data), copied(data)
+        self._left_out: set[str] = set()
+        self._first: dict[str, tuple[Tensor, int]] = {}
+        self.record()
+
+    def keeps_random_values(self, read: Callable[[Any, int, int], Any]) -> bool:
+        """Return whether a sample keeps what was drawn for it when it was first read; called once.
+
+        Args:
+            read: Returns a sample of a data set, by its index and an epoch.
+        """
+        copies, self._unread = self._unread, ()
+        with suppress(Exception):  # training will raise it
+            read_one, unread, other = copies
+            started = time.monotonic()
+            read(read_one, 0, 0)
+            if time.monotonic() - started < _MOST_SECONDS:
+                kept = digest(read(read_one, 0, 1))
+                fresh = digest(read(unread, 0, 1))
+                return kept != fresh == digest(read(other, 0, 1))
+        return False
+
+    def record(self) -> None:
+        """Record the tensors as they are now."""
+        tensors = tensors_of("data", self._data)
+        self._first = {path: (each, each._version) for path, each in tensors.items() if not each.is_inference()}
+
+    def leave_out_changed(self) -> None:
+        """Leave out tensors that have changed so far: reading a sample changes them, so they are no state."""
+        self._left_out |= {*self.changed()}
+
+    def changed(self) -> list[str]:
+        """Return the paths of tensors that were replaced, or written to by torch, since they were recorded."""
+        now = tensors_of("data", self._data)
+        return [
+            path
+            for path, (tensor, version) in self._first.items()
+            if path not in self._left_out and path in now and (now[path] is not tensor or tensor._version != version)
+        ]
+
+
+def copied(data: Any, levels: int = _LEVELS) -> Any:
+    """Return a copy of a data set with its own containers and data sets, but the same tensors and other objects."""
+    if isinstance(data, dict | list | set):
+        return copy.copy(data)
+    if not isinstance(data, Dataset) or not levels:
+        return data
+    other = copy.copy(data)
+    for name, item in vars(data).items():
+        vars(other)[name] = copied(item, levels - 1)
+    return other

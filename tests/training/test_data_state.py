@@ -1,0 +1,124 @@
+"""State of a data set that no checkpoint holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, Subset
+
+from dure.training.session.data_state import DataState
+from dure.training.session.loader import SampleFetch
+from tests.conformance.cases import train_case
+from tests.conformance.zoo.feature import STEPS, Samples, ZooTask, data
+
+
+class Cached(Dataset[Any]):
+    """Samples that are kept when they have been read, with noise that was drawn then, if any."""
+
+    def __init__(self, noise: float) -> None:
+        self.rows, self.noise = torch.arange(4.0), noise
+        self.cache: dict[int, Tensor] = {}
+        self.scratch = torch.zeros(1)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.scratch.fill_(index)
+        if index not in self.cache:
+            self.cache[index] = self.rows[index] + self.noise * torch.randn(())
+        return self.cache[index]
+
+
+def read(each: Any, index: int, epoch: int) -> Any:
+    return SampleFetch(each, list, 3).sample(index, epoch)
+
+
+@pytest.mark.parametrize(("noise", "is_kept"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize("wrap", [lambda each: each, lambda each: Subset(each, [1, 0])])
+def test_samples_when_they_are_cached_then_only_kept_draws_count(noise: float, is_kept: bool, wrap: Any) -> None:
+    cached = Cached(noise)
+    assert DataState(wrap(cached)).keeps_random_values(read) == is_kept
+    assert not cached.cache  # copies were read
+
+
+def test_samples_when_they_draw_for_each_read_then_nothing_is_kept() -> None:
+    class Drawing(Samples):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[0] + torch.randn(())
+
+    assert not DataState(Drawing(*data())).keeps_random_values(read)
+
+
+def test_tensors_when_written_to_or_replaced_then_they_have_changed() -> None:
+    samples = Samples(torch.zeros(3), torch.zeros(3))
+    state = DataState(Subset(samples, [0, 1]))
+    assert state.changed() == []
+    samples.columns[1].add_(1)
+    assert state.changed() == ["data.dataset.columns.1"]
+    state.record()
+    samples.columns = torch.zeros(3), samples.columns[1]
+    assert state.changed() == ["data.dataset.columns.0"]
+
+
+def test_tensors_when_reading_changes_them_then_they_are_no_state() -> None:
+    cached = Cached(0.0)
+    state = DataState(cached)
+    _ = cached[0]
+    state.leave_out_changed()
+    _ = cached[1]
+    assert state.changed() == []
+
+
+class Resampled(ZooTask):
+    """Draws targets again in the second epoch."""
+
+    def train_data(self) -> Any:
+        self.samples = Samples(*data())
+        return self.samples
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            if samples_seen == 27:
+                x, y = self.samples.columns
+                self.samples.columns = x, y.flip(0)
+            return 1.0
+
+        return schedule
+
+
+class CachesNoise(ZooTask):
+    """Keeps samples with the noise that they got when they were first read."""
+
+    def train_data(self) -> Any:
+        class Noisy(Samples):
+            def __init__(self, *columns: Tensor) -> None:
+                super().__init__(*columns)
+                self.cache: dict[int, Any] = {}
+
+            def __getitem__(self, index: int) -> Any:
+                if index not in self.cache:
+                    x, y = super().__getitem__(index)
+                    self.cache[index] = x + torch.randn_like(x), y
+                return self.cache[index]
+
+        return Noisy(*data())
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Resampled, "state that no checkpoint holds: data.columns.1 changed on the way"),
+        (CachesNoise, "data: samples keep the random values that they had when they were first read"),
+        (ZooTask, None),
+    ],
+)
+def test_run_when_its_data_have_state_then_that_is_declared(task: type[ZooTask], said: str, tmp_path: Path) -> None:
+    run = train_case(tmp_path, task(), "ddp", 2, **STEPS)
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert [text for text in declared if said and text.startswith(said)] == declared
+    assert bool(declared) == (said is not None)

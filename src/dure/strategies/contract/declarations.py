@@ -104,8 +104,8 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
     several_calls = division.calls_per_step > 1
     owner = "each microbatch's own" if division.is_one_device else "each rank's own"
     texts = []
-    if traits.reason_unknown is not None:
-        texts.append(f"unknown: whether dividing a batch changes the loss, because {traits.reason_unknown}")
+    if (reason := traits.reason_unknown or traits.unknown_phase) is not None:
+        texts.append(f"unknown: whether dividing a batch changes the loss, because {reason}")
     is_in_microbatches = several_calls or division.is_one_share
     if found.has_batchnorm and not any(text.startswith("BatchNorm") for text in declared) and is_in_microbatches:
         texts.append("BatchNorm: statistics of each microbatch's own samples")

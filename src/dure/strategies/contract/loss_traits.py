@@ -1,7 +1,7 @@
 """Traits of a task's loss that decide whether dividing a batch changes the result."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
@@ -11,6 +11,8 @@ class LossTraits:
 
     reason_unknown: str | None = None
     """Reason why nothing was observed; None if something was."""
+    unknown_phase: str | None = None
+    """Reason why nothing was observed with a state that the schedule sets later; None if something was."""
     has_failed: bool = False
     """True if that reason is that the loss failed at once."""
     needs_optimizer: bool = False
@@ -84,5 +86,27 @@ class LossTraits:
         found: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
         return cls(**found)
 
+    def joined(self, others: "LossTraits", when: str) -> "LossTraits":
+        """Return these traits together with those that the loss has in another state of the task.
+
+        Args:
+            others: Traits in that state.
+            when: Description of that state, for what is said about it.
+        """
+        if others.reason_unknown is not None:
+            others = replace(others, reason_unknown=None, unknown_phase=f"{others.reason_unknown} ({when})")
+        if others.not_additive is not None:
+            others = replace(others, not_additive=f"{others.not_additive} ({when})")
+        found: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            own, other = getattr(self, name), getattr(others, name)
+            found[name] = tuple(dict.fromkeys((*own, *other))) if isinstance(own, tuple) else own or other
+        for learned, counted in (("learned_buffers", "counted_buffers"), ("learned_state", "counted_state")):
+            found[counted] = tuple(name for name in found[counted] if name not in found[learned])
+        # these describe the loss as it was first called
+        return replace(self, **{name: value for name, value in found.items() if name not in _OF_FIRST_CALL})
+
+
+_OF_FIRST_CALL = ("reason_unknown", "has_failed", "needs_optimizer", "is_evaluable")
 
 NOTHING_SEEN = LossTraits()

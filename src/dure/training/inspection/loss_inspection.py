@@ -62,6 +62,15 @@ _ROUNDED = 1e3
 """Size below which a gradient counts as rounding, in units of the eps of its dtype times the largest gradient norm."""
 
 
+class CallSummary(NamedTuple):
+    """Summary of calls of a loss: equal ones suggest that it has not changed its behaviour."""
+
+    kind: tuple[Any, ...]
+    """Names of what the calls change, and other answers to questions about them."""
+    figures: tuple[str, ...]
+    """Loss and norms of its gradients."""
+
+
 class LossInspection:
     """Calls of a task's loss on its first samples."""
 
@@ -97,10 +106,12 @@ class LossInspection:
         self._objects = objects
         self._autocast = autocast
         self._is_exact = is_exact
-        self._is_divided = is_divided
+        self.is_divided = is_divided
+        """Whether the loss will see batches in parts."""
         self._is_alone = is_alone
         self._most_at_once = most_at_once
-        self._watches_writes = True
+        self.watches_writes = True
+        """Whether writes to parameters are seen operation by operation, which some losses do not take."""
         self.first_loss = FirstLoss()
         """Result of the first call."""
         self._quantiles: tuple[float, ...] = ()
@@ -140,7 +151,7 @@ class LossInspection:
             seconds_each = (time.monotonic() - started) / max(1, few - half)
             tried = range(few if is_quick else half)
             not_additive = self._additivity(tried) if len(tried) > 1 and not is_slow else None
-            later = self._later(num_samples) if is_quick and self._is_divided else _Later()
+            later = self._later(num_samples) if is_quick and self.is_divided else _Later()
             remembered = self._remembered(range(half), range(half, few), first) if few > half and not is_slow else ()
         except Exception as error:  # more samples at once may need more memory than there is
             why = f"the loss failed with {type(error).__name__} when it was tried on {few} samples"
@@ -154,7 +165,7 @@ class LossInspection:
         derived = recomputed_weights(self._model)
         hooked = tuple(dict.fromkeys((*first.trial.hooked, *second.trial.hooked)))
         return LossTraits(
-            reason_unknown=unknown if is_slow and self._is_divided else None,
+            reason_unknown=unknown if is_slow and self.is_divided else None,
             draws=first.trial.has_drawn or later.draws,
             not_additive=not_additive
             or later.not_additive
@@ -175,7 +186,7 @@ class LossInspection:
             hooked_parameters=tuple(dict.fromkeys((*gradient_hooks(self._model), *hooked))),
             hooked_by_loss=hooked,
             fails_alone=self._failure_of_one() if half > 1 and not is_slow else None,
-            nonlinear_gradients=self._is_divided and not is_slow and self._is_nonlinear(range(half), first),
+            nonlinear_gradients=self.is_divided and not is_slow and self._is_nonlinear(range(half), first),
             sets_gradients=first.has_gradients,
             module_state=later.module_state,
             fed_state=later.fed,
@@ -183,6 +194,53 @@ class LossInspection:
             outer_state=tuple(dict.fromkeys((*first.trial.outer, *second.trial.outer, *later.outer, *remembered))),
             uses_gradients=not is_slow and self._uses_gradients(range(half), first),
         )
+
+    def traits_now(self, num_samples: int) -> LossTraits:
+        """Return the traits of the loss in the current state of its objects, without a change to `first_loss`.
+
+        Args:
+            num_samples: Number of available samples, at least 1.
+        """
+        first_loss, quantiles = self.first_loss, self._quantiles
+        try:
+            return self.traits(num_samples)
+        finally:
+            self.first_loss, self._quantiles = first_loss, quantiles
+
+    def call_summary(self, num_samples: int) -> CallSummary:
+        """Call the loss on the first samples, without and with gradients of parameters, and summarise the calls.
+
+        Args:
+            num_samples: Number of available samples, at least 1.
+
+        Raises:
+            Exception: The loss raised it.
+        """
+        places = range(_num_first(min(num_samples, NUM_SAMPLES)))
+        with self._alone():
+            first = self._first(places)
+            trial = first.trial
+            changed = trial.buffers, trial.parameters, trial.state, trial.rebound, trial.left, trial.outer
+            kind = (
+                trial.has_drawn,
+                first.has_gradients,
+                self._uses_gradients(places, first),
+                *(tuple(sorted(names)) for names in (*changed, trial.hooked, first.forward_state, first.gradients)),
+            )
+        figures = (first.value.total, first.value.items, *(float(each.norm()) for each in first.gradients.values()))
+        return CallSummary(kind, tuple(map(repr, figures)))
+
+    def not_additive_now(self, num_samples: int) -> str | None:
+        """Return the figures of a loss whose parts do not add up in the current state of its objects, or None.
+
+        Args:
+            num_samples: Number of available samples, at least 1.
+        """
+        try:
+            with self._alone():
+                return self._additivity(range(min(num_samples, NUM_SAMPLES))) if num_samples > 1 else None
+        except (Exception, CollectiveCalled):
+            return None  # more samples at once may need more memory than there is
 
     def call_once(self, num_samples: int) -> None:
         """Call the loss on the samples of `first_loss` only; errors of the loss are not raised.
@@ -204,7 +262,7 @@ class LossInspection:
         try:
             return self._tried(places, as_in_training=True)
         except Exception:
-            self._watches_writes = False
+            self.watches_writes = False
             return self._tried(places, as_in_training=True)
 
     def _first_loss(self, first: "_Tried") -> FirstLoss:
@@ -391,7 +449,7 @@ class LossInspection:
         started = time.monotonic()
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
-        if not self._is_divided or size < 2:
+        if not self.is_divided or size < 2:
             return None, begin
         at = begin
         try:
@@ -459,9 +517,7 @@ class LossInspection:
         perturbs: bool = False,
     ) -> "_Tried":
         batch = self._fetch(places)
-        trial = Trial(
-            self._model, self._objects, seed=0, watches_writes=self._watches_writes, keeps_caches=keeps_caches
-        )
+        trial = Trial(self._model, self._objects, seed=0, watches_writes=self.watches_writes, keeps_caches=keeps_caches)
         with silent(), trial, draws or contextlib.nullcontext():
             self._set_modes(as_in_training=as_in_training)
             if perturbs:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dure.errors import SpecInvalid
+from dure.spec import RunSpec
 
 
 class GlobalBatch(NamedTuple):
@@ -18,6 +19,11 @@ class GlobalBatch(NamedTuple):
     """Number of samples of the run up to and including this batch."""
     epoch_samples: int
     """Number of samples of this epoch up to and including this batch."""
+
+
+def total_samples(spec: RunSpec, order: "SampleOrder") -> int:
+    """Return the number of samples of a run."""
+    return spec.samples or max(1, round((spec.epochs or 1.0) * order.epoch_samples))
 
 
 class SampleOrder:

@@ -36,7 +36,7 @@ from dure.training.session.built_alone import Alone, TaskParts, built_alone
 from dure.training.session.data_state import DataState
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
-from dure.training.session.sample_order import SampleOrder
+from dure.training.session.sample_order import SampleOrder, total_samples
 from dure.training.session.task_inspection import inspected
 from dure.training.session.task_products import built_model, checked_optimizer
 from dure.training.task.digests import code_digest
@@ -200,7 +200,7 @@ def open_session(
         strategy=strategy,
         train_loader=data.train_loader,
         order=data.order,
-        total_samples=spec.samples or max(1, round((spec.epochs or 1.0) * data.order.epoch_samples)),
+        total_samples=total_samples(spec, data.order),
         eval_loader=data.eval_loader,
         eval_samples=data.eval_samples,
         eval_batch_size=evaluation_batch_size(data.eval_samples, spec.eval_batch_size) if data.eval_samples else 1,

@@ -21,9 +21,10 @@ from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.first_loss import FirstLoss, difference_of_ranks, difference_of_worlds
 from dure.training.inspection.loss_inspection import LossInspection, perturb, silent
+from dure.training.inspection.phases import Phases, positions_of
 from dure.training.session.built_alone import Alone
 from dure.training.session.loader import FetchRequest, Loader
-from dure.training.session.sample_order import SampleOrder
+from dure.training.session.sample_order import SampleOrder, total_samples
 from dure.training.task.task import Task
 
 _MOST_PARTS = 100
@@ -80,6 +81,7 @@ def _inspected_alone(
         if not traits.has_failed and not traits.collective:
             settings, with_optimizer = _rehearsed_optimizer(strategy, task, model, loader, order)
             traits = with_optimizer or traits
+            traits = _with_phases(strategy, task, model, inspection, order, traits)
             traits = replace(traits, **_tried_in_evaluation(strategy, task, model, fetch))
             if is_one_of_many:
                 with alone.entered(task):
@@ -135,6 +137,22 @@ def _rehearsed_optimizer(
         if before.changed() or _hooks_and_frozen(model) != found:
             return settings, inspection_of(strategy, task, model, loader, order).traits(order.num_samples)
     return settings, None
+
+
+def _with_phases(
+    strategy: Strategy, task: Task, model: nn.Module, inspection: LossInspection, order: SampleOrder, traits: LossTraits
+) -> LossTraits:
+    """Return the traits of the loss together with those in the phases that the task's schedule begins."""
+    has_schedule = type(task).build_schedule is not Task.build_schedule
+    if not (has_schedule and inspection.is_divided) or traits.reason_unknown is not None:
+        return traits
+    total = total_samples(strategy.spec, order)
+
+    def schedule() -> Any:
+        return task.build_schedule(task.build_optimizer(model), total)
+
+    positions = positions_of(total, order.epoch_samples, order.global_batch_size)
+    return Phases(model, strategy.objects, schedule, positions).traits(inspection, order.num_samples, traits)
 
 
 def _difference_of_worlds(

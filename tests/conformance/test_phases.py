@@ -1,0 +1,142 @@
+"""Runs whose loss changes its behaviour on the way: that is declared, or refused before training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from dure.errors import WorkerFailed
+from tests.conformance.cases import train_case
+from tests.conformance.zoo.feature import STEPS, ZooTask, chain
+
+
+class Phased(ZooTask):
+    """Begins a phase in the second epoch and ends it before the next checkpoint."""
+
+    end = 40
+
+    def build_model(self) -> nn.Module:
+        self.is_on = False
+        return chain()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.is_on = 25 <= samples_seen < self.end
+            return 1.0
+
+        return schedule
+
+
+class Variance(Phased):
+    """Has a term for the variance over the batch in its phase."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        output = model(x)
+        loss = functional.mse_loss(output, y)
+        return loss + 0.1 * output.var(0, correction=0).sum() if self.is_on else loss
+
+
+class Decay(Phased):
+    """Scales the weights down in the loss."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self.is_on and model.training:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.98)
+        return super().loss(model, batch)
+
+
+class ReadsGradients(Phased):
+    """Has another loss where there are gradients already."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        weight = next(model.parameters())
+        is_half = self.is_on and model.training and weight.grad is not None
+        return super().loss(model, batch) * (0.5 if is_half else 1.0)
+
+
+class Observer(nn.Module):
+    """Follows the largest value while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones((), dtype=torch.float64))
+        self.is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on and self.training:
+            self.largest.lerp_(x.detach().abs().max(), 0.2)
+        return x * self.largest
+
+
+class Observes(Phased):
+    """Switches an observer on."""
+
+    def build_model(self) -> nn.Module:
+        self.observer, model = Observer(), chain()
+        model.insert(2, self.observer)
+        return model
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.observer.is_on = 25 <= samples_seen < 40
+            return 1.0
+
+        return schedule
+
+
+def with_normalised_gradient(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean square, with a gradient that is divided by its norm over the batch."""
+    gradient = (output - target).detach()
+    gradient = 0.1 * gradient / (1e-9 + gradient.norm())
+    surrogate = (output * gradient).sum()
+    return surrogate - surrogate.detach() + functional.mse_loss(output.detach(), target)
+
+
+class Normalised(Phased):
+    """Keeps the value of its loss, and normalises the gradient over the batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return with_normalised_gradient(model(x), y) if self.is_on else functional.mse_loss(model(x), y)
+
+
+IN_TWO = {"microbatch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "settings", "said"),
+    [
+        (Variance, "ddp", {}, "(with the state that the schedule sets at 27 samples)"),
+        (Variance, "fsdp", {}, "(with the state that the schedule sets at 27 samples)"),
+        (Decay, "ddp", IN_TWO, "parameters that the loss writes to"),
+        (Observes, "ddp", {}, "buffers learned in forward (2.largest)"),
+        (Normalised, "zero1", {}, "the gradient of"),
+    ],
+)
+def test_loss_when_it_differs_in_a_phase_then_that_is_declared(
+    task: type[ZooTask], strategy: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    run = train_case(tmp_path, task(), strategy, 2, **{**STEPS, **settings})
+    declared = json.loads((run / "summary.json").read_text())["not_preserved"]
+    assert any(said in text for text in declared), declared
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "settings", "said"),
+    [
+        (Decay, "fsdp", {}, "writes to parameters"),
+        (ReadsGradients, "ddp", IN_TWO, "reads or changes the parameters' gradients"),
+    ],
+)
+def test_loss_when_it_cannot_be_divided_in_a_phase_then_the_run_is_refused(
+    task: type[ZooTask], strategy: str, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerFailed, match=said):
+        train_case(tmp_path, task(), strategy, 2, **{**STEPS, **settings})

@@ -21,6 +21,7 @@ from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
+from dure.strategies.state.data_tensors import tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.kept_modules import KeptModules
@@ -32,7 +33,6 @@ from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_inspection import recomputed_weights
 from dure.training.loop import check_schedule
-from dure.training.session.data_state import tensors_of
 from dure.training.session.evaluation import check_counts, evaluate
 from dure.training.session.loader import Loader
 from dure.training.session.session import Session
@@ -55,12 +55,11 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     copied = ObjectState(
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
-    with _only_asked(session, given) as state:
+    with _only_asked(session, given) as changed:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
                 _ask_all_along(strategy, schedule, session.total_samples)
-        found = frozenset(state.changed())
     if in_data := [*copied.changed()]:
         session.notes.append(
             f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
@@ -69,7 +68,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     copied.put_back()
     if strategy.group.world_size > 1:
         _compare_schedules(session, schedule)
-    return None if schedule is None else WatchedSchedule(strategy, schedule), found
+    return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(changed)
 
 
 def _ask_all_along(strategy: Strategy, schedule: Schedule, total: int) -> None:
@@ -172,13 +171,18 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 
 @contextmanager
-def _only_asked(session: Session, schedule: Any) -> Iterator[ObjectState]:
-    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data."""
+def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
+    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data.
+
+    Yields:
+        Paths of the plain state that they changed, once the context is left.
+    """
     strategy = session.strategy
     model = strategy.model
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    changed: set[str] = set()
     writes = Writes(
         {path: t.detach() for path, t in {**state.large, **tensors_of("data", session.train_loader.data)}.items()}
     )
@@ -189,8 +193,9 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[ObjectState]:
             writes,
             without_new_hooks(model, strategy.built_optimizer),
         ):
-            yield state
+            yield changed
     finally:
+        changed |= state.changed().keys()
         modules.put_back()
         state.put_back()
         with torch.no_grad():

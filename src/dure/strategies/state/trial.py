@@ -1,5 +1,6 @@
 """A trial: code that runs the model or the task for a look at it, and leaves no trace."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -8,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Dataset
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
+from dure.strategies.state.data_tensors import tensors_of
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
@@ -90,7 +93,7 @@ class Trial:
         ]
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
-        self._large = {path: tensor.detach() for path, tensor in self._plain.large.items()}
+        self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
         self._surroundings = Surroundings()
         self._stack.enter_context(self._surroundings.watched())
         self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
@@ -127,6 +130,11 @@ class Trial:
         self._stack.close()
         with torch.no_grad():
             self._put_back()
+
+    def _of_data(self) -> dict[str, Tensor]:
+        """Return the tensors of data sets that the objects hold, by path."""
+        held = [(path, item) for path, item in self._plain.first.items() if isinstance(item, Dataset)]
+        return dict(itertools.chain.from_iterable(tensors_of(path, data).items() for path, data in held))
 
     def _was_written(self, name: str, data: Tensor) -> bool:
         before = self._writes.before.get(name)

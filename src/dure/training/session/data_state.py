@@ -1,7 +1,6 @@
 """State of a training data set that no checkpoint holds: tensors that change, and random values that samples keep."""
 
 import copy
-import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,30 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dure.strategies.state.data_tensors import LEVELS, tensors_of
 from dure.training.task.digests import digest
 
-_MOST_HELD = 100
-"""Number of items of a container in which tensors of a data set are looked for."""
-_LEVELS = 4
-"""Containers and data sets within each other that are looked into."""
 _MOST_SECONDS = 0.2
 """Seconds of one sample beyond which no further one is read."""
-
-
-def tensors_of(path: str, data: object, levels: int = _LEVELS) -> dict[str, Tensor]:
-    """Return the tensors that a data set holds, also in containers and in the data sets that it is made of, by path."""
-    if isinstance(data, Tensor):
-        return {path: data}
-    if isinstance(data, list | tuple):
-        held: list[tuple[str, object]] = [(str(number), item) for number, item in enumerate(data[:_MOST_HELD])]
-    elif isinstance(data, dict):
-        held = [(str(key), item) for key, item in itertools.islice(data.items(), _MOST_HELD)]
-    else:
-        held = list(vars(data).items()) if isinstance(data, Dataset) else []
-    found: dict[str, Tensor] = {}
-    for name, item in held if levels else ():
-        found |= tensors_of(f"{path}.{name}", item, levels - 1)
-    return found
 
 
 class DataState:
@@ -89,7 +69,7 @@ class DataState:
         ]
 
 
-def copied(data: Any, levels: int = _LEVELS) -> Any:
+def copied(data: Any, levels: int = LEVELS) -> Any:
     """Return a copy of a data set with its own containers and data sets, but the same tensors and other objects."""
     if isinstance(data, dict | list | set):
         return copy.copy(data)

@@ -8,7 +8,8 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from dure.strategies.division.optimizer_trial import reason_not_to_cut, reason_not_to_divide
+from dure.strategies.division.optimizer_trial import reason_not_to_cut, reason_not_to_divide, reason_of_classes
+from dure.strategies.state.optimizer import first_state, has_other_values
 
 
 def model() -> nn.Module:
@@ -253,3 +254,178 @@ def test_optimiser_whose_step_is_closed_over_a_model_is_not_divided():
 @pytest.mark.parametrize("held", [None, 0.1, {"names": ["weight"]}, torch.zeros(3), nn.functional.relu])
 def test_optimiser_that_holds_other_things_may_be_divided(held):
     assert reason_not_to_divide(Holding(model().parameters(), held)) is None
+
+
+class Special(nn.Parameter):
+    """A parameter that an optimiser may treat otherwise."""
+
+
+class Scaled(optim.SGD):
+    """Scales gradients by what `factor` says, in a subclass."""
+
+    num_calls = 0
+
+    def factor(self, parameter, index, group):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_calls += 1
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                parameter.grad.mul_(self.factor(parameter, index, group["params"]))
+        return super().step(closure)
+
+
+class ByPlace(Scaled):
+    def factor(self, parameter, index, group):
+        return 0.9 ** max(0, index - 3)
+
+
+class ByFourth(Scaled):
+    def factor(self, parameter, index, group):
+        return 1 / (1 + group[3].grad.norm()) if len(group) > 3 else 1.0
+
+
+class ByAllLater(Scaled):
+    def factor(self, parameter, index, group):
+        return 1 / (1 + sum(other.grad.square().sum() for other in group)) if self.num_calls > 40 else 1.0
+
+
+class ByTensorLater(Scaled):
+    def factor(self, parameter, index, group):
+        return 1 / (1 + parameter.grad.norm()) if self.num_calls > 40 else 1.0
+
+
+class BySize(Scaled):
+    def factor(self, parameter, index, group):
+        return 0.5 if parameter.numel() > 40 else 1.0
+
+
+class ByManyElements(Scaled):
+    def factor(self, parameter, index, group):
+        return 0.5 if parameter.numel() > 10**7 else 1.0
+
+
+class ByNormIfLarge(Scaled):
+    def factor(self, parameter, index, group):
+        is_large = parameter.dim() == 2 and min(parameter.shape) >= 128
+        return 1 / (1 + parameter.grad.norm()) if is_large else 1.0
+
+
+class ByLongRow(Scaled):
+    def factor(self, parameter, index, group):
+        return 1 / (1 + parameter.grad.norm()) if max(parameter.shape) > 10000 else 1.0
+
+
+class ByClass(Scaled):
+    def factor(self, parameter, index, group):
+        return 0.2 if isinstance(parameter, Special) else 1.0
+
+
+def deep(num_layers=8, size=8):
+    with torch.device("meta"):
+        return nn.Sequential(*[nn.Linear(size, size) for _ in range(num_layers)])
+
+
+OTHERS = "what it does to one parameter depends on the others"
+ELEMENTS = "what it does to one element depends on the others of its tensor"
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByFourth, ByAllLater])
+def test_own_optimiser_that_needs_others_later_or_farther_on_is_not_divided(kind):
+    optimizer = kind(deep().parameters(), lr=0.1)
+    assert reason_not_to_divide(optimizer) == OTHERS
+    assert reason_not_to_cut(optimizer) in (OTHERS, ELEMENTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "reason"),
+    [
+        (ByTensorLater, (8, 8), ELEMENTS),
+        (BySize, (8, 8), ELEMENTS),
+        (ByNormIfLarge, (512, 640), ELEMENTS),
+        (ByLongRow, (20000, 700), ELEMENTS),
+        (ByManyElements, (10000, 2000), "it does something else to large parameters than to small ones"),
+    ],
+)
+def test_own_optimiser_that_goes_by_sizes_or_tensors_later_may_be_divided_but_not_cut(kind, shape, reason):
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for _ in range(3)]
+    optimizer = kind(parameters, lr=0.1)
+    assert reason_not_to_divide(optimizer) is None
+    assert reason_not_to_cut(optimizer) == reason
+
+
+def test_own_optimiser_that_goes_by_the_class_of_a_parameter_needs_the_models_own():
+    parameters = [Special(torch.empty(8, 8)), nn.Parameter(torch.empty(8))]
+    reason = "it goes by the class of a parameter (Special), and parts of one are plain parameters"
+    assert reason_of_classes(ByClass(parameters, lr=0.1)) == reason_not_to_cut(ByClass(parameters, lr=0.1)) == reason
+    assert reason_not_to_divide(ByClass(parameters, lr=0.1)) is None
+    assert reason_of_classes(optim.SGD(parameters, lr=0.1)) is None
+    assert reason_not_to_cut(Everyday(parameters, lr=0.1)) is None
+
+
+class Everyday(optim.SGD):
+    """Counts its calls, and steps by an attribute of each parameter."""
+
+    def step(self, closure=None):
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(getattr(parameter, "rate", 0.5))
+            if self.num_calls % 6 == 0:
+                super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (optim.SGD, torch.float32),
+        (optim.Adagrad, torch.float32),
+        (optim.RAdam, torch.float32),
+        (optim.AdamW, torch.bfloat16),
+        (optim.Adafactor, torch.float32),
+        (optim.Muon, torch.bfloat16),
+    ],
+)
+def test_subclasses_of_torchs_optimisers_are_divided_and_cut_as_these_are(kind, dtype):
+    own = type("Own", (kind,), {"__module__": __name__})
+    model = nn.Sequential(*[nn.Linear(9, 9, bias=False, dtype=dtype) for _ in range(3)])
+    of_torch, of_task = kind(model.parameters(), lr=0.01), own(model.parameters(), lr=0.01)
+    assert reason_not_to_divide(of_task) is None
+    assert reason_not_to_cut(of_task) == reason_not_to_cut(of_torch)
+
+
+def test_own_optimiser_when_tried_then_its_attributes_and_state_are_as_they_were():
+    class Own(optim.Adagrad):
+        def step(self, closure=None):
+            self.num_calls += 1
+            self.seen["calls"] = self.num_calls
+            return super().step(closure)
+
+    net = model()
+    optimizer = Own(net.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    optimizer.num_calls, optimizer.seen = 0, {}
+    groups, state = optimizer.param_groups, optimizer.state
+    assert reason_not_to_cut(optimizer) is None
+    assert optimizer.num_calls == 0
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    assert all(torch.equal(s["sum"], torch.full_like(s["sum"], 0.5)) for s in state.values())
+
+
+def test_first_state_when_numbers_follow_from_a_part_of_the_weights_then_ranks_differ():
+    def built(weight, is_one_value=False):
+        optimizer = optim.SGD([nn.Parameter(weight)], lr=0.1)
+        norm = weight.norm()
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter]["scale"] = torch.full_like(weight, norm) if is_one_value else float(norm)
+            optimizer.state[parameter]["start"] = weight.clone()
+        return first_state(optimizer)
+
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    assert has_other_values(built(one), built(other))
+    assert has_other_values(built(one, is_one_value=True), built(other, is_one_value=True))
+    assert not has_other_values(built(one), built(one))
+    adagrad = optim.Adagrad([nn.Parameter(one)], initial_accumulator_value=0.1)
+    assert not has_other_values(first_state(adagrad), first_state(adagrad))

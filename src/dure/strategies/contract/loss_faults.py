@@ -12,7 +12,7 @@ from dure.strategies.contract.declarations import few
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.contract.watch.parameter_watch import write_fault
 from dure.strategies.contract.weight_rules import WeightRules
-from dure.strategies.state.optimizer import order_digest, plain_settings
+from dure.strategies.state.optimizer import first_state, has_other_values, order_digest, plain_settings
 from dure.strategies.state.shared_storage import sharing_memory
 
 
@@ -72,7 +72,7 @@ def faults_of_loss(
 
 
 def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimizer, *, orders_parameters: bool) -> None:
-    """Refuse settings of the optimiser that follow from a rank's part of the weights, or from its number.
+    """Refuse settings and first state of the optimiser that follow from a rank's part of the weights, or its number.
 
     Args:
         group: All ranks.
@@ -88,12 +88,17 @@ def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimize
     if group.world_size == 1:
         return
     order = order_digest(model, optimizer) if orders_parameters else None
-    everyones = group.all_gather_json([plain_settings(optimizer), order])
+    everyones = group.all_gather_json([plain_settings(optimizer), order, first_state(optimizer)])
     name = type(optimizer).__name__
-    for rank, (settings, theirs) in enumerate(everyones):
+    for rank, (settings, theirs, state) in enumerate(everyones):
         if settings != everyones[0][0]:
             raise TaskInvalid(
                 f"build_optimizer gave {name} other settings on rank {rank} than on rank "
+                "0: compute them in build_model, where weights are whole, and not from the number of a rank"
+            )
+        if has_other_values(state, everyones[0][2]):
+            raise TaskInvalid(
+                f"build_optimizer gave {name} other numbers in the state of its parameters on rank {rank} than on rank "
                 "0: compute them in build_model, where weights are whole, and not from the number of a rank"
             )
         if theirs != everyones[0][1]:

@@ -1,40 +1,52 @@
-"""Trials of optimisers: given a part of its parameters, does one do to each what it would have done?"""
+"""Trials of optimisers: given a part of its parameters, does one do to each what it would have done?
+
+Optimisers that are torch's own get one small trial. Others may do something else from some size, step or number of
+parameters on, and are tried further: for more steps, with all parameters, and with large ones. All of these are bounded
+by counts and never by time, because all ranks must come to the same answer.
+"""
 
 import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from dure.data.randomness import GeneratorStates, kept_global_randomness
+from dure.strategies.division import stand_ins
 from dure.strategies.division.held_models import held_model
+from dure.strategies.division.stand_ins import StandIn
 from dure.strategies.division.step_hooks import fault_of_hooks
-from dure.torchcompat import local_tensor, step_without_hooks
+from dure.torchcompat import is_step_replaced, local_tensor, own_attributes, step_without_hooks
 
+_AS_IT_IS = nullcontext()
 NEEDS_CLOSURE = "its step asks for a closure that computes the loss of the whole model again"
-_PER_GROUP = 2
-_MOST_PER_DIMENSION = 4
-_NUM_STEPS = 12
-"""Steps of a trial: some optimisers act on a sense of the whole only after a few."""
 _SCALES = (1.0, 0.01, 100.0)
 """Sizes of gradients in turn, other ones for neighbours: some act only where a norm, or the largest, passes a bound."""
+_NUM_STEPS = 12
+"""Steps of a small trial: some optimisers act on a sense of the whole only after a few."""
+_NUM_LONG_STEPS = 128
+_NUM_WIDE_STEPS = 4
+_NUM_LARGE_STEPS = 3
 
 
 def reason_not_to_divide(optimizer: Optimizer) -> str | None:
     """Return why an optimiser needs all parameters together, or None when parts of it can step on their own.
 
     It is tried out: small stand-ins for a few parameters of each group are stepped together and in two parts, and
-    must come out the same to the bit. The optimiser is left as it was.
+    must come out the same to the bit. Of an optimiser that is not torch's own, further ones are stepped more often,
+    and some of all parameters. The optimiser is left as it was.
 
     Args:
         optimizer: As the task built it; its parameters may be on the meta device.
     """
-    return _try(optimizer, lambda trial: trial.reason())
+    return _try(optimizer, _reason_of_parts)
 
 
 def faults_of_parts(optimizer: Optimizer, cannot: str) -> list[str]:
@@ -66,92 +78,262 @@ def _reason_of_keys(optimizer: Optimizer) -> str | None:
 def reason_not_to_cut(optimizer: Optimizer) -> str | None:
     """Return why an optimiser needs parameters whole, or None when parts of each can step on their own.
 
-    The stand-ins are stepped whole, and cut in two along their first dimension, the halves apart from each other.
+    The stand-ins are stepped whole, and cut in two along a dimension, the halves apart from each other. Of an optimiser
+    that is not torch's own, this is done with large ones too, and its operations on parameters of the true shapes are
+    compared with those on small ones.
 
     Args:
         optimizer: As the task built it; its parameters may be on the meta device.
     """
-    return _try(optimizer, lambda trial: trial.reason() or trial.reason_of_halves())
+    return _try(optimizer, _reason_of_halves)
 
 
-def _try(optimizer: Optimizer, find_reason: "Callable[[_Trial], str | None]") -> str | None:
+def reason_of_classes(optimizer: Optimizer) -> str | None:
+    """Return why an optimiser needs the objects that the model has as parameters, or None if plain ones will do.
+
+    Args:
+        optimizer: As the task built it; its parameters may be on the meta device.
+    """
+    return _try(optimizer, _reason_of_classes)
+
+
+def _reason_of_parts(subject: "_Subject") -> str | None:
+    reason = subject.small().reason()
+    if reason is None and not _is_of_torch(subject.optimizer):
+        reason = subject.long().reason_of_parts() or subject.wide().reason_of_parts()
+    return reason
+
+
+def _reason_of_halves(subject: "_Subject") -> str | None:
+    small = subject.small()
+    reason = small.reason() or small.reason_of_halves()
+    if reason is None and any(each.is_floating_point() and each.dtype.itemsize < 4 for each in small.parameters):
+        # in which a few roundings are as much as a step
+        reason = _Trial(subject, stand_ins.small(subject.trained), _NUM_STEPS, dtype=torch.float32).reason_of_halves()
+    if reason is not None or _is_of_torch(subject.optimizer):
+        return reason
+    long, wide = subject.long(), subject.wide()
+    return (
+        long.reason_of_parts()
+        or wide.reason_of_parts()
+        or wide.reason_of_classes()
+        or long.reason_of_halves()
+        or wide.reason_of_halves()
+        or subject.large().reason_of_halves()
+        or _reason_of_shapes(subject)
+    )
+
+
+def _reason_of_shapes(subject: "_Subject") -> str | None:
+    """Return why an optimiser is to be taken for one that does something else to large parameters, or None.
+
+    Its operations on parameters without values, of the true shapes and of small ones, are compared. None also if it
+    asks for values, so that nothing can be told.
+    """
+    true, small = (subject.without_values(chosen).traced() for chosen in stand_ins.of_true_shapes(subject.trained))
+    if true is None or small is None or true == small:
+        return None
+    return "it does something else to large parameters than to small ones"
+
+
+def _reason_of_classes(subject: "_Subject") -> str | None:
+    if _is_of_torch(subject.optimizer) or subject.small().reason() is not None:
+        return None
+    return subject.wide().reason_of_classes()
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser steps as torch's own classes do, of which a small trial shows all."""
+    return type(optimizer).__module__.startswith("torch.optim") and not is_step_replaced(optimizer)
+
+
+def _try(optimizer: Optimizer, find_reason: "Callable[[_Subject], str | None]") -> str | None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return NEEDS_CLOSURE
-    trial = _Trial(optimizer)
-    before = dict(vars(optimizer))
+    subject = _Subject(optimizer)
     try:
-        with kept_global_randomness(*trial.devices), torch.enable_grad():
-            return find_reason(trial)
+        with kept_global_randomness(*subject.devices), torch.enable_grad():
+            return find_reason(subject)
     finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(before)
+        subject.put_back_attributes()
+
+
+class _Subject:
+    """An optimiser as the task built it, and its trials."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups = list(optimizer.param_groups)
+        self.state = optimizer.state
+        self.trained = [[p for p in group["params"] if p.requires_grad] for group in self.groups]
+        self.devices = [parameter.device for group in self.trained for parameter in group]
+        self.step_alone = step_without_hooks(optimizer)  # hooks act on the model, which is not to be changed
+        self.is_sparse = False
+        """True if gradients are given as those of a sparse embedding."""
+        self._attributes = dict(vars(optimizer))
+
+    @property
+    def _share(self) -> float:
+        """Share of the elements of usual trials: operations on sparse gradients take far longer."""
+        return 1 / 64 if self.is_sparse else 1.0
+
+    def put_back_attributes(self) -> None:
+        """Give the optimiser the attributes that it had."""
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update(self._attributes)
+
+    def take_copies(self) -> None:
+        """Let steps begin with the attributes that the optimiser had, such as a count of its calls, and leave these."""
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update({name: _copied(value) for name, value in self._attributes.items()})
+
+    def small(self) -> "_Trial":
+        """Return a trial of the first parameters of each group, of which an optimiser of torch's own shows all."""
+        return _Trial(self, stand_ins.small(self.trained), _NUM_STEPS, is_first=True)
+
+    def long(self) -> "_Trial":
+        """Return a trial of more steps, for what begins after a warm-up."""
+        return _Trial(self, stand_ins.few(self.trained), _NUM_LONG_STEPS)
+
+    def wide(self) -> "_Trial":
+        """Return a trial of all parameters, for what goes by a parameter's place, its size or what it is."""
+        return _Trial(self, stand_ins.wide(self.trained, self._share), _NUM_WIDE_STEPS)
+
+    def large(self) -> "_Trial":
+        """Return a trial of large parameters, for what begins at a size."""
+        return _Trial(self, stand_ins.large(self.trained, self._share), _NUM_LARGE_STEPS)
+
+    def without_values(self, chosen: list[StandIn]) -> "_Trial":
+        """Return a trial on the meta device."""
+        return _Trial(self, chosen, _NUM_LARGE_STEPS, has_values=False)
+
+
+class _Calls(TorchFunctionMode):
+    """Record of operations: their names, and the fractions among their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note one; whole numbers among its arguments may be sizes."""
+        named = sorted((kwargs or {}).items())
+        fractions = [value for value in (*args, *(value for _, value in named)) if isinstance(value, float)]
+        self.found.append((getattr(function, "__name__", ""), fractions))
+        return function(*args, **(kwargs or {}))
 
 
 class _Trial:
     """Steps an optimiser over stand-ins of some of its parameters."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._step_alone = step_without_hooks(optimizer)  # hooks act on the model, which is not to be changed
-        self._groups = list(optimizer.param_groups)
-        chosen = [[p for p in group["params"] if p.requires_grad][:_PER_GROUP] for group in self._groups]
-        self._parameters = [parameter for group in chosen for parameter in group]
-        self.devices = [parameter.device for parameter in self._parameters]
-        self._group_of = [index for index, group in enumerate(chosen) for _ in group]
-        self._states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
+    def __init__(
+        self,
+        subject: _Subject,
+        chosen: list[StandIn],
+        num_steps: int,
+        *,
+        is_first: bool = False,
+        has_values: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make stand-ins and their gradients.
+
+        Args:
+            subject: The optimiser.
+            chosen: Parameters, in the order of their groups.
+            num_steps: Number of steps.
+            is_first: True for stand-ins that are plain tensors, and False for parameters, of the classes that the
+                model's are of and with their plain attributes.
+            has_values: False for stand-ins on the meta device.
+            dtype: Of all stand-ins; None for those of the parameters.
+        """
+        self._dtype = dtype
+        self._subject = subject
+        self._optimizer = subject.optimizer
+        self._num_steps = num_steps
+        self._is_first = is_first
+        self._has_values = has_values
+        self.parameters = [each.parameter for each in chosen]
+        self._group_of = [each.group for each in chosen]
+        self._states = [subject.state.get(parameter, {}) for parameter in self.parameters]
         generator = torch.Generator().manual_seed(0)
-        self._values = [_small_like(p, generator) for p in self._parameters]
+        self._values = [self._drawn(each, generator) for each in chosen]
         self._gradients = [
             [
-                _unevenly(_small_like(p, generator) * _SCALES[(number + position) % len(_SCALES)], number % 4)
-                for position, p in enumerate(self._parameters)
+                _unevenly(self._drawn(each, generator) * _SCALES[(number + position) % len(_SCALES)], number % 4)
+                for position, each in enumerate(chosen)
             ]
-            for number in range(_NUM_STEPS)
+            for number in range(num_steps)
         ]
         self._has_rebound = False
-        self._is_sparse = False
-        """True if gradients are given as those of a sparse embedding."""
+
+    def _drawn(self, stand_in: StandIn, generator: torch.Generator) -> Tensor:
+        parameter = stand_in.parameter
+        dtype = parameter.dtype if self._dtype is None else self._dtype
+        if not self._has_values:
+            return torch.empty(stand_in.shape, dtype=dtype, device="meta")
+        device = "cpu" if parameter.is_meta else parameter.device
+        return torch.randn(stand_in.shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     def reason(self) -> str | None:
-        everything = range(len(self._parameters))
+        everything = range(len(self.parameters))
         if name := self._list_beside_state():
             return f"it keeps tensors in a list of its own ({name}), in the order of all parameters"
         if name := self._held_optimizer():
             return f"it steps by another optimiser ({name}), which has all parameters"
         if name := held_model(self._optimizer):
             return f"it holds a model, or parameters, beside its groups ({name}), which its step may use or change"
-        generators = GeneratorStates.now(*self.devices)
+        generators = GeneratorStates.now(*self._subject.devices)
         try:
             together = self._step(everything)
         except Exception as error:
             if "closure" in str(error).lower():
                 return NEEDS_CLOSURE
-            if "sparse" in str(error).lower() and not self._is_sparse:
-                self._is_sparse = True  # it takes no other gradients (SparseAdam)
+            if "sparse" in str(error).lower() and not self._subject.is_sparse:
+                self._subject.is_sparse = True  # it takes no other gradients (SparseAdam)
                 return self.reason()
             return f"its step failed in a trial with {type(error).__name__}: {error}"
         if self._has_rebound:
             return "it gives parameters other memory (`p.data = ...`) where it should change them (`p.copy_(...)`)"
-        if not GeneratorStates.now(*self.devices).is_same_as(generators):
+        if not GeneratorStates.now(*self._subject.devices).is_same_as(generators):
             return "it draws random numbers, which come in the order of all parameters"
         if everything and all(torch.equal(together[position], self._values[position]) for position in everything):
-            return f"{_NUM_STEPS} steps of a trial changed nothing, which shows nothing of what they would change"
+            return f"{self._num_steps} steps of a trial changed nothing, which shows nothing of what they would change"
         extra = [key for key in self._optimizer.state if not isinstance(key, Tensor)]
         if extra or len(self._optimizer.state_dict()) > 2:
             return "it keeps state of the whole beside that of the parameters"
-        for part in (everything[::2], everything[1::2]):
+        return self.reason_of_parts(together)
+
+    def reason_of_parts(self, together: dict[int, Tensor] | None = None) -> str | None:
+        """Return why parts of the stand-ins do not step as all of them do.
+
+        Args:
+            together: Where all of them end, if that is known.
+        """
+        everything = range(len(self.parameters))
+        if together is None:
+            try:
+                together = self._step(everything)
+            except Exception as error:
+                return f"its step failed in a trial with {type(error).__name__}: {error}"
+        # neighbours are apart from each other, and later those at a distance of two
+        pairs = [number for number in everything if number % 4 < 2]
+        others = [number for number in everything if number % 4 >= 2]
+        for part in (everything[::2], everything[1::2], *((pairs, others) if not self._is_first else ())):
             try:
                 alone = self._step(part)
             except Exception as error:
                 return f"over a part of the parameters it fails with {type(error).__name__}: {error}"
-            if not all(torch.equal(alone[position], together[position]) for position in part):
+            if not all(_is_same(alone[position], together[position]) for position in part):
                 return "what it does to one parameter depends on the others"
         return None
 
     def _list_beside_state(self) -> str | None:
         """Return the name of an attribute that lists a tensor for each parameter, which goes by their order."""
-        num_parameters = sum(len(group["params"]) for group in self._groups)
+        num_parameters = sum(len(group["params"]) for group in self._subject.groups)
         for name, value in vars(self._optimizer).items():
             is_list = isinstance(value, list | tuple) and len(value) == num_parameters
             if is_list and all(isinstance(item, Tensor) for item in value):
@@ -167,8 +349,11 @@ class _Trial:
 
     def reason_of_halves(self) -> str | None:
         """Return why the halves of the stand-ins, cut in either of two dimensions, do not step as the wholes do."""
-        everything = range(len(self._parameters))
-        together = self._step(everything)  # as it did above
+        everything = range(len(self.parameters))
+        try:
+            together = self._step(everything)  # as it did above
+        except Exception as error:
+            return f"its step failed in a trial with {type(error).__name__}: {error}"
         for half in (_Half(dim, number) for dim in (0, 1) for number in (0, 1)):
             try:
                 alone = self._step(everything, half)
@@ -178,34 +363,105 @@ class _Trial:
                 return "what it does to one element depends on the others of its tensor"
         return None
 
-    def _step(self, positions: Iterable[int], half: "_Half | None" = None) -> dict[int, Tensor]:
-        """Return where the stand-ins at these positions, or a half of each, end when no others are there."""
+    def reason_of_classes(self) -> str | None:
+        """Return why plain parameters do not step as those of the model's own classes do."""
+        own = {type(parameter).__name__ for parameter in self.parameters if _own_class(parameter) is not None}
+        everything = range(len(self.parameters))
+        if not own:
+            return None
+        together = self._step(everything)
+        try:
+            plain = self._step(everything, has_classes=False)
+        except Exception as error:
+            return f"over plain parameters it fails with {type(error).__name__}: {error}"
+        if all(_is_same(plain[position], together[position]) for position in everything):
+            return None
+        return f"it goes by the class of a parameter ({', '.join(sorted(own))}), and parts of one are plain parameters"
+
+    def traced(self) -> list[Any] | None:
+        """Return the operations of the steps; None where these need values."""
+        calls = _Calls()
+        try:
+            self._step(range(len(self.parameters)), within=calls)
+        except Exception:
+            return None
+        return calls.found
+
+    def _step(
+        self,
+        positions: Iterable[int],
+        half: "_Half | None" = None,
+        *,
+        has_classes: bool = True,
+        within: AbstractContextManager[Any] = _AS_IT_IS,
+    ) -> dict[int, Tensor]:
+        """Return where the stand-ins at these positions, or a half of each, end when no others are there.
+
+        Args:
+            positions: Numbers of stand-ins.
+            half: Half of each.
+            has_classes: Whether whole ones are of the classes that the model's parameters are of.
+            within: Context of the steps.
+        """
         cut = (lambda tensor: tensor) if half is None else half.of
         chosen = {position: cut(self._values[position]).clone().requires_grad_() for position in positions}
+        if not self._is_first:
+            self._subject.take_copies()
+            for position, tensor in chosen.items():
+                chosen[position] = _like_parameter(
+                    tensor, self.parameters[position], has_class=has_classes and half is None
+                )
         self._optimizer.param_groups = [
             {
                 **_settings(group),
                 "params": [chosen[position] for position in chosen if self._group_of[position] == index],
             }
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(self._subject.groups)
         ]
         self._optimizer.state = defaultdict(dict)
         for position, parameter in chosen.items():
             if self._states[position]:
-                small = _small_state(self._states[position], self._parameters[position])
                 shape = self._values[position].shape
+                small = _small_state(self._states[position], self.parameters[position], shape)
                 self._optimizer.state[parameter] = {
-                    key: cut(value).clone() if isinstance(value, Tensor) and value.shape == shape else value
+                    key: cut(value).to(parameter.device, copy=True)
+                    if isinstance(value, Tensor) and value.shape == shape
+                    else value
                     for key, value in small.items()
                 }
-        for gradients in self._gradients:
-            for position, parameter in chosen.items():
-                gradient = cut(gradients[position]).clone()
-                parameter.grad = gradient.to_sparse(1) if self._is_sparse and gradient.dim() else gradient
-            places = [parameter.data_ptr() for parameter in chosen.values()]
-            self._step_alone()
-            self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]
+        with within:
+            for gradients in self._gradients:
+                for position, parameter in chosen.items():
+                    gradient = cut(gradients[position]).clone()
+                    parameter.grad = gradient.to_sparse(1) if self._subject.is_sparse and gradient.dim() else gradient
+                places = [parameter.data_ptr() for parameter in chosen.values()]
+                self._subject.step_alone()
+                self._has_rebound |= places != [parameter.data_ptr() for parameter in chosen.values()]
         return {position: parameter.detach() for position, parameter in chosen.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def _own_class(parameter: Tensor) -> type | None:
+    """Return the class of a parameter that is of a class of the task's, or None."""
+    cls = type(parameter)
+    return None if cls.__module__.startswith("torch.") or not isinstance(parameter, nn.Parameter) else cls
+
+
+def _like_parameter(tensor: Tensor, parameter: Tensor, *, has_class: bool) -> Tensor:
+    """Return a tensor as a parameter with the plain attributes, and maybe of the class, of one of the model's."""
+    made = nn.Parameter(tensor.detach())
+    cls = _own_class(parameter)
+    if has_class and cls is not None:
+        with suppress(TypeError):  # classes of another layout
+            made.__class__ = cls
+    plain = (bool, int, float, str, type(None))
+    vars(made).update({name: value for name, value in own_attributes(parameter).items() if isinstance(value, plain)})
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,20 +486,15 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Compare to the bit, where NaN is NaN."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def _nearly_equal(one: Tensor, other: Tensor) -> bool:
     """Compare to a few roundings: what is left over at the end of a vector instruction's length may round otherwise."""
     few = 8 * torch.finfo(one.dtype).eps
-    return torch.allclose(one, other, rtol=few, atol=few)
-
-
-def _corner(shape: Iterable[int]) -> tuple[slice, ...]:
-    return tuple(slice(min(size, _MOST_PER_DIMENSION)) for size in shape)
-
-
-def _small_like(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    shape = [min(size, _MOST_PER_DIMENSION) for size in parameter.shape]
-    device = "cpu" if parameter.is_meta else parameter.device
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, parameter.dtype)
+    return torch.allclose(one, other, rtol=few, atol=few, equal_nan=True)
 
 
 def _unevenly(gradient: Tensor, dim: int) -> Tensor:
@@ -254,16 +505,16 @@ def _unevenly(gradient: Tensor, dim: int) -> Tensor:
     return torch.cat([first, *(0.01 * other for other in others)], dim)
 
 
-def _small_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Cut what an optimiser's constructor has already put there (Adagrad) to the size of a stand-in."""
+def _small_state(state: Mapping[str, Any], parameter: Tensor, shape: torch.Size) -> dict[str, Any]:
+    """Cut what an optimiser's constructor has already put there (Adagrad) to the shape of a stand-in."""
     small = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and (local := local_tensor(value)) is not value:
             # of a shard, which may be empty, one value stands for all
-            shape = [min(size, _MOST_PER_DIMENSION) for size in value.shape]
-            value = local.flatten()[:1].clone().expand(shape).clone() if local.numel() else local.new_zeros(shape)
+            sizes = shape if value.shape == parameter.shape else value.shape
+            value = local.flatten()[:1].clone().expand(sizes).clone() if local.numel() else local.new_zeros(sizes)
         elif isinstance(value, Tensor):
-            value = value[_corner(value.shape)] if value.shape == parameter.shape else value
+            value = value[tuple(map(slice, shape))] if value.shape == parameter.shape else value
             value = torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.clone()
         else:
             value = copy.deepcopy(value)

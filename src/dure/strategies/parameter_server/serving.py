@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 from dure.comm.groups import Group
 from dure.errors import SpecInvalid, TaskInvalid
 from dure.spec import RunSpec
-from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut
+from dure.strategies.division.optimizer_trial import faults_of_parts, reason_not_to_cut, reason_of_classes
 from dure.strategies.division.step_hooks import refuse_later_hooks
 from dure.strategies.parameter_server.options import ParameterServerOptions
 from dure.strategies.parameter_server.shards import Shard, plan_shards
 from dure.strategies.parameter_server.transport import C10dTransport, Transport
 from dure.strategies.state.common_buffers import common_buffers
 from dure.strategies.state.tensor_shard import whole_buffers
+
+_CANNOT = "cannot be divided over servers"
 
 
 class Serving:
@@ -120,8 +122,11 @@ class Serving:
 
 
 def faults_of_servers(optimizer: Optimizer) -> list[str]:
-    """Return why an optimiser cannot be divided over servers: no server has all parameters."""
-    return faults_of_parts(optimizer, "cannot be divided over servers")
+    """Return why an optimiser cannot be divided over servers: none has all parameters, nor the model's own objects."""
+    if faults := faults_of_parts(optimizer, _CANNOT):
+        return faults
+    reason = reason_of_classes(optimizer)
+    return [] if reason is None else [f"the optimiser {type(optimizer).__name__} {_CANNOT}, because {reason}: use ddp"]
 
 
 def num_workers_of(world_size: int, options: ParameterServerOptions) -> int:

@@ -255,6 +255,38 @@ def plain_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def first_state(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers in the state that an optimiser has from the start, for each parameter, to be compared.
+
+    Of a tensor of the parameter's shape, which may be a part here, that is the one value that it has everywhere. None
+    stands for what has no such value.
+    """
+    if not optimizer.state:
+        return []
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        {str(key): _first_value(value, parameter) for key, value in optimizer.state.get(parameter, {}).items()}
+        for parameter in parameters
+    ]
+
+
+def has_other_values(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two results of `first_state` have different numbers for the same parameter."""
+    return any(
+        value is not None and theirs.get(key) is not None and theirs[key] != value
+        for own, theirs in zip(one, other, strict=False)
+        for key, value in own.items()
+    )
+
+
+def _first_value(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not parameter.dim():
+        return _plain_setting(value)
+    local = (value.to_local() if isinstance(value, DTensor) else value).detach().flatten()
+    is_one = not local.is_meta and local.numel() > 1 and bool((local == local[0]).all())
+    return str(local[0].item()) if is_one else None
+
+
 def order_digest(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the order in which an optimiser has the parameters of a model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -191,9 +191,15 @@ def test_divided_optimizer_when_its_package_is_imported_then_nothing_warns_and_t
         "    whole.param_groups[0]['lr'] = 0.25\n"
         "    whole.step()\n"
         "    print(parameter.tolist())\n"
+        "    whole.rho = 0.5\n"
+        "    whole.optim.scale, whole.rank = 2.0, 0\n"
+        "    whole.state = {}\n"
+        "    print(whole.optim.rho, whole.scale, hasattr(whole.optim, 'rank'), whole.optim.state is whole.state)\n"
+        "    del whole.rho\n"
+        "    print(hasattr(whole, 'rho'), hasattr(whole, 'nothing'))\n"
         "dist.destroy_process_group()\n"
     )
-    assert out.splitlines() == ["[0.75, 0.75, 0.75]"] * 2
+    assert out.splitlines() == ["[0.75, 0.75, 0.75]", "0.5 2.0 False True", "False False"] * 2
 
 
 def test_module_bases_when_asked_then_they_take_in_every_kind() -> None:

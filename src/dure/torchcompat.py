@@ -5,6 +5,7 @@ torch version is one file to read and one test to run (`tests/test_torchcompat.p
 """
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -446,14 +447,41 @@ def divide_optimizer(
             must have one dtype and be contiguous. Otherwise each parameter is a message.
 
     Returns:
-        An optimiser with all groups. Its `step` steps this rank's part and sends it to the others.
+        An optimiser with all groups. Its `step` steps this rank's part and sends it to the others. Attributes that are
+        not its own, and its state, are those of this rank's part.
     """
-    return cast(
-        Optimizer,
-        import_distributed_optim().ZeroRedundancyOptimizer(
-            groups, optimizer_class=take_part, parameters_as_bucket_view=in_one_message
-        ),
-    )
+    whole = _whole_optimizer_class()(groups, optimizer_class=take_part, parameters_as_bucket_view=in_one_message)
+    whole.state = whole.optim.state
+    return cast(Optimizer, whole)
+
+
+@functools.cache
+def _whole_optimizer_class() -> type[Any]:
+    """Return torch's ZeroRedundancyOptimizer, passing on what a task sets on its own optimiser or reads there."""
+    engine: Any = import_distributed_optim().ZeroRedundancyOptimizer
+
+    class WholeOptimizer(engine):  # type: ignore[misc]
+        __module__ = engine.__module__  # what looks through the objects that a task holds leaves torch's own alone
+
+        def __getattr__(self, name: str) -> Any:
+            if "optim" not in vars(self):  # `part` is not there yet
+                raise AttributeError(name)
+            return getattr(self.optim, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_whole = name in vars(self) or hasattr(type(self), name) or not vars(self).get("initialized", False)
+            if is_whole:
+                super().__setattr__(name, value)
+            if not is_whole or (name == "state" and "optim" in vars(self)):
+                setattr(self.optim, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in vars(self):
+                super().__delattr__(name)
+            else:
+                delattr(self.optim, name)
+
+    return WholeOptimizer
 
 
 # -- hooks on the step of optimisers ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The optimiser's state is divided as the table says, whatever the optimiser, and what cannot be divided is refused."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +195,45 @@ class Decaying(optim.SGD):
         super().step()
         for group in self.param_groups:
             group["lr"] *= 0.9
+
+
+class Reset(optim.SGD):
+    """Scales gradients by an attribute, which its schedule sets."""
+
+    rho = 1.0
+
+    def step(self, closure=None):
+        scale_gradients(self, self.rho * getattr(self, "factor", 1.0))
+        return super().step(closure)
+
+
+class ReachesIntoOptimizer(Regression):
+    """A schedule that sets attributes of the optimiser and decays its momentum, in place or by new state."""
+
+    replaces_state: bool = False
+
+    def build_optimizer(self, model):
+        return Reset(model.parameters(), lr=0.1, momentum=0.9)
+
+    def build_schedule(self, optimizer, total_samples):
+        def factor(seen):
+            optimizer.rho = 1 - 0.5 * seen / total_samples
+            optimizer.factor = optimizer.rho + 0.1
+            if self.replaces_state and 20 <= seen < 40:
+                optimizer.state = defaultdict(dict)
+            for state in optimizer.state.values():
+                if seen and "momentum_buffer" in state:
+                    state["momentum_buffer"].mul_(0.9)
+            return 1.0
+
+        return factor
+
+
+@pytest.mark.parametrize("replaces_state", [False, True])
+def test_a_schedule_that_sets_attributes_and_state_sets_those_of_the_tasks_optimizer(replaces_state, tmp_path):
+    task = ReachesIntoOptimizer(replaces_state=replaces_state)
+    one, run = [weights_of(train_case(tmp_path, task, name, n, **STEPS)) for name, n in (("single", 1), ("zero1", 2))]
+    assert largest_difference(run, one) < TO_ROUNDING
 
 
 class Unscheduled(Grouped):

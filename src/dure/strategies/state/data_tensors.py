@@ -13,7 +13,7 @@ _MOST_HELD = 100
 
 
 def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tensor]:
-    """Return the dense tensors that a data set holds, also in containers and in the data sets that it is made of, by path."""
+    """Return the dense tensors that a data set holds, also in containers and in other data sets in it, by path."""
     if isinstance(data, Tensor):
         return {path: data} if data.layout == torch.strided else {}
     if isinstance(data, list | tuple):

@@ -21,7 +21,7 @@ from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
 from dure.strategies.sections.absent_tensors import UsedTensors
 from dure.strategies.state.checksum import checksum
-from dure.strategies.state.data_tensors import tensors_of
+from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
 from dure.strategies.state.hooks import without_new_hooks
 from dure.strategies.state.kept_modules import KeptModules
@@ -181,6 +181,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
     model = strategy.model
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
+    data_sets = KeptDataSets([session.train_loader.data])
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     changed: set[str] = set()
     writes = Writes(
@@ -197,6 +198,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
     finally:
         changed |= state.changed().keys()
         modules.put_back()
+        data_sets.put_back()
         state.put_back()
         with torch.no_grad():
             for buffer, value in buffers:

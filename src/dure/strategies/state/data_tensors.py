@@ -1,10 +1,13 @@
-"""Tensors that data sets hold."""
+"""Tensors and attributes of data sets."""
 
 import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from dure.strategies.state.kept_modules import put_back_entries
 
 LEVELS = 4
 """Number of containers and data sets within each other that are searched."""
@@ -26,3 +29,27 @@ def tensors_of(path: str, data: object, levels: int = LEVELS) -> dict[str, Tenso
     for name, item in held if levels else ():
         found |= tensors_of(f"{path}.{name}", item, levels - 1)
     return found
+
+
+class KeptDataSets:
+    """Attributes of data sets as they are now, and of the data sets that they hold as attributes."""
+
+    def __init__(self, found: Iterable[object]) -> None:
+        """Record the attributes.
+
+        Args:
+            found: Data sets; other objects are left alone.
+        """
+        self._attributes = [(data, dict(vars(data))) for each in found for data in _with_inner(each, LEVELS)]
+
+    def put_back(self) -> None:
+        """Restore the objects that were the attributes; their own state is not kept."""
+        for data, attributes in self._attributes:
+            put_back_entries(vars(data), attributes)
+
+
+def _with_inner(data: object, levels: int) -> Iterator[object]:
+    if isinstance(data, Dataset) and levels:
+        yield data
+        for item in vars(data).values():
+            yield from _with_inner(item, levels - 1)

@@ -32,13 +32,13 @@ class KeptModules:
             undo()
         self._definitions.put_back()
         for module, attributes, registered in self._modules:
-            _put_back_entries(vars(module), attributes)
+            put_back_entries(vars(module), attributes)
             for kind, entries in registered.items():
                 vars(module)[kind].clear()
                 vars(module)[kind].update(entries)
 
 
-def _put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+def put_back_entries(now: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Restore the very objects of a dictionary, attributes that hold functions included, such as `forward`."""
     for name in now.keys() - before.keys():
         del now[name]

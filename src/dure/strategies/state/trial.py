@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from dure import torchcompat
 from dure.data.randomness import GeneratorStates, kept_global_randomness, seed_draws
-from dure.strategies.state.data_tensors import tensors_of
+from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.hooks import gradient_hooks
 from dure.strategies.state.kept_modules import KeptModules
 from dure.strategies.state.objects.object_state import ObjectState
@@ -94,6 +94,7 @@ class Trial:
         self._training = [(module, module.training) for module in model.modules()]
         self._plain = ObjectState({**self._objects, "model": model}, sees_data=True)
         self._large = {path: tensor.detach() for path, tensor in {**self._plain.large, **self._of_data()}.items()}
+        self._data_sets = KeptDataSets(self._plain.first.values())
         self._surroundings = Surroundings()
         self._stack.enter_context(self._surroundings.watched())
         self._writes = Writes({**{name: data for name, _, data, _, _ in self._parameters}, **self._large})
@@ -142,6 +143,7 @@ class Trial:
 
     def _put_back(self) -> None:
         self._modules.put_back()
+        self._data_sets.put_back()
         for buffer, before in self._buffers.values():
             if not is_equal(buffer, before):
                 buffer.copy_(before)

@@ -107,11 +107,11 @@ class LossInspection:
         self._autocast = autocast
         self._is_exact = is_exact
         self.is_divided = is_divided
-        """Whether the loss will see batches in parts."""
+        """True if the loss will see batches in parts."""
         self._is_alone = is_alone
         self._most_at_once = most_at_once
         self.watches_writes = True
-        """Whether writes to parameters are seen operation by operation, which some losses do not take."""
+        """True if writes to parameters are seen operation by operation, which some losses do not take."""
         self.first_loss = FirstLoss()
         """Result of the first call."""
         self._quantiles: tuple[float, ...] = ()

@@ -189,6 +189,7 @@ def open_session(
     notes += left_out
     if data_state.keeps_random_values(lambda each, *place: SampleFetch(each, task.collate, spec.seed).sample(*place)):
         notes.append(_KEPT_DRAWS)
+    data_state.record()  # trials before have put tensors back
     identity = TaskIdentity.of(task, data.order.num_samples, data.eval_samples, data.train_loader.sample)
     data.refuse_unlike(group, identity)
     data_state.leave_out_changed()

@@ -107,7 +107,24 @@ class Normalised(Phased):
         return with_normalised_gradient(model(x), y) if self.is_on else functional.mse_loss(model(x), y)
 
 
+class NormalisedByCount(Normalised):
+    """Does so after more calls than are made before training, announced by no schedule."""
+
+    def build_model(self) -> nn.Module:
+        self.calls = 0
+        return super().build_model()
+
+    def build_schedule(self, optimizer: Optimizer, total_samples: int) -> Any:
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += model.training
+        self.is_on = self.calls > 14
+        return super().loss(model, batch)
+
+
 IN_TWO = {"microbatch_size": 2}
+LONGER = {"samples": 100}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +135,8 @@ IN_TWO = {"microbatch_size": 2}
         (Decay, "ddp", IN_TWO, "parameters that the loss writes to"),
         (Observes, "ddp", {}, "buffers learned in forward (2.largest)"),
         (Normalised, "zero1", {}, "the gradient of"),
+        (NormalisedByCount, "ddp", LONGER, "the gradient of"),
+        (NormalisedByCount, "zero1", LONGER, "the gradient of"),
     ],
 )
 def test_loss_when_it_differs_in_a_phase_then_that_is_declared(

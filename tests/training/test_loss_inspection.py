@@ -399,3 +399,32 @@ def test_late_comparison_goes_on_from_a_place_until_it_finds_what_is_rare():
     figures, place = inspection.late_difference(place, 300)
     assert figures is not None
     assert 280 < place <= 288
+
+
+def surrogate(output):
+    """Return the mean square, with a gradient that is divided by its norm over the batch."""
+    gradient = output.detach() / (1e-9 + output.detach().norm())
+    term = (output * gradient).sum()
+    return term - term.detach() + output.detach().square().mean()
+
+
+def test_late_comparison_finds_gradients_alone_that_no_longer_add_up_without_their_hooks():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = nn.Linear(4, 2).double()
+    is_late = False
+    reduced = []
+    model.weight.register_post_accumulate_grad_hook(reduced.append)
+
+    def loss(model, batch):
+        return surrogate(model(batch)) if is_late else model(batch).square().mean()
+
+    inspection = LossInspection(loss, model, lambda places: x[list(places)], {}, nullcontext, is_exact=True)
+    assert inspection.late_difference(0, 40) == (None, 40)
+    is_late = True
+    assert "the gradient of weight for all samples" in inspection.late_difference(0, 40)[0]
+    assert (reduced, model.weight.grad) == ([], None)
+    noisy = LossInspection(
+        lambda model, x: surrogate(model(x + torch.randn_like(x))), model, lambda places: x[list(places)], {},
+        nullcontext, is_exact=True,
+    )  # fmt: skip
+    assert noisy.late_difference(0, 40)[0] is None

@@ -420,7 +420,7 @@ class LossInspection:
             return None
 
     def late_difference(self, begin: int, num_samples: int) -> tuple[str | None, int]:
-        """Compare the losses of samples with those of their parts, during the run.
+        """Compare the losses of samples with those of their parts, and gradients of the first of them, during the run.
 
         Args:
             begin: Place of the first sample.
@@ -429,24 +429,86 @@ class LossInspection:
         Returns:
             Figures of a difference, or None, and the place after the last sample inspected.
         """
+        started = time.monotonic()
         try:
             with self._alone():
-                return self._wide(begin, num_samples, 0.0)
+                if figures := self._late_gradients(begin, num_samples):
+                    return figures, begin
+                return self._wide(begin, num_samples, 0.0, started)
         except CollectiveCalled:
             return None, num_samples  # the other ranks make that call in their steps
 
-    def _wide(self, begin: int, end: int, seconds_each: float) -> tuple[str | None, int]:
+    def _late_gradients(self, begin: int, num_samples: int) -> str | None:
+        """Return the figures of a loss whose gradients, or values, do not add up over parts of a few samples, or None.
+
+        Gradients of all samples and of one part are in memory at a time.
+        """
+        places = range(begin, min(begin + min(NUM_SAMPLES, self._most_at_once), num_samples))
+        if not self.is_divided or len(places) < 2:
+            return None
+        try:
+            whole, left = self._differentiated(places)
+            largest = max((float(gradient.norm()) for gradient in left.values()), default=0.0)
+            scales = {name: float(gradient.norm()) for name, gradient in left.items()}
+            values = []
+            for part in _parts_of(places):
+                value, gradients = self._differentiated(part)
+                values.append(value)
+                for name in left.keys() & gradients.keys():
+                    scales[name] += float(gradients[name].norm())
+                    left[name] -= gradients.pop(name)
+        except Exception:
+            return None  # it draws, training will raise it, or there is not enough memory
+        if figures := self._difference(whole, values):
+            return figures
+        tolerance = 10 * self._tolerance(whole.dtype)
+        for name, gradient in left.items():
+            figures = _figures_of_gradient(
+                name, float(gradient.norm()), scales[name], largest, gradient.dtype, tolerance, len(values)
+            )
+            if figures is not None:
+                return figures
+        return None
+
+    def _differentiated(self, places: Sequence[int]) -> "tuple[_Value, dict[str, Tensor]]":
+        """Return the loss of some samples and its gradients, without hooks on gradients that parameters accumulate.
+
+        A reducer has such hooks, and would wait for other ranks.
+
+        Raises:
+            ValueError: The loss draws random numbers.
+        """
+        batch = self._fetch(places)
+        trial = Trial(self._model, self._objects, seed=2, watches_writes=self.watches_writes, keeps_gradients=False)
+        with silent(), trial:
+            self._set_modes(as_in_training=False)
+            with torch.enable_grad(), self._autocast():
+                result = self._loss(self._model, batch)
+            total = _summed(result, len(places))
+            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+            found = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+            gradients = {
+                name: gradient.to_dense().clone()
+                for name, gradient in zip(trained, found, strict=True)
+                if gradient is not None
+            }
+        if trial.has_drawn:
+            raise ValueError("a loss that draws is another one each time")
+        return _Value.of(result, len(places)), gradients
+
+    def _wide(self, begin: int, end: int, seconds_each: float, started: float | None = None) -> tuple[str | None, int]:
         """Compare the loss of more samples with those of their parts, without gradients, while time remains.
 
         Args:
             begin: Place of the first sample.
             end: Place after the last sample.
             seconds_each: Maximum seconds per sample.
+            started: Time from which the seconds are counted; None for now.
 
         Returns:
             The same as `late_difference`.
         """
-        started = time.monotonic()
+        started = time.monotonic() if started is None else started
         affordable = int(_WIDE_SECONDS / (3 * max(seconds_each, 1e-9)))
         size = min(_WIDE_GROUP, self._most_at_once, affordable)
         if not self.is_divided or size < 2:
@@ -495,14 +557,10 @@ class LossInspection:
         for name, gradient in whole.gradients.items():
             others = [part.gradients[name] for part in parts if name in part.gradients]
             scale = float(gradient.norm()) + sum(float(other.norm()) for other in others)
-            if scale < _ROUNDED * torch.finfo(gradient.dtype).eps * largest:
-                continue  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
             difference = float((gradient - sum(others)).norm()) if others else float(gradient.norm())
-            if math.isfinite(difference) and difference > tolerance * scale:
-                return (
-                    f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
-                    f"from the sum over {len(parts)} parts"
-                )
+            figures = _figures_of_gradient(name, difference, scale, largest, gradient.dtype, tolerance, len(parts))
+            if figures is not None:
+                return figures
         return None
 
     def _tried(
@@ -555,7 +613,7 @@ class LossInspection:
 
     def _gradients(self, result: Any, num_samples: int, scale: float) -> dict[str, Tensor]:
         """Return the gradients of a loss summed over its items and scaled; none if it has none."""
-        total: Any = result.total * scale if isinstance(result, Sum) else result * (num_samples * scale)
+        total = _summed(result, num_samples) * scale
         for parameter in self._model.parameters():
             parameter.grad = None
         try:
@@ -564,6 +622,35 @@ class LossInspection:
             return {}  # training will raise it
         named = self._model.named_parameters()
         return {name: p.grad.detach().to_dense().clone() for name, p in named if p.grad is not None}
+
+
+def _summed(result: Any, num_samples: int) -> Any:
+    """Return the loss of some samples summed over its items."""
+    return result.total if isinstance(result, Sum) else result * num_samples
+
+
+def _figures_of_gradient(
+    name: str, difference: float, scale: float, largest: float, dtype: torch.dtype, tolerance: float, num_parts: int
+) -> str | None:
+    """Return the figures of a parameter's gradients that do not add up over parts, or None.
+
+    Args:
+        name: Name of the parameter.
+        difference: Norm of the difference between the gradient for all samples at once and the sum over parts.
+        scale: Sum of the norms of all these gradients.
+        largest: Largest norm of a gradient for all samples at once.
+        dtype: Data type of the gradient.
+        tolerance: Relative difference that counts as rounding.
+        num_parts: Number of parts.
+    """
+    if scale < _ROUNDED * torch.finfo(dtype).eps * largest:
+        return None  # it is zero: a layer before a softmax, or before a norm that subtracts its mean
+    if not (math.isfinite(difference) and difference > tolerance * scale):
+        return None
+    return (
+        f"the gradient of {name} for all samples at once differs by {difference / scale:.2g} of its size "
+        f"from the sum over {num_parts} parts"
+    )
 
 
 def recomputed_weights(model: nn.Module) -> set[str]:

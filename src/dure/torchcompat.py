@@ -977,6 +977,15 @@ def copy_gradient_hooks(source: Tensor, target: Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)
 
 
+def has_modes_of_thread() -> bool:
+    """Return whether this thread has modes of functions or dispatch, or hooks on saved tensors (private in torch)."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True)
+    )
+
+
 def is_transforming() -> bool:
     """Return whether a function transform of `torch.func` is under way, such as `vmap` (private in torch)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,17 +1,21 @@
 """Runs whose loss changes its behaviour on the way: that is declared, or refused before training."""
 
 import json
+from contextlib import nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from dure.errors import WorkerFailed
-from tests.conformance.cases import train_case
+from tests.conformance.cases import train_case, weights_of
 from tests.conformance.zoo.feature import STEPS, ZooTask, chain
 
 
@@ -123,6 +127,63 @@ class NormalisedByCount(Normalised):
         return super().loss(model, batch)
 
 
+SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+class ScaledByContext(nn.Module):
+    """Scales by a context variable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SCALE.get()
+
+
+class SetsContext(Phased):
+    """Sets a context variable around the model's call."""
+
+    end = 60
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.insert(4, ScaledByContext())
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        token = SCALE.set(0.5 if self.is_on else 1.0)
+        try:
+            return super().loss(model, batch)
+        finally:
+            SCALE.reset(token)
+
+
+class Halving(TorchFunctionMode):
+    """Halves what `tanh` returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 0.5 * result if func in (torch.tanh, Tensor.tanh) else result
+
+
+class EntersMode(Phased):
+    """Enters a mode for functions around the model's call."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        with Halving() if self.is_on else nullcontext():
+            output = model(x)
+        return functional.mse_loss(output, y)
+
+
+class RoundsSaved(Phased):
+    """Rounds what is kept for the backward pass."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        rounding = saved_tensors_hooks(lambda saved: (saved * 4).round() / 4, lambda saved: saved)
+        with rounding if self.is_on else nullcontext():
+            output = model(x)
+        return functional.mse_loss(output, y)
+
+
 IN_TWO = {"microbatch_size": 2}
 LONGER = {"samples": 100}
 
@@ -151,6 +212,10 @@ def test_loss_when_it_differs_in_a_phase_then_that_is_declared(
     ("task", "strategy", "settings", "said"),
     [
         (Decay, "fsdp", {}, "writes to parameters"),
+        (EntersMode, "pipeline", {}, "with the state that the schedule sets at 27 samples, Sequential cut before"),
+        (RoundsSaved, "pipeline", {}, "gives another gradient"),
+        (EntersMode, "rpc_model", {}, "with the state that the schedule sets at 27 samples, Sequential cut before"),
+        (SetsContext, "rpc_model", {}, "with the state that the schedule sets at 27 samples, Sequential cut before"),
         (ReadsGradients, "ddp", IN_TWO, "reads or changes the parameters' gradients"),
     ],
 )
@@ -159,3 +224,16 @@ def test_loss_when_it_cannot_be_divided_in_a_phase_then_the_run_is_refused(
 ) -> None:
     with pytest.raises(WorkerFailed, match=said):
         train_case(tmp_path, task(), strategy, 2, **{**STEPS, **settings})
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy"), [(EntersMode, "dp"), (RoundsSaved, "dp"), (SetsContext, "dp"), (SetsContext, "pipeline")]
+)
+def test_loss_when_it_enters_contexts_in_a_phase_then_weights_are_those_of_one_device(
+    task: type[ZooTask], strategy: str, tmp_path: Path
+) -> None:
+    alone, divided = (
+        weights_of(train_case(tmp_path, task(), name, n, **STEPS)) for name, n in (("single", 1), (strategy, 2))
+    )
+    for name, value in alone.items():
+        torch.testing.assert_close(divided[name], value, rtol=0, atol=1e-10)  # rounding in float64

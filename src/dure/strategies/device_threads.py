@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dure.errors import TaskInvalid
-from dure.torchcompat import watched_parametrizations
+from dure.torchcompat import has_modes_of_thread, watched_parametrizations
 
 
 class BroadcastParameters(torch.autograd.Function):
@@ -66,7 +66,8 @@ class DeviceThreads:
             return self._run(list(zip(self._devices, calls, strict=False)), in_order=in_order)
 
     def _run(self, pairs: list[tuple[torch.device, Callable[[], Any]]], *, in_order: bool) -> list[Any]:
-        if self._pool is None or in_order or len(pairs) == 1:
+        # a context of the task around its model's call may not be entered by several threads at once
+        if self._pool is None or in_order or len(pairs) == 1 or has_modes_of_thread():
             return [_on_device(device, call) for device, call in pairs]
         modes = _Modes({device.type for device in self._devices})
         futures = [self._pool.submit(modes.run, functools.partial(_on_device, *pair)) for pair in pairs]

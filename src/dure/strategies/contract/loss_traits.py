@@ -13,6 +13,8 @@ class LossTraits:
     """Reason why nothing was observed; None if something was."""
     unknown_phase: str | None = None
     """Reason why nothing was observed with a state that the schedule sets later; None if something was."""
+    phases: tuple[int, ...] = ()
+    """Numbers of samples seen at which the schedule sets states in which the loss behaves in other ways."""
     has_failed: bool = False
     """True if that reason is that the loss failed at once."""
     needs_optimizer: bool = False

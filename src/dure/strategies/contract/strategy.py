@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -89,6 +89,9 @@ class Strategy(ABC):
         self.example: Callable[[int], Any] | None = None
         """Function that returns the first samples of the training data as a batch, for a trial of the model before it
         is cut."""
+        self.phases: Callable[[], Generator[str]] = _no_phases
+        """Function that yields descriptions of later phases of the loss, with the task in the state of each meanwhile;
+        a trial of the model is repeated there."""
         self.objects: Mapping[str, object] = {}
         """Objects that the task's loss may keep state in, by name."""
         self.last_gradient_time: float | None = None
@@ -406,3 +409,7 @@ class Strategy(ABC):
         if self.expectation is not None:
             gradients = [p.grad for p in self.trainable if p.grad is not None]
             torchcompat.multiply_(gradients, self.expectation / self.sums.count)
+
+
+def _no_phases() -> Generator[str]:
+    yield from ()

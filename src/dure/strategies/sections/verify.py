@@ -4,8 +4,10 @@ It finds what a survey cannot see: blocks that exchange values by themselves, re
 losses that use more of the model than its output. All sections run in one process, each without the others' weights.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +43,9 @@ class _Outcome(NamedTuple):
 
 
 def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int) -> str | None:
-    """Compare the sections with the whole model on the first samples. The model, the task and generators are kept.
+    """Compare the sections with the whole model on the first samples, now and in later phases of the loss.
+
+    The model, the task and generators are kept.
 
     Args:
         strategy: With the task's loss and its data.
@@ -53,6 +57,18 @@ def rehearse(strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Surv
     Returns:
         One sentence if they differ.
     """
+    if (fault := _rehearse_now(strategy, model, plan, seen, loss_section=loss_section)) is not None:
+        return fault
+    with closing(strategy.phases()) as phases:
+        for phase in phases:
+            if (fault := _rehearse_now(strategy, model, plan, seen, loss_section=loss_section)) is not None:
+                return f"{phase}, {fault}"
+    return None
+
+
+def _rehearse_now(
+    strategy: Strategy, model: nn.Module, plan: SectionPlan, seen: Survey, *, loss_section: int
+) -> str | None:
     where = f"{type(model).__name__} cut before {plan.first_blocks()}"
     batch = first_batch(strategy, model)
     try:
@@ -168,8 +184,9 @@ class _Rehearsal:
                     state.put_back()
                 if number == 1:
                     own = ObjectState(self._strategy.objects)
-                with self._only(number):
-                    received = self._handed_on(self._run(number, args, kwargs, received))
+                run = functools.partial(self._run, number, args, kwargs, received)
+                with self._only(number):  # other ranks have none of the contexts that the task enters around the call
+                    received = self._handed_on(_in_new_thread(run) if number else run())
             if own is not None:
                 own.put_back()  # what blocks of other ranks, and their hooks, leave in the task stays there
             after_call[:] = [state.changed()]
@@ -256,6 +273,11 @@ class _Rehearsal:
         self._take_gradients()
         found, self._gradients = self._gradients, {}
         return _Outcome(float(root.detach()), found)
+
+
+def _in_new_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 def changes_module(path: str) -> str:

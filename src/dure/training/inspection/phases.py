@@ -7,6 +7,7 @@ of the training. What the loss does from there on is found before training, as f
 import contextlib
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,11 +91,17 @@ class Phases:
                 summaries.append(summary)
                 if is_other_kind or num_inspected < _MOST_INSPECTED:
                     num_inspected += 1
-                    found = inspection.traits_now(num_samples)
+                    found = replace(inspection.traits_now(num_samples), phases=(seen,))
                 else:
                     found = LossTraits(not_additive=inspection.not_additive_now(num_samples))
                 known = known.joined(found, _with(seen))
         return known
+
+    def entered(self, places: Collection[int]) -> Generator[str]:
+        """Yield descriptions of states that the schedule sets at some positions, with the task in each of them."""
+        with contextlib.closing(self._states(places, watches_writes=False)) as states:
+            for seen in states:
+                yield _with(seen)
 
     def _new_states(self, *, watches_writes: bool) -> list[int]:
         """Return the positions at which the schedule has set a state that was not there before."""

@@ -1,6 +1,7 @@
 """Session of a rank: everything it needs to train or evaluate, built from a spec in the required order."""
 
 import dataclasses
+import functools
 import math
 import platform
 import sys
@@ -37,7 +38,7 @@ from dure.training.session.data_state import DataState
 from dure.training.session.evaluation import evaluation_batch_size
 from dure.training.session.loader import FetchRequest, Loader, SampleFetch, check_dataset
 from dure.training.session.sample_order import SampleOrder, total_samples
-from dure.training.session.task_inspection import inspected
+from dure.training.session.task_inspection import inspected, phases_of
 from dure.training.session.task_products import built_model, checked_optimizer
 from dure.training.task.digests import code_digest
 from dure.training.task.given_task import make_task
@@ -182,6 +183,8 @@ def open_session(
     if faults := strategy.check_traits(model):
         raise SpecInvalid([f"strategy is {spec.strategy}: {fault}" for fault in faults])
     left_out, aliases = _not_in_state_dict(model), sharing_memory(model, strategy.objects)
+    if later := strategy.traits.phases:
+        strategy.phases = functools.partial(phases_of(strategy, task, model, data.order).entered, later)
     strategy.prepare(model, checked_optimizer(task), around_loss(task.loss) if around_loss else task.loss)
     if not strategy.draws:
         strategy.random_stream = 0  # all ranks make the same draws for the optimiser, as one process does

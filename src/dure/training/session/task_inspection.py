@@ -146,13 +146,25 @@ def _with_phases(
     has_schedule = type(task).build_schedule is not Task.build_schedule
     if not (has_schedule and inspection.is_divided) or traits.reason_unknown is not None:
         return traits
+    return phases_of(strategy, task, model, order).traits(inspection, order.num_samples, traits)
+
+
+def phases_of(strategy: Strategy, task: Task, model: nn.Module, order: SampleOrder) -> Phases:
+    """Return the phases that a task's schedule begins.
+
+    Args:
+        strategy: Strategy with its `objects`.
+        task: Task with the schedule.
+        model: Whole model.
+        order: Order of the training data.
+    """
     total = total_samples(strategy.spec, order)
 
     def schedule() -> Any:
         return task.build_schedule(task.build_optimizer(model), total)
 
     positions = positions_of(total, order.epoch_samples, order.global_batch_size)
-    return Phases(model, strategy.objects, schedule, positions).traits(inspection, order.num_samples, traits)
+    return Phases(model, strategy.objects, schedule, positions)
 
 
 def _difference_of_worlds(

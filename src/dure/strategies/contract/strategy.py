@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -369,6 +369,14 @@ class Strategy(ABC):
         """
         if self.rules.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
             return
+        self.refuse_group()
+
+    def refuse_group(self, param_group: dict[str, Any] | None = None) -> NoReturn:
+        """Refuse a group of parameters that is added during the run.
+
+        Raises:
+            TaskInvalid: In any case.
+        """
         raise TaskInvalid(
             f"a parameter group was added to the optimiser during the run, and {self.info.name} divided the work when "
             "it began: give it all groups in build_optimizer, with a learning rate of 0 until they are to be trained, "

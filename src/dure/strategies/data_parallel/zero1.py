@@ -73,6 +73,8 @@ class ZeRO1(DDP):
         groups = [dict(group) for group in self.stepped.param_groups]
         self.optimizer = divide(self.stepped)
         self.optimizer.defaults |= self.stepped.defaults  # a scheduler of torch's looks there for what it may set
+        # torch's would deal all parameters out again, in a rehearsal of the schedule too
+        self.optimizer.add_param_group = self.refuse_group  # type: ignore[method-assign]
         run_around_all(self.optimizer, self.stepped, groups)
         own: list[nn.Parameter] = [parameter for group in self.stepped.param_groups for parameter in group["params"]]
         self._own_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)

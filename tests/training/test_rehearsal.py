@@ -150,3 +150,55 @@ def test_optimiser_when_it_has_other_weights_for_evaluations_then_what_to_do_ins
     with pytest.raises(WorkerFailed, match=r"Averaging changes .* for an evaluation .*AveragedModel") as error:
         train_case(tmp_path, ScheduleFree(), samples=44)
     assert error.value.exit_code == 2
+
+
+class UsesState(Regression):
+    """Has a schedule that clears, scales or reads the optimiser's momentum on the way."""
+
+    use: str = "reads"
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def build_schedule(self, optimizer, total_samples):
+        def factor(seen):
+            found = [
+                each["momentum_buffer"] for each in optimizer.state.values() if each.get("momentum_buffer") is not None
+            ]
+            if not 7 < seen < 40 or not found:
+                return 1.0
+            if self.use == "clears":
+                optimizer.state.clear()
+            elif self.use == "scales":
+                for buffer in found:
+                    assert buffer.shape == buffer.size()
+                    buffer.mul_(0.5)
+                    buffer /= 2
+                    torch.zeros_like(buffer)
+                torch._foreach_mul_(found, 0.5)
+            else:
+                return 1 / (1 + sum(float(buffer.abs().sum()) for buffer in found))
+            return 1.0
+
+        return factor
+
+
+STATE = {"global_batch_size": 7, "samples": 70, "seed": 4}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "parameter_server"])
+def test_schedule_that_reads_the_optimizers_state_is_refused_where_ranks_have_parts_of_it(strategy, tmp_path):
+    with pytest.raises(
+        WorkerFailed, match="schedule uses values of the optimiser's state, of which a rank of"
+    ) as caught:
+        train_case(tmp_path, UsesState(), strategy, 4 if strategy == "parameter_server" else 2, **STATE)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("use", "strategy"), [("clears", "zero1"), ("scales", "zero1"), ("scales", "fsdp")])
+def test_schedule_that_clears_or_scales_the_optimizers_state_does_it_everywhere(use, strategy, tmp_path):
+    one, run = [
+        weights_of(train_case(tmp_path, UsesState(use=use), name, n, **STATE))
+        for name, n in (("single", 1), (strategy, 2))
+    ]
+    assert largest_difference(run, one) < 1e-10

@@ -19,7 +19,7 @@ from dure.strategies.contract.abilities import own_state
 from dure.strategies.contract.declarations import depends_on_ranks
 from dure.strategies.contract.declarations import few as few_of
 from dure.strategies.contract.strategy import Strategy
-from dure.strategies.sections.absent_tensors import UsedTensors
+from dure.strategies.sections.absent_tensors import UsedState, UsedTensors
 from dure.strategies.state.checksum import checksum
 from dure.strategies.state.data_tensors import KeptDataSets, tensors_of
 from dure.strategies.state.definitions import Definitions
@@ -87,16 +87,31 @@ class WatchedSchedule:
     def __init__(self, strategy: Strategy, schedule: Schedule) -> None:
         self._strategy = strategy
         self._schedule = schedule
-        self._is_watched = strategy.rules.divides_gradients
+        self._has_divided_gradients = strategy.rules.divides_gradients
+        self._has_divided_state = strategy.rules.divides_state and strategy.group.world_size > 1
+        self._has_shards = any(hasattr(p, "__create_chunk_list__") for p in strategy.model.parameters())
 
     def __call__(self, samples_seen: int) -> float:
         """Return the factor on the learning rate.
 
         Raises:
-            TaskInvalid: The schedule uses gradients, or weights, of which this rank has only a part.
+            TaskInvalid: The schedule uses gradients, weights or state of which this rank has only a part.
         """
         strategy = self._strategy
-        if not self._is_watched:
+        if not self._has_divided_state:
+            return self._watched(samples_seen)
+        with UsedState(strategy.stepped, has_numbers=self._has_shards) as used:
+            factor = self._watched(samples_seen)
+        if used.is_used:
+            raise TaskInvalid(
+                f"the task's schedule uses values of the optimiser's state, of which a rank of {strategy.info.name} "
+                "has a part only: let it follow from the samples seen, or use ddp"
+            )
+        return factor
+
+    def _watched(self, samples_seen: int) -> float:
+        strategy = self._strategy
+        if not self._has_divided_gradients:
             return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
         parameters = dict(strategy.model.named_parameters())
         with UsedTensors(parameters) as used:

@@ -14,6 +14,7 @@ from dure.strategies.contract.batches import Microbatch, map_tensors
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.step_facts import Requests
 from dure.strategies.contract.strategy import Strategy
+from dure.strategies.contract.weight_rules import WeightRules
 from dure.strategies.parameter_server.options import ParameterServerOptions
 from dure.strategies.parameter_server.serving import Serving
 from dure.strategies.parameter_server.shards import Message, Shard
@@ -27,6 +28,8 @@ class Server(Strategy):
     """A rank without a device: keeps some rows of the parameters, and steps them."""
 
     options: ParameterServerOptions
+
+    rules = WeightRules(divides_state=True)
 
     num_push_numbers: int
     num_pull_numbers: int

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from dure.errors import TaskInvalid
@@ -136,6 +137,69 @@ class UsedTensors(TorchFunctionMode):
             memory = tensor.data
             self._before[name] = tensor, memory, memory.clone()
         return tensor
+
+
+class UsedState(TorchFunctionMode):
+    """A context that notes whether operations use values of an optimiser's state.
+
+    What only changes each element by itself, such as `zero_()` or `mul_(0.5)`, does to parts what it would do to the
+    whole, and counts as no use.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, has_numbers: bool) -> None:
+        """Take an optimiser.
+
+        Args:
+            optimizer: Its state may be replaced inside.
+            has_numbers: True if tensors of one number, such as a count of steps, are the same on all ranks.
+        """
+        super().__init__()
+        self._optimizer = optimizer
+        self._has_numbers = has_numbers
+        self._tensors: dict[int, Tensor] | None = None
+        """Tensors of the state, by id; None before the first operation."""
+        self.is_used = False
+        """True if an operation used values."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Look for tensors of the state among the arguments."""
+        if not self.is_used:
+            name, is_attribute = _name_of(function)
+            is_elementwise = not is_attribute and name.strip("_").removeprefix("foreach_") in _ELEMENTWISE
+            if is_elementwise and name.endswith("_"):
+                read: Any = (args[1:], dict(kwargs or {}))
+            elif (is_attribute and name not in _VALUE_ATTRIBUTES) or name in _METADATA or name in _LIKE:
+                read = ()
+            else:
+                read = (args, dict(kwargs or {}))
+            map_tensors(read, self._note)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if self._tensors is None:
+            self._tensors = {}
+            with without_overrides():
+                map_tensors([*getattr(self._optimizer, "state", {}).values()], self._add)
+        self.is_used |= id(tensor) in self._tensors
+        return tensor
+
+    def _add(self, tensor: Tensor) -> Tensor:
+        if self._tensors is not None and (tensor.dim() or not self._has_numbers):
+            self._tensors[id(tensor)] = tensor
+        return tensor
+
+
+_ELEMENTWISE = frozenset({
+    "abs", "add", "clamp", "clamp_max", "clamp_min", "div", "fill", "iadd", "idiv", "imul", "isub", "itruediv", "mul",
+    "nan_to_num", "neg", "pow", "sign", "sqrt", "sub", "zero",
+})  # fmt: skip
+"""Operations in place, by what their names have apart from `_foreach_` and underscores."""
+_LIKE = frozenset({
+    "empty_like", "full_like", "ones_like", "zeros_like", "new_empty", "new_full", "new_ones", "new_zeros",
+})  # fmt: skip
+"""Operations that take shape and dtype of a tensor, and no values."""
 
 
 class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]

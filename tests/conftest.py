@@ -17,7 +17,7 @@ from tests.turns import turn
 # Set before anything imports torch: a process that has computed with several threads cannot be forked into ranks.
 # The ranks set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# most resume in a folder of their own what a task in the repository began (tests/test_task_trust.py takes it away)
+# most resume in a folder of their own what a task in the repository began (tests/api/test_task_trust.py takes it away)
 os.environ.setdefault("DURE_TRUST_TASK", "true")
 # pytest-xdist tells its workers a width; what a command shows without a terminal is to be the same with it and without
 os.environ.pop("COLUMNS", None)

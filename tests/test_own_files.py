@@ -20,7 +20,7 @@ from dure.records.run_dir import RunDir
 from dure.records.step_writer import RecordWriter
 from dure.training.checkpoints.store import CheckpointStore
 from tests.conformance.tasks import Regression
-from tests.records import step_lines
+from tests.record_cases import step_lines
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)

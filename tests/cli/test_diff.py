@@ -15,7 +15,7 @@ from dure.cli import main
 from dure.errors import RunInvalid
 from dure.training.checkpoints.reader import Checkpoint
 from tests.conformance.tasks import Regression
-from tests.training.checkpoint_cases import flip_bit
+from tests.training.checkpoints.checkpoint_cases import flip_bit
 
 STEPS = {"samples": 88, "global_batch_size": 11, "record_samples": True}
 STEP = 6

@@ -15,7 +15,7 @@ from dure.failures.report import describe_failure
 from dure.launch.hangs.diagnosis import explain
 from dure.records.events import Attempt, Restarted, StepSkipped
 from dure.records.run_dir import SCRIPT, SUMMARY, RunDir
-from tests.launch.test_hang import call, rank
+from tests.launch.hangs.test_hang import call, rank
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.commands import Command, Prewarmed, RunFiles, wait_until
 from tests.conformance.cases import are_same_bits
-from tests.training.checkpoint_cases import flip_bit
+from tests.training.checkpoints.checkpoint_cases import flip_bit
 
 TASK = f"{Path(__file__).parents[1] / 'faulty_task.py'}:Faulty"
 EPOCHS, SAMPLES, BATCH = 3, 97, 8

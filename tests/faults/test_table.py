@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from tests.commands import Command, Prewarmed, RunFiles, wait_until
-from tests.training.checkpoint_cases import flip_bit
+from tests.training.checkpoints.checkpoint_cases import flip_bit
 from tests.two_hosts import ROUNDING, Hosts, ended, last_weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]

@@ -10,7 +10,7 @@ from dure.failures.verdict import WorkerEnd
 from dure.preflight.collective import RankProgress, backend_of, judged, try_collective
 from dure.preflight.findings import Finding
 from dure.preflight.settings import PreflightSettings
-from tests.records import failure_of
+from tests.record_cases import failure_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0

@@ -14,7 +14,7 @@ from dure.records.run_dir import RunDir
 from dure.spec import ResolvedSpec, RunSpec, read_record, resolve
 from dure.spec.old_names import STRATEGIES_WITH, TRUTHS, option_name
 from dure.strategies.table import STRATEGIES
-from tests.training.test_session import Small, train
+from tests.training.session.test_session import Small, train
 
 OLD = Path(__file__).parents[1] / "samples" / "spec_before_options_of_strategies.json"
 """Record of `--strategy zero1 --compression topk --compression-fraction 0.5` when options were among the settings."""
@@ -252,7 +252,7 @@ def test_old_keyword_then_a_sentence_names_the_new_one_unless_quiet(tmp_path, ca
     assert capfd.readouterr().err == ""
 
 
-TASK = f"{Path(__file__).parents[1] / 'training/test_session.py'}:Small"
+TASK = f"{Path(__file__).parents[1] / 'training/session/test_session.py'}:Small"
 
 
 def test_old_flag_then_a_sentence_names_the_new_one(capsys):

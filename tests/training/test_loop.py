@@ -16,8 +16,8 @@ from dure.training.session.loader import Loader, SampleFetch
 from dure.training.session.sample_order import SampleOrder
 from tests.conformance.cases import records_of, train_case
 from tests.conformance.tasks import Regression
-from tests.strategies.test_base import prepared
-from tests.training.test_session import ROWS, Small, constant, train
+from tests.strategies.contract.test_base import prepared
+from tests.training.session.test_session import ROWS, Small, constant, train
 
 
 def loop_over(num_samples, *, batch=2, microbatch=None, schedule=None, requested=Requests, rate=1.0, loss=None):

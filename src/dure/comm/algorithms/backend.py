@@ -15,7 +15,7 @@ class BackendAllReduce(AllReduce):
     """`torch.distributed.all_reduce`, whose bytes are not counted, because its messages are not visible.
 
     `sent_bytes` adds up what a bandwidth-optimal algorithm would send, by a ring's formula. gloo transfers as many
-    bytes over the loopback interface (to 1 %, `tests/comm/test_kernel_counter.py`).
+    bytes over the loopback interface (to 1 %, `tests/comm/algorithms/test_kernel_counter.py`).
     """
 
     name = "backend"

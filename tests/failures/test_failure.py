@@ -1,0 +1,193 @@
+"""Report of a failed rank: whose error it is, and at which line."""
+
+import errno
+import json
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from dure.errors import DiskFull, LossNotFinite
+from dure.failures.record import CodeLine, FailureRecord, failure_from_json, failure_to_json
+from dure.failures.report import describe_failure
+from dure.launch.worker import worker_process
+from dure.training.session.evaluation import evaluate
+from dure.training.session.loader import FetchRequest, Loader, SampleFetch
+from dure.training.session.sample_order import SampleOrder
+from tests.faulty_task import fail
+from tests.strategies.contract.test_base import prepared
+from tests.training.session.test_session import Small
+
+
+def caught(action) -> FailureRecord:
+    try:
+        action()
+    except BaseException as error:
+        return describe_failure(error, 1, 5)
+    raise AssertionError("nothing was raised")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_failure_when_the_task_raises_then_its_line_is_named():
+    failure = caught(lambda: fail("raise"))
+    assert failure.origin == "task"
+    assert failure.user_line.text == 'raise ValueError("a planned failure")'
+    assert (failure.rank, failure.step, failure.exit_code) == (1, 5, 1)
+
+
+def test_failure_when_its_message_is_huge_then_the_supervisor_can_read_it():
+    failure = caught(lambda: _raise(RuntimeError("first" + 5_000_000 * "x" + "last")))
+    said = failure_to_json(failure)
+    assert len(json.dumps(said)) < worker_process.REPORT_LIMIT_BYTES
+    assert failure_from_json(said) == failure
+    assert failure.message.startswith("firstx")
+    assert failure.message.endswith("xlast")
+    assert "… 4,934,473 characters are left out …" in failure.message
+
+
+def test_failure_when_only_a_library_failed_then_its_notes_are_told():
+    requests = iter([FetchRequest(0, np.array([0, 1]))])
+    loader = Loader(SampleFetch([torch.zeros(2), torch.zeros(3)], default_collate, 0), torch.device("cpu"), 0)
+    with pytest.raises(RuntimeError, match="equal size") as info:
+        list(loader.batches(requests))
+    info.value.__traceback__ = info.value.__traceback__.tb_next
+    failure = describe_failure(info.value, 0, None)
+    assert failure.user_line is None
+    first, note = failure.message.splitlines()
+    assert first.startswith("stack expects each tensor to be equal size")
+    assert note == "while collating samples 0, 1 of the data"
+
+
+@pytest.mark.parametrize("text", ["x = (\n", "def f():\nreturn\n", "print 'x'\n"])
+def test_failure_when_a_file_is_no_python_then_its_own_line_is_named(text, tmp_path):
+    file = tmp_path / "syn.py"
+    file.write_text(text)
+    failure = caught(lambda: runpy.run_path(str(file)))
+    number = 2 if text.startswith("def") else 1
+    line = text.splitlines()[number - 1]
+    assert failure.user_line == CodeLine(file=str(file), line=number, function="<module>", text=line)
+    assert failure.origin == "task"
+
+
+def test_failure_when_a_text_in_memory_is_no_python_then_the_line_that_reads_it_is_named():
+    assert caught(lambda: compile("x = (", "<string>", "exec")).user_line.file == __file__
+
+
+def test_failure_when_the_task_leaves_then_the_cure_is_named():
+    failure = caught(lambda: fail("sys_exit"))
+    assert "sys.exit(7)" in failure.message
+    assert failure.user_traceback is None
+
+
+def test_failure_when_memory_ends_then_the_cure_is_a_smaller_microbatch():
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. Of the allocated memory 1 GiB is PyTorch's"
+    )
+    failure = caught(lambda: _raise(torch.OutOfMemoryError(message)))
+    assert failure.message == "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full."
+    assert failure.advice.startswith("use a smaller --microbatch-size (the result stays the same)")
+    assert failure.microbatch_size is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("XPU out of memory."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
+)
+def test_failure_when_memory_ends_in_a_step_then_it_has_the_size_and_a_smaller_one_is_named(error):
+    failure = describe_failure(error, 0, 3, 7)
+    assert failure.microbatch_size == 7
+    assert "use --microbatch-size 4 (the result stays the same)" in failure.advice
+    assert failure.origin == "task"
+
+
+def test_failure_when_memory_ends_with_one_sample_then_no_smaller_microbatch_is_advised():
+    failure = describe_failure(MemoryError(), 0, 3, 1)
+    assert failure.message == "out of memory"
+    assert failure.advice.startswith("one sample at a time is too much for this device: use --precision bf16")
+
+
+def test_failure_when_it_is_another_then_it_has_no_size():
+    assert describe_failure(ValueError("wrong"), 0, 3, 7).microbatch_size is None
+
+
+class Starved(Small):
+    def loss(self, model, batch):
+        raise MemoryError("no more")
+
+
+class Penalised(Small):
+    def loss(self, model, batch):
+        return torch.autograd.grad(model(batch[0].double()).sum(), list(model.parameters()))[0].square().sum()
+
+
+def test_failure_when_an_evaluation_wants_gradients_then_it_says_how_to_have_them():
+    task, strategy = Penalised(), prepared(Penalised().loss)
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    with pytest.raises(RuntimeError, match="does not require grad") as info:
+        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+    assert (
+        "let what needs them in the loss compute under torch.enable_grad()" in describe_failure(info.value, 0, 3).advice
+    )
+
+
+def test_failure_when_memory_ends_in_an_evaluation_then_its_own_batch_is_what_helps():
+    task, strategy = Starved(), prepared(Starved().loss)
+    loader = Loader(SampleFetch(task.train_data(), None, 0), torch.device("cpu"), 0)
+    with pytest.raises(MemoryError, match="no more") as info:
+        evaluate(task, strategy, loader, num_samples=2, batch_size=2)
+    assert describe_failure(info.value, 0, 3).advice.startswith("use a smaller --eval-batch-size, --precision bf16")
+
+
+def test_failure_when_dure_itself_is_wrong_then_it_is_not_the_tasks():
+    try:
+        SampleOrder(10, "a word", seed=0, shuffle=True, drop_last=False).batches(0, 10).__next__()
+    except TypeError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # this test stands where dure's own worker does
+        failure = describe_failure(error, 0, None)
+    assert failure.origin == "dure"
+
+
+def test_failure_when_torch_raises_without_the_task_then_it_is_a_librarys():
+    try:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(2, 2))
+    except RuntimeError as error:
+        wrapped = torch.nn.Linear(2, 2)
+        del error
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as info:
+        wrapped(torch.ones(2, 3))
+    info.value.__traceback__ = info.value.__traceback__.tb_next
+    assert describe_failure(info.value, 0, None).origin == "library"
+
+
+def test_failure_when_records_meet_a_full_disk_then_it_is_one_sentence_of_misuse():
+    def writes() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    error = caught(writes)
+    assert error.origin == "task"  # raised in this file: the task's own full disk is the task's to explain
+    with pytest.raises(OSError, match="No space") as info:
+        writes()
+    info.value.__traceback__ = None
+    failure = describe_failure(info.value, 0, 3)
+    assert (failure.type, failure.exit_code, failure.is_ours) == (DiskFull.__name__, 2, True)
+
+
+def test_failure_when_the_loss_is_not_finite_then_its_message_stands_alone():
+    failure = caught(lambda: _raise(LossNotFinite("the loss is nan at step 5")))
+    assert failure.is_ours
+    assert failure.user_traceback is None

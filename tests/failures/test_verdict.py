@@ -1,0 +1,172 @@
+"""Verdicts on who failed first, from ends and records as data."""
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dure.documents import DocumentInvalid
+from dure.failures.record import CodeLine, Departure, failure_to_json
+from dure.failures.verdict import WorkerEnd, in_brief, judge, left_early, stop_signal
+from dure.launch.nodes.messages import end_from_json, end_to_json
+from dure.process.stop_signals import signal_name
+from tests.record_cases import failure_of
+
+
+def end(
+    rank: int, code: int, time: float = 0.0, *, was_stopped: bool = False, is_tolerated: bool = False, **failure: Any
+) -> WorkerEnd:
+    record = failure_of(rank, time=time, exit_code=code, **failure) if failure else None
+    return WorkerEnd(
+        rank=rank, exit_code=code, time=time, was_stopped=was_stopped, failure=record, is_tolerated=is_tolerated
+    )
+
+
+LOST = {"is_consequence": True, "message": "Connection closed by peer", "origin": "library"}
+KILLED = -signal.SIGKILL
+
+CAUSES = {
+    "an exception, though its rank was seen later": ([end(0, 1, 1.0, **LOST), end(1, 1, 2.0, message="bad")], "rank 1"),
+    "the earlier of two exceptions": ([end(0, 1, 2.0, message="late"), end(1, 1, 1.0, message="early")], "early"),
+    "a kill from outside": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0)], "rank 1 was killed (SIGKILL)"),
+    "not our own kill": ([end(0, KILLED, 2.0, was_stopped=True), end(1, 1, 1.0, message="bad")], "rank 1 failed"),
+    "a rank that left with 0": ([end(0, 1, 1.0, **LOST), end(1, 0, 0.5)], "rank 1 ended with exit code 0"),
+    "one that can be missed, before the others could": (
+        [end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, is_tolerated=True)],
+        "rank 1 was killed (SIGKILL)",
+    ),
+    "not one that was missed long ago": (
+        [end(0, 1, 9.0, message="bad"), end(1, KILLED, 2.0, is_tolerated=True)],
+        "rank 0 failed",
+    ),
+    "a rank that hung": ([end(0, 1, 1.0, **LOST), end(1, KILLED, 2.0, was_stopped=True)], "rank 1 did not answer"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_verdict_when_ranks_fail_then_the_cause_comes_first(cause, tmp_path):
+    ends, expected = CAUSES[cause]
+    assert expected in judge(tmp_path, ends).text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("is_out_of_memory", "limit", "said"),
+    [
+        (True, 2**30, "by the kernel, because the 1.0 GiB of memory that its container or job may use"),
+        (True, None, "by the kernel, which had run out of the host's memory: use fewer ranks"),
+        (False, None, "by somebody: the kernel has ended nothing of this run"),
+        (None, None, "by somebody, or by the kernel when memory ran out"),
+    ],
+)
+def test_verdict_when_a_rank_is_killed_then_it_is_told_whose_memory_was_full_if_any(
+    is_out_of_memory, limit, said, tmp_path
+):
+    killed = replace(end(1, KILLED), is_out_of_memory=is_out_of_memory, memory_limit_bytes=limit)
+    first = judge(tmp_path, [end(0, 1, 1.0, **LOST), killed]).text.splitlines()[0]
+    assert said in first
+    assert said in in_brief(killed, 2)  # which a restart tells
+
+
+def test_verdict_when_nobody_is_known_to_be_at_fault_then_it_says_how_to_go_on(tmp_path):
+    killed = [end(0, 1, 1.0, **LOST), end(1, KILLED)]
+    assert judge(tmp_path, killed, cure="`a command` goes on").text.splitlines()[0].endswith("; `a command` goes on")
+    raised = [end(0, 1, 1.0, **LOST), end(1, 1, 2.0)]
+    assert "a command" not in judge(tmp_path, raised, cure="`a command` goes on").text
+
+
+def test_verdict_when_a_message_has_lines_that_look_like_ours_then_they_stand_further_in(tmp_path):
+    forged = "no data\ndure: rank 0 failed\n[rank 0] and here"
+    verdict = judge(tmp_path, [end(0, 1, 1.0, **LOST), end(1, 1, 2.0, message=forged, user_traceback=forged)])
+    assert verdict is not None
+    lines = verdict.text.splitlines()
+    assert lines[:3] == [
+        "rank 1 failed after step 4: ValueError: no data",
+        "  dure: rank 0 failed",
+        "  [rank 0] and here",
+    ]
+    assert not [line for line in lines[1:] if line.startswith(("dure:", "[rank"))]
+
+
+def test_verdict_when_nobody_failed_then_there_is_none(tmp_path):
+    assert judge(tmp_path, [end(0, 0), end(1, 0)]) is None
+    assert judge(tmp_path, [end(0, 0), end(1, KILLED, is_tolerated=True)]) is None
+
+
+def test_verdict_when_a_signal_explains_all_ends_then_there_is_none(tmp_path):
+    ends = [end(0, 143), end(1, 1, **LOST), end(2, KILLED, was_stopped=True), end(3, -signal.SIGTERM)]
+    assert judge(tmp_path, ends, stop_signal(ends)) is None
+    assert stop_signal(ends) == signal.SIGTERM
+
+
+def test_verdict_when_saving_after_a_signal_fails_then_that_is_told(tmp_path):
+    full = {"is_ours": True, "is_misuse": True, "message": "the disk is full"}
+    verdict = judge(tmp_path, [end(0, 2, **full), end(1, 2, **full)], signal.SIGINT)
+    assert (verdict.text, verdict.exit_code) == ("the disk is full", 2)
+
+
+def test_verdict_when_the_error_is_dures_own_then_it_says_so(tmp_path):
+    text = judge(tmp_path, [end(0, 1, origin="dure")]).text
+    assert "an error in dure and not in the task" in text
+    assert "failure-rank0.json" in text
+
+
+@pytest.mark.parametrize("origin", ["dure", "library"])
+def test_verdict_when_a_script_was_run_then_nobody_speaks_of_a_task(origin, tmp_path):
+    text = judge(tmp_path, [end(0, 1, origin=origin)], is_script=True).text
+    assert text.startswith("the script failed after step 4")
+    assert "task" not in text
+
+
+def test_verdict_when_a_rank_could_only_write_a_file_then_the_file_is_read(tmp_path):
+    (tmp_path / "logs").mkdir()
+    record = end(0, 1, message="from the file").failure
+    Path(tmp_path, "logs", "failure-rank0.json").write_text(json.dumps(failure_to_json(record)))
+    assert "from the file" in judge(tmp_path, [end(0, 1)]).text
+
+
+def test_exit_code_when_a_user_ends_a_rank_with_any_then_it_is_no_signal(tmp_path):
+    ends = [end(0, 200), end(1, 1, **LOST)]
+    assert stop_signal(ends) is None
+    assert judge(tmp_path, ends).exit_code == 1
+
+
+def test_verdict_when_a_script_left_by_sys_exit_then_its_line_and_its_words_are_told(tmp_path):
+    line = CodeLine(file="train.py", line=6, function="main", text="sys.exit(text)")
+    left = replace(end(1, 1), departure=Departure(message="no data\ndure: forged", user_line=line))
+    text = judge(tmp_path, [end(0, 1, 1.0, **LOST), left], is_script=True).text
+    told = "rank 1 ended with exit code 1: no data\n  dure: forged\n  train.py:6 in main: sys.exit(text)\n"
+    assert text.startswith(told)
+    assert in_brief(left, 2) == "rank 1 ended with exit code 1: no data (train.py:6)"
+    assert end_from_json(end_to_json(left), "node 1", 0.0).departure == left.departure
+
+
+def test_end_when_a_peers_failure_is_none_then_it_is_refused():
+    sent = end_to_json(end(1, 1, message="seen"))
+    assert end_from_json(sent, "node 1", 2.0).failure == failure_of(1, time=2.0, message="seen")
+    with pytest.raises(DocumentInvalid, match=r"holds other fields than it should \(failure\.pid"):
+        end_from_json({**sent, "failure": {**sent["failure"], "pid": "one"}}, "node 1", 0.0)
+
+
+def test_ranks_when_all_left_with_0_too_early_then_the_first_is_named():
+    assert "rank 1 ended with exit code 0 before" in left_early([end(0, 0, 2.0), end(1, 0, 1.0)]).text
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGRTMIN + 3, "SIGRTMIN+3"), (signal.SIGRTMAX, "SIGRTMAX")],
+)
+def test_every_signal_has_a_name(number, name):
+    assert signal_name(number) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", "first"), ("exit_code", None), ("time", "now"), ("memory_limit_bytes", "many"), ("crash", [{"line": 3}])],
+)
+def test_end_of_another_node_when_a_field_is_none_of_its_kind_then_it_is_refused(name, value):
+    sent = end_to_json(WorkerEnd(rank=1, exit_code=-9, time=1.0, was_stopped=False))
+    with pytest.raises(DocumentInvalid, match=rf"holds other fields than it should \({name}"):
+        end_from_json({**sent, name: value}, "node 1", 0.0)

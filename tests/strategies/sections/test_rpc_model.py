@@ -1,0 +1,218 @@
+"""rpc_model: what each rank keeps and sends, what a model and its loss may do, and who is refused."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import dure
+from dure.errors import SpecInvalid, WorkerFailed
+from dure.strategies.contract.batch_parts import DataShare
+from dure.strategies.contract.batches import Microbatch
+from dure.strategies.contract.context import StrategyContext
+from dure.strategies.contract.local_sums import LocalSums
+from dure.strategies.contract.precision import Precision
+from dure.strategies.contract.step_facts import Requests
+from dure.strategies.sections.rpc_calls import leads_to
+from dure.strategies.sections.rpc_model import RpcModel
+from dure.strategies.table import STRATEGIES
+from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import TO_ROUNDING, largest_difference, train_case, weights_of
+from tests.conformance.tasks import Normalised, Regression
+from tests.specs import grouped, spec_of
+from tests.strategies.pipeline.test_pipeline_part import storage_bytes
+
+CPU = torch.device("cpu")
+STEPS = {"global_batch_size": 7, "samples": 42, "clip_norm": 0.4, "seed": 5}
+
+
+def on_sections(num_ranks, look, **options):
+    """Return what `look(strategy, step)` sees on each rank of a model of four linear layers."""
+
+    def work(group):
+        strategy = RpcModel(
+            StrategyContext(
+                STRATEGIES["rpc_model"], group, (CPU,), Precision("fp32", "cpu"), spec_of("rpc_model", **options)
+            )
+        )
+        batch = torch.arange(12.0).view(6, 2)
+        strategy.example = lambda num_samples: batch[:num_samples]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(3, 1))
+        strategy.prepare(model, lambda m: torch.optim.AdamW(m.parameters()), lambda model, x: model(x).mean())
+
+        def step(*sizes):
+            parts = batch[: sum(sizes)].split(sizes)
+            microbatches = [Microbatch(batch=part, num_samples=len(part)) for part in parts]
+            strategy.forward_backward(microbatches, global_samples=sum(sizes), requests=Requests())
+            strategy.sync_gradients().read()
+            strategy.optimizer_step()
+
+        answer = look(strategy, step)
+        strategy.close()
+        return answer
+
+    return on_ranks(num_ranks, work)
+
+
+LAYER_BYTES = [4 * (2 * 8 + 8), 4 * (8 * 16 + 16), 4 * (16 * 3 + 3), 4 * (3 + 1)]
+
+
+@pytest.mark.parametrize(("cuts", "layers"), [("1", [[0], [1, 2, 3]]), ("1,2", [[0], [1], [2, 3]])])
+def test_each_rank_holds_the_bytes_of_its_layers_and_of_their_optimiser_state(cuts, layers):
+    def look(strategy, step):
+        step(2, 1)
+        state = [value for kept in strategy.optimizer.state.values() for value in kept.values() if value.dim()]
+        return storage_bytes(strategy.part.tensors()), storage_bytes(state)
+
+    for (weights, state), mine in zip(on_sections(len(layers), look, cuts=cuts), layers, strict=True):
+        assert weights == sum(LAYER_BYTES[layer] for layer in mine)
+        assert state == 2 * weights  # AdamW keeps two numbers for each
+
+
+def test_each_rank_sends_what_the_table_says():
+    def look(strategy, step):
+        step(2, 1)
+        return strategy.sent_bytes(2)
+
+    samples, batch, first_cut, second_cut, output = 3, 4 * 2, 4 * 8, 4 * 16, 4
+    assert on_sections(3, look, cuts="1,2") == [
+        samples * (2 * batch + first_cut + output),
+        samples * (second_cut + first_cut),
+        samples * (output + second_cut),
+    ]
+
+
+class Branched(Regression):
+    """Code of its own between its blocks that uses the batch, outputs by name, one a weight, and a part unused."""
+
+    def build_model(self):
+        return Branches()
+
+    def loss(self, model, batch):
+        x, y, mask = batch
+        # called twice, and with a keyword
+        scaled, plain = model(x, scale=mask.to(x.dtype)[:, :, None]), model(0.5 * x, scale=None)
+        out = scaled["y"] + plain["y"] * plain["weight"]
+        error = functional.mse_loss(out, y, reduction="none").mean(2)
+        return dure.Sum((error * mask).sum(), mask.sum())
+
+    def metrics(self, model, batch):
+        return {}
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)])
+        self.spare = nn.Linear(6, 6, dtype=torch.float64)
+        self.shift = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x, scale):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if scale is not None:
+                x = x * (1 + scale)
+        return {"y": x + self.shift, "weight": self.weight}
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_weights_of_a_model_with_code_between_its_blocks_equal_one_process(nproc, trained, tmp_path):
+    one = weights_of(trained(Branched(), **STEPS))
+    run = train_case(tmp_path, Branched(), "rpc_model", nproc, microbatch_size=3, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+def test_weights_with_batchnorm_equal_one_process(tmp_path):
+    """Every section sees the whole microbatch, so statistics are those of one process."""
+    one = weights_of(train_case(tmp_path, Normalised(), **STEPS))
+    many = weights_of(train_case(tmp_path, Normalised(), "rpc_model", 2, **STEPS))
+    assert any(name.endswith("running_var") for name in many)
+    assert largest_difference(many, one) < TO_ROUNDING
+
+
+def test_a_section_without_parameters_keeps_the_scale_of_the_others(tmp_path):
+    class Bare(Regression):
+        def build_model(self):
+            return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    task, settings = Bare(dtype="float32"), {**STEPS, "precision": "fp16"}
+    one = weights_of(train_case(tmp_path, task, **settings))
+    run = train_case(tmp_path, task, "rpc_model", 3, cuts="1,2", **settings)
+    assert largest_difference(weights_of(run), one) < 1e-6  # the same halves, clipped by a norm added in another order
+
+
+class Breaking(Regression):
+    """A block that raises in the third step of rank 1."""
+
+    def build_model(self):
+        return nn.Sequential(super().build_model(), Breaks())
+
+
+class Breaks(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 3 and os.environ.get("RANK") == "1":
+            raise ValueError("a planned failure")
+        return x
+
+
+def test_an_exception_in_a_section_elsewhere_is_what_the_run_ends_with(tmp_path):
+    task = Breaking(layered=True)
+    with pytest.raises(WorkerFailed, match=r"^rank 1 failed in its section: ValueError: a planned failure") as caught:
+        train_case(tmp_path, task, "rpc_model", 2, cuts="1", **STEPS)
+    assert 'in forward: raise ValueError("a planned failure")' in str(caught.value)
+    (log,) = tmp_path.glob("*/logs/*rank1.log")
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+class Together(Regression):
+    def build_optimizer(self, model):
+        return torch.optim.LBFGS(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "match"),
+    [
+        (Regression(), {"nproc": 4}, "can be cut into at most"),
+        (Together(layered=True), {"nproc": 2}, "the optimiser LBFGS cannot step each section by itself, because its"),
+        (Regression(layered=True), {"nproc": 2, "cuts": "9"}, "cuts names 9"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_process_starts(task, settings, match, tmp_path):
+    with pytest.raises(SpecInvalid, match=match):
+        dure.train(task, runs_dir=tmp_path, strategy="rpc_model", **grouped("rpc_model", settings))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Told(RpcModel):
+    """A rank that computes no loss, and hears from rank 0 that it expected 64 items."""
+
+    drives = False
+
+    def __init__(self, device):
+        self.device, self.expectation = device, None
+        self.share = DataShare(index=0, count=1, leads=False)
+        self.sums, self.group = LocalSums(device), self
+
+    def all_reduce_sum(self, tensor):
+        tensor[-1] += 64.0
+
+
+def test_expected_count_when_told_on_a_device_then_reaches_the_host():
+    # a device of another name than the host's: moving a tensor there makes a copy, as on a GPU
+    strategy = Told(torch.device("cpu", 0))
+    strategy.sync_gradients()
+    assert strategy.expectation == 64.0
+
+
+def test_backward_is_said_to_come_to_an_input_only_if_it_does():
+    received = torch.ones(2, requires_grad=True) * 2
+    assert leads_to([(received * 3).sum()], [received])
+    assert not leads_to([(received.detach() * torch.ones(2, requires_grad=True)).sum()], [received])
+    assert leads_to([torch.ones(())], [torch.ones(2)])

@@ -1,0 +1,516 @@
+"""Parameters, gradients and optimiser state are divided as the table says, and what cannot be is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import dure
+from dure.comm.groups import ProcessGroup
+from dure.errors import SpecInvalid, TaskInvalid
+from dure.strategies.sharded.fsdp import FSDP
+from dure.training.checkpoints.reader import verify
+from tests.comm.gloo_ranks import on_ranks
+from tests.conformance.cases import (
+    TO_ROUNDING,
+    are_same_bits,
+    evaluated_digests,
+    largest_difference,
+    losses_of,
+    records_of,
+    train_case,
+    weights_of,
+)
+from tests.conformance.tasks import Normalised, Regression
+from tests.conformance.test_failures import Branching
+from tests.conformance.test_precision import STEPS as HALF_STEPS
+from tests.conformance.test_precision import Steep
+from tests.conformance.test_resume import SETTINGS, back_to, resumed
+from tests.specs import grouped, spec_of
+from tests.strategies.data_parallel.test_zero1 import Grouped
+from tests.strategies.sharded.sharded_cases import SentBytes, backward, held_bytes, num_bytes, prepared
+
+STEPS = {"global_batch_size": 7, "samples": 130, "clip_norm": 0.4, "seed": 5}
+ROW = 5  # a width that neither two nor three ranks divide
+
+
+def blocks() -> nn.Module:
+    """Two units, and a parameter of one number and a frozen bias outside them."""
+    model = nn.Sequential(nn.Linear(ROW, ROW), nn.Tanh(), nn.Linear(ROW, ROW), nn.Flatten())
+    model.scale = nn.Parameter(torch.ones(()))
+    model.shift = nn.Parameter(torch.zeros(ROW), requires_grad=False)
+    return model
+
+
+def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return ((model(batch) + model.shift) * model.scale).square().mean()
+
+
+UNITS = {"units": "0,2"}
+
+
+# memory
+
+
+def shard_bytes(model: nn.Module, num_ranks: int, *, trained: bool) -> list[int]:
+    """Return the bytes of each rank's shards: rows rounded up, and the rest for the last ones; scalars on all."""
+    found = [0] * num_ranks
+    for parameter in model.parameters():
+        if trained and not parameter.requires_grad:
+            continue
+        rows = torch.empty(parameter.shape, device="meta").chunk(num_ranks) if parameter.dim() else [parameter]
+        for rank in range(num_ranks):
+            part = rows[rank] if rank < len(rows) else torch.empty(0)
+            found[rank] += 4 * (parameter if not parameter.dim() else part).numel()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_hold_their_shards_of_parameters_gradients_and_state_and_no_more(num_ranks):
+    def work(group: ProcessGroup) -> dict[str, int]:
+        strategy = prepared("fsdp", group, blocks(), loss, **UNITS)
+        backward(strategy, torch.ones(2, ROW), torch.ones(2, ROW))
+        gradients = held_bytes(strategy)["gradients"]
+        strategy.optimizer_step()
+        found = held_bytes(strategy) | {"gradients": gradients}
+        strategy.close()
+        return found
+
+    held = on_ranks(num_ranks, work)
+    assert [rank["parameters"] for rank in held] == shard_bytes(blocks(), num_ranks, trained=False)
+    trained = shard_bytes(blocks(), num_ranks, trained=True)
+    assert [rank["gradients"] for rank in held] == trained
+    assert [rank["state"] for rank in held] == [
+        2 * (size - 4) for size in trained
+    ]  # scalars' moments have no dimension
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_whole_parameters_are_freed_after_forward_unless_they_are_kept(keeps):
+    def work(group: ProcessGroup) -> list[bool]:
+        whole: list[torch.Tensor] = []
+
+        def watched(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            hook = model[0].register_forward_pre_hook(lambda module, inputs: whole.append(module.weight))
+            value = loss(model, batch)
+            hook.remove()
+            seen.append(bool(whole[-1].untyped_storage().size()))
+            return value
+
+        seen: list[bool] = []
+        strategy = prepared("fsdp", group, blocks(), watched, reshard_after_forward=keeps, **UNITS)
+        backward(strategy, torch.ones(2, ROW))
+        seen.append(bool(whole[-1].untyped_storage().size()))
+        strategy.close()
+        return seen
+
+    after_forward = keeps is False
+    assert on_ranks(2, work) == [[after_forward, False]] * 2
+
+
+def test_activations_inside_a_unit_are_computed_twice_instead_of_kept(tmp_path):
+    def work(group: ProcessGroup) -> tuple[int, int]:
+        calls: list[int] = []
+
+        class Counting(nn.Linear):
+            def forward(self, value):
+                calls.append(1)
+                return super().forward(value)
+
+        model = nn.Sequential(Counting(ROW, ROW), nn.Linear(ROW, ROW))
+        strategy = prepared("fsdp", group, model, units="*", activation_checkpointing=True)
+        backward(strategy, torch.ones(2, ROW))
+        in_training = len(calls)
+        with torch.no_grad():
+            strategy.evaluation_models()[0](torch.ones(2, ROW))
+        strategy.close()
+        return in_training, len(calls) - in_training
+
+    assert on_ranks(2, work) == [(2, 1)] * 2
+
+
+# bytes on the wire
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("microsteps", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(1, None), (3, None), (4, "replica=2,shard=2")])
+def test_sent_bytes_are_what_the_process_groups_are_given(num_ranks, mesh, microsteps, keeps):
+    def work(group: ProcessGroup) -> tuple[int, int, dict[str, int]]:
+        strategy = prepared("fsdp", group, blocks(), loss, mesh=mesh, reshard_after_forward=keeps, **UNITS)
+        # the batch asks for a gradient, as an activation does: else autograd need not come back to the first unit
+        batches = [torch.ones(2, ROW, requires_grad=True) for _ in range(microsteps)]
+        backward(strategy, *batches)
+        strategy.optimizer_step()
+        with SentBytes() as sent:
+            backward(strategy, *batches)
+        answer = sent.num_bytes, strategy.sent_bytes(microsteps), sent.calls
+        strategy.close()
+        return answer
+
+    for counted, told, calls in on_ranks(num_ranks, work):
+        assert counted == told
+        if num_ranks > 1:
+            # of two units, the rest being frozen: gradients are sent once, however many microsteps
+            assert calls["reduce_scatter_base"] == 2
+            assert calls["allgather_base"] == (3 if keeps is False else 5 * microsteps)
+
+
+# weights
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (3, {"units": "0,5", "reshard_after_forward": False}),
+        (3, {"units": "*", "activation_checkpointing": True}),
+        (4, {"mesh": "replica=2,shard=2", "reshard_after_forward": False, "units": "2,5"}),
+        (4, {"mesh": "replica=4,shard=1"}),
+        (4, {"mesh": "shard=4", "backend": "gloo"}),
+    ],
+    ids=repr,
+)
+def test_weights_under_any_setting_equal_one_process(num_ranks, settings, trained, tmp_path):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    task = Regression(kind="tokens", optimizer="adamw", layered=True)
+    one = weights_of(trained(task, **STEPS))
+    task = Regression(kind="tokens", optimizer="adamw", layered=True, digests=str(digests))
+    run = train_case(tmp_path, task, "fsdp", num_ranks, microbatch_size=1, **settings, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+    assert len(evaluated_digests(digests)) == 1
+
+
+def test_weights_with_any_groups_and_class_of_optimiser_equal_one_process(trained, tmp_path):
+    task = Grouped(way="all")
+    one = weights_of(trained(task, **STEPS))
+    run = train_case(tmp_path, task, "fsdp", 3, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+@pytest.mark.parametrize("has_torchs_own_way", [True, False])
+def test_parameters_that_some_ranks_or_none_use_give_the_weights_of_one_process(
+    has_torchs_own_way, trained, tmp_path, monkeypatch
+):
+    if not has_torchs_own_way:  # as 2.11
+        monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    task = Branching(never=True, optimizer="adamw")  # which decays what has a gradient, be it zero
+    one = weights_of(trained(task, **STEPS))
+    run = train_case(tmp_path, task, "fsdp", 3, microbatch_size=1, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+class Encoded(Regression):
+    """Task whose loss calls a method of the model other than forward, and reads a weight."""
+
+    def build_model(self):
+        return Encoder(super().build_model())
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        return functional.mse_loss(model.encode(x), y) + 0.01 * model.main.inner.weight.square().sum()
+
+    def metrics(self, model, batch):
+        return {"size": dure.Sum(model.encode(batch[0]).abs().sum(), len(batch[0]))}
+
+
+class Encoder(nn.Module):
+    def __init__(self, main):
+        super().__init__()
+        self.main = main
+
+    def encode(self, x):
+        return self.main(x)
+
+
+def test_a_task_may_use_parameters_outside_the_units_in_any_way(tmp_path):
+    one = weights_of(train_case(tmp_path, Encoded(), **STEPS))
+    run = train_case(tmp_path, Encoded(), "fsdp", 2, **STEPS)
+    assert largest_difference(weights_of(run), one) < TO_ROUNDING
+
+
+def test_activation_checkpointing_draws_the_same_dropout_and_leaves_batchnorm_alone(tmp_path):
+    settings = {"units": "2,3,4", "deterministic": True, **STEPS}
+    for task in (Regression(layered=True, dropout=0.5), Normalised(dropout=0.5, num_samples=45)):
+        plain, twice = [
+            weights_of(train_case(tmp_path, task, "fsdp", 2, activation_checkpointing=value, **settings))
+            for value in (False, True)
+        ]
+        assert are_same_bits(plain, twice)
+
+
+# halves
+
+
+def test_shards_stay_float32_and_are_gathered_in_halves():
+    def work(group: ProcessGroup) -> tuple[set[str], set[str], set[str], float]:
+        gathered: list[torch.Tensor] = []
+
+        def watched(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            value = loss(model, batch)
+            gathered.append(model.shift)
+            return value
+
+        strategy = prepared("fsdp", group, blocks(), watched, precision="bf16", **UNITS)
+        before = strategy.gathered[0].gather_bytes
+        backward(strategy, torch.ones(2, ROW))
+        names = [{str(t.dtype) for t in tensors} for tensors in (
+            strategy.model.parameters(), gathered, [p.grad for p in strategy.trainable]
+        )]  # fmt: skip
+        strategy.close()
+        return (*names, before)
+
+    for shards, gathered, gradients, sent in on_ranks(2, work):
+        assert (shards, gathered, gradients) == ({"torch.float32"}, {"torch.bfloat16"}, {"torch.float32"})
+        assert sent == 2 * (3 * ROW + 3)  # the longer shard, in halves
+
+
+def test_no_halves_of_whole_weights_are_kept_for_backward():
+    """Autocast by itself would keep those that it made; what is freed must not live on as a copy."""
+
+    def work(group: ProcessGroup) -> list[int]:
+        kept: list[torch.Tensor] = []
+
+        def watched(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            def keep(tensor: torch.Tensor) -> torch.Tensor:
+                kept.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                value = loss(model, batch)
+            sizes.extend(t.untyped_storage().size() for t in kept if t.numel() == ROW * ROW)
+            return value
+
+        sizes: list[int] = []
+        strategy = prepared("fsdp", group, blocks(), watched, precision="bf16", **UNITS)
+        backward(strategy, torch.ones(2, ROW))
+        strategy.close()
+        return sizes
+
+    for sizes in on_ranks(2, work):
+        assert sizes  # the second unit's weight is needed again
+        assert set(sizes) == {0}
+
+
+def test_ranks_skip_the_same_steps_when_fp16_overflows_in_any_shard(tmp_path):
+    digests = tmp_path / "digests"
+    digests.mkdir()
+    task = Steep(dtype="float32", digests=str(digests))
+    run = train_case(tmp_path, task, "fsdp", 3, precision="fp16", microbatch_size=1, **HALF_STEPS)
+    assert all(value.isfinite().all() for value in weights_of(run).values())
+    assert len(evaluated_digests(digests)) == 1
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize(
+    ("saved", "num_saved", "mesh", "elsewhere", "num_elsewhere", "other_mesh"),
+    [
+        ("fsdp", 3, None, "single", 1, None),
+        ("fsdp", 4, "replica=2,shard=2", "fsdp", 3, None),
+        ("zero1", 3, None, "fsdp", 4, "replica=2,shard=2"),
+    ],
+)
+def test_resume_elsewhere_ends_with_the_same_weights(
+    saved, num_saved, mesh, elsewhere, num_elsewhere, other_mesh, trained, tmp_path
+):
+    task = Regression(kind="tokens", optimizer="adamw")
+    whole = trained(task, saved, num_saved, mesh=mesh, **SETTINGS)
+    run = back_to(whole, 58, tmp_path)
+    resumed(run, strategy=elsewhere, nproc=num_elsewhere, mesh=other_mesh)
+    assert largest_difference(weights_of(run), weights_of(whole)) < TO_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [(4, {"mesh": "replica=2,shard=2", "units": "*", "activation_checkpointing": True}),
+     (2, {"precision": "fp16", "microbatch_size": 2})],
+    ids=repr,
+)  # fmt: skip
+def test_resume_in_the_same_place_is_bit_equal_with_dropout(num_ranks, settings, tmp_path):
+    task = Regression(dtype="float32", dropout=0.3, kind="tokens", optimizer="adamw", layered=True)
+    whole = train_case(tmp_path, task, "fsdp", num_ranks, deterministic=True, **settings, **SETTINGS)
+    run = resumed(back_to(whole, 58, tmp_path))
+    assert are_same_bits(weights_of(run), weights_of(whole))
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_every_rank_writes_its_shards_alone(tmp_path):
+    run = train_case(tmp_path, Regression(dtype="float32", optimizer="adamw"), "fsdp", 3, samples=14)
+    (path,) = (run / "checkpoints").glob("samples-*")
+    manifest = verify(path)
+    shards = {"inner.weight": [(2, 6)] * 3, "outer.bias": [(2,)] * 3, "scale": [()]}
+    assert {name: [piece.sizes for piece in manifest.model[name].pieces] for name in shards} == shards
+    moments = [entry for name, entry in manifest.optimizer.items() if "inner.weight" in name and len(entry.shape)]
+    assert [[piece.sizes for piece in entry.pieces] for entry in moments] == [[(2, 6)] * 3] * 2
+
+
+# what is offloaded
+
+
+def test_offloaded_shards_give_the_same_gradients():
+    """On the CPU nothing is moved, but the way is the same."""
+
+    def work(group: ProcessGroup) -> list[list[float]]:
+        found = []
+        for offloads in (False, True):
+            torch.manual_seed(0)
+            strategy = prepared("fsdp", group, blocks(), loss, cpu_offload=offloads, clip_norm=0.1, **UNITS)
+            backward(strategy, torch.ones(2, ROW), torch.zeros(1, ROW))
+            strategy.optimizer_step()
+            found.append(torch.cat([p.flatten() for p in strategy.trainable]).tolist())
+            strategy.close()
+        return found
+
+    for plain, offloaded in on_ranks(2, work):
+        assert plain == offloaded
+
+
+@pytest.mark.gpu
+def test_shards_and_state_are_in_host_memory_when_offloaded(tmp_path):
+    task = Regression(dtype="float32", optimizer="adamw")
+    plain, offloaded = [
+        weights_of(train_case(tmp_path, task, "fsdp", 1, device="cuda", cpu_offload=value, **STEPS))
+        for value in (False, True)
+    ]
+    # the optimiser's step on the host rounds otherwise: float32, twenty steps
+    assert largest_difference(plain, offloaded) < 1e-4
+
+
+# what is refused
+
+
+class Odd(Regression):
+    """A model, or an optimiser, that cannot be sharded."""
+
+    what: str = ""
+
+    def build_model(self):
+        if self.what == "sparse":
+            return nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6))
+        if self.what == "empty":
+            return nn.Sequential(nn.Linear(6, 6), nn.ParameterList([torch.empty(0)]))
+        if self.what == "dtypes":
+            return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64))
+        return super().build_model()
+
+    def build_optimizer(self, model):
+        if self.what == "adafactor":
+            return optim.Adafactor(model.parameters())
+        return super().build_optimizer(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "match"),
+    [
+        ("empty", {}, r"1\.0 has no elements, which fully_shard does not take: leave it out, or use ddp"),
+        ("sparse", {}, r"0 gives sparse gradients \(sparse=True\), which have no shards: set sparse=False, or use ddp"),
+        ("dtypes", {}, "the model, outside its units, trains parameters in float32 and float64.*: use one, or ddp"),
+        ("adafactor", {}, "the optimiser Adafactor cannot step a part of a parameter.*such as AdamW.*strategy=.ddp"),
+        ("", {"units": "body.*"}, r"units names body\.\*, which fits no module of the model: its own are"),
+        ("", {"units": "inner"}, "names inner, whose weight is shared with a module outside it"),
+        ("", {"activation_checkpointing": True}, "activation_checkpointing finds no unit to compute .*fsdp=..units"),
+        ("", {"cpu_offload": True}, "cpu_offload moves shards from the device .* and the device is cpu: leave it out"),
+        ("", {"mesh": "replica=2,shard=2"}, "nproc is 2 but mesh replica 2 x shard 2 needs 4"),
+        ("", {"mesh": "data=2"}, "mesh names the axis data.*it knows replica and shard"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sharded_is_refused_before_any_process_starts(what, settings, match, tmp_path):
+    settings = grouped("fsdp", settings)
+    with pytest.raises(SpecInvalid, match=match):
+        dure.train(Odd(what=what), strategy="fsdp", nproc=2, runs_dir=tmp_path, device="cpu", start="fork", **settings)
+    assert not list(tmp_path.iterdir())
+
+
+class RateInTensor(Regression):
+    def build_optimizer(self, model):
+        return optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+
+
+def test_settings_in_tensors_are_compared_between_ranks_by_value(tmp_path):
+    train_case(tmp_path, RateInTensor(), "fsdp", 2, global_batch_size=4, samples=8)
+
+
+@pytest.mark.parametrize("setting", ["reshard_after_forward", "activation_checkpointing", "cpu_offload"])
+def test_settings_of_fsdp_are_refused_elsewhere(setting, tmp_path):
+    match = rf"argument fsdp\[.{setting}.\]: strategy ddp has no option {setting}: choose strategy=.fsdp"
+    with pytest.raises(SpecInvalid, match=match):
+        dure.train(Regression(), strategy="ddp", nproc=2, runs_dir=tmp_path, start="fork", fsdp={setting: True})
+
+
+def test_a_unit_whose_parameters_are_used_outside_it_is_named_as_the_cause():
+    def outside(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return functional.linear(model(batch), model[0].weight).square().mean()
+
+    def work(group: ProcessGroup) -> None:
+        backward(prepared("fsdp", group, blocks(), outside, **UNITS), torch.ones(2, ROW))
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, TaskInvalid)
+        assert "a parameter of a unit was used outside that unit's forward" in str(error)
+
+
+def test_a_list_that_is_never_called_is_no_unit():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})
+    faults = FSDP.check_model(model, spec_of("fsdp", nproc=2, device="cpu", units="blocks"))
+    assert faults == ["units names blocks, a ModuleList, which is never called: name blocks.*"]
+
+
+# what is said
+
+
+def test_the_start_says_what_is_gathered_together():
+    def work(group: ProcessGroup) -> list[str]:
+        strategy = prepared("fsdp", group, blocks(), loss, activation_checkpointing=True, **UNITS)
+        lines = strategy.describe()
+        strategy.close()
+        return lines
+
+    assert on_ranks(2, work)[0] == [
+        "264 B of parameters in 2 shard(s)",
+        "units, each whole only while it computes: 0+2 (at most 120 B)",
+        "gathered once per microstep: 20 B outside the units",
+        "forward computed twice, activations not kept: 0+2",
+    ]
+
+
+def test_halves_and_dropout_are_told_as_not_preserved_only_where_there_are_some(tmp_path):
+    def told(**settings: Any) -> str:
+        task = Regression(dtype="float32", dropout=settings.pop("dropout", 0.0))
+        summary = dure.train(
+            task, strategy="fsdp", nproc=2, runs_dir=tmp_path, start="fork", quiet=True, samples=7, **settings
+        )
+        return " ".join(summary.not_preserved)
+
+    assert told() == ""
+    assert "bf16" in told(precision="bf16")
+    assert "dropout" in told(dropout=0.5)
+
+
+def test_records_say_what_was_sent(tmp_path):
+    run = train_case(tmp_path, Regression(), "fsdp", 2, samples=14, global_batch_size=7)
+    # weights and biases of three layers in two shards of three rows, gathered and reduced; one number, facts and flags
+    whole, reduced = 8 * 3 * (6 + 1 + 6 + 1 + 1), 8 * 3 * (6 + 1 + 1)
+    facts = 8 * (4 + 4 + 1)
+    assert {record["sent_bytes"] for record in records_of(run)} == {whole + reduced + facts}
+
+
+def test_shards_are_dtensors_under_the_models_own_names():
+    def work(group: ProcessGroup) -> tuple[list[str], bool, int]:
+        strategy = prepared("fsdp", group, blocks(), loss, **UNITS)
+        state = strategy.state_dict()
+        is_sharded = all(isinstance(value, DTensor) for value in state.model.values() if value.dim())
+        named = [group["params"] for group in state.optimizer["groups"]]
+        answer = [*state.model], is_sharded, num_bytes(state.model.values())
+        assert named == [[name for name, _ in blocks().named_parameters()]]
+        strategy.close()
+        return answer
+
+    for names, is_sharded, _ in on_ranks(2, work):
+        assert names == [*blocks().state_dict()]
+        assert is_sharded

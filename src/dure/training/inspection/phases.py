@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dure.strategies.contract.loss_traits import LossTraits
 from dure.strategies.state.hooks import gradient_hooks, without_new_hooks
 from dure.strategies.state.objects.object_state import ObjectState
+from dure.strategies.state.tensor_shard import version_of
 from dure.strategies.state.trial import Trial, is_equal
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_inspection import LossInspection, silent
@@ -175,14 +176,16 @@ class _Changes:
     def __init__(self, model: nn.Module, objects: Mapping[str, object]) -> None:
         self._model = model
         self._plain = ObjectState({**objects, "model": model}, sees_data=True)
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._buffers = {name: (_write_mark(buffer), buffer.clone()) for name, buffer in model.named_buffers()}
         self._first = self._registered()
 
     def found(self) -> dict[str, Any]:
         """Return the differences by path; equal for equal states."""
         found = self._plain.changed()
         for name, buffer in self._model.named_buffers():
-            if name not in self._buffers or not is_equal(buffer, self._buffers[name]):
+            mark, before = self._buffers.get(name, (None, None))
+            # most buffers are never written to, which is quick to see
+            if before is None or (mark != _write_mark(buffer) and not is_equal(buffer, before)):
                 found[f"model.{name}"] = _listed(buffer)
         if (registered := self._registered()) != self._first:
             found["modules"] = registered
@@ -195,6 +198,10 @@ class _Changes:
             for name, module in model.named_modules()
         ]
         return [modules, gradient_hooks(model), [(name, p.requires_grad) for name, p in model.named_parameters()]]
+
+
+def _write_mark(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), version_of(buffer)
 
 
 def _listed(buffer: Tensor) -> Any:

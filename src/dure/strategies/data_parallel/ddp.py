@@ -252,6 +252,8 @@ class DDP(Strategy):
         Raises:
             TaskInvalid: Parameters were frozen, and DDP waits for all of them.
         """
+        if self.rules.freezing == "refused":  # zero1
+            super().follow_freezing(freezing)
         if freezing.frozen and not self.options.find_unused_parameters:
             raise TaskInvalid(
                 f"the task's loss froze {', '.join(freezing.frozen[:4])} during the run, and {self.info.name} waits "

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from dure.comm.groups import Solo
+from dure.errors import TaskInvalid
 from dure.strategies.contract import abilities
 from dure.strategies.contract.batch_parts import BatchParts, DataShare
 from dure.strategies.contract.context import StrategyContext
 from dure.strategies.contract.precision import Precision
 from dure.strategies.contract.replica_state import HasReplicas, replica_of
+from dure.strategies.contract.watch.parameter_watch import Freezing
 from dure.strategies.parameter_server.async_worker import AsyncWorker
 from dure.strategies.single import Single
 from dure.strategies.table import STRATEGIES, load_strategy
@@ -88,3 +90,13 @@ def test_parts_when_a_batch_is_divided_then_every_share_has_as_many_microbatches
     of_batch = BatchParts(spec_of("ddp", microbatch_size=size, global_batch_size=10), 3)
     assert of_batch.of(10) == parts
     assert of_batch.calls_per_step() == len(parts) // 3
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if load_strategy(name).rules.freezing == "refused"])
+def test_strategy_when_its_rule_refuses_freezing_then_it_does_whatever_it_inherits(name: str) -> None:
+    strategy = object.__new__(load_strategy(name))
+    strategy.info = STRATEGIES[name]
+    with pytest.raises(TaskInvalid, match="the task unfroze a.weight during the run"):
+        strategy.follow_freezing(Freezing(frozen=[], unfrozen=["a.weight"]))
+    with pytest.raises(TaskInvalid, match="the task froze a.weight during the run"):
+        strategy.follow_freezing(Freezing(frozen=["a.weight"], unfrozen=[]))

@@ -96,7 +96,7 @@ def test_parts_when_a_batch_is_divided_then_every_share_has_as_many_microbatches
 def test_strategy_when_its_rule_refuses_freezing_then_it_does_whatever_it_inherits(name: str) -> None:
     strategy = object.__new__(load_strategy(name))
     strategy.info = STRATEGIES[name]
-    with pytest.raises(TaskInvalid, match="the task unfroze a.weight during the run"):
+    with pytest.raises(TaskInvalid, match=r"the task unfroze a\.weight during the run"):
         strategy.follow_freezing(Freezing(frozen=[], unfrozen=["a.weight"]))
-    with pytest.raises(TaskInvalid, match="the task froze a.weight during the run"):
+    with pytest.raises(TaskInvalid, match=r"the task froze a\.weight during the run"):
         strategy.follow_freezing(Freezing(frozen=["a.weight"], unfrozen=[]))

@@ -114,8 +114,12 @@ class WatchedSchedule:
         if not self._has_divided_gradients:
             return strategy.computed(self._schedule, samples_seen)  # type: ignore[no-any-return]
         parameters = dict(strategy.model.named_parameters())
-        with UsedTensors(parameters) as used:
-            factor = strategy.computed(self._schedule, samples_seen)
+        try:
+            with UsedTensors(parameters) as used:
+                factor = strategy.computed(self._schedule, samples_seen)
+        except Exception as error:
+            _refuse_use_of_parts(strategy, parameters, used, error)
+            raise
         _refuse_use_of_parts(strategy, parameters, used)
         return factor  # type: ignore[no-any-return]
 

@@ -32,6 +32,7 @@ from dure.strategies.state.trial import Writes, is_equal
 from dure.training.best_metric import Best
 from dure.training.inspection.collectives import CollectiveCalled, no_collectives
 from dure.training.inspection.loss_inspection import recomputed_weights
+from dure.training.inspection.phases import positions_of
 from dure.training.loop import check_schedule
 from dure.training.session.evaluation import check_counts, evaluate
 from dure.training.session.loader import Loader
@@ -39,10 +40,8 @@ from dure.training.session.session import Session
 from dure.training.task.task import Schedule
 
 _NUM_SAMPLES = 8
-_NUM_POSITIONS = 33
-"""Number of positions at which a schedule is called before training, for the state that it sets only at some."""
 _MOST_SECONDS = 1.0
-"""Seconds after which no further position is tried."""
+"""Seconds after which a schedule is called at no further step, for the state that it sets only at some."""
 
 
 def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, frozenset[str]]:
@@ -59,7 +58,7 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
-                _ask_all_along(strategy, schedule, session.total_samples)
+                _ask_all_along(session, schedule)
     if in_data := [*copied.changed()]:
         session.notes.append(
             f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
@@ -71,12 +70,13 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(changed)
 
 
-def _ask_all_along(strategy: Strategy, schedule: Schedule, total: int) -> None:
-    """Call a schedule at positions of the whole run, the end first; its errors are left to the steps."""
+def _ask_all_along(session: Session, schedule: Schedule) -> None:
+    """Call a schedule at steps of the whole run, the end first; its errors are left to the steps."""
     started = time.monotonic()
-    for place in range(_NUM_POSITIONS - 1, -1, -1):
+    order, total = session.order, session.total_samples
+    for seen in (total, *reversed(positions_of(total, order.epoch_samples, order.global_batch_size))):
         with suppress(Exception):
-            strategy.computed(schedule, total * place // (_NUM_POSITIONS - 1))
+            session.strategy.computed(schedule, seen)
         if time.monotonic() - started > _MOST_SECONDS:
             break
 
@@ -215,7 +215,7 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
         ):
             yield changed
     finally:
-        changed |= state.changed().keys()
+        changed.update(state.changed())
         modules.put_back()
         data_sets.put_back()
         state.put_back()

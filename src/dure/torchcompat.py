@@ -934,6 +934,11 @@ def without_overrides() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Return a context in which neither modes nor subclasses of Tensor see operations (private in torch)."""
+    return torch._C.DisableTorchFunction()
+
+
 def is_operator(func: object) -> bool:
     """Return whether a function is one of `torch.ops`, as a public one is below autograd (private in torch)."""
     return isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)

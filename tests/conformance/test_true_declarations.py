@@ -68,6 +68,20 @@ class FollowingTeacher(ZooTask):
         return functional.mse_loss(predicted, y) + functional.mse_loss(predicted, self.teacher(x))
 
 
+class FlagOfSchedule(FollowingTeacher):
+    """Has a schedule too, which sets a flag for some steps, by which the loss stays a mean over samples."""
+
+    def build_schedule(self, optimizer: Any, total_samples: int) -> Any:
+        def schedule(samples_seen: int) -> float:
+            self.is_heavy = 22 <= samples_seen < 37
+            return 1.0
+
+        return schedule
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch) * (2.0 if getattr(self, "is_heavy", False) else 1.0)
+
+
 class OldNorms(ZooTask):
     """Has layers whose weights each forward pass computes, and is evaluated."""
 
@@ -78,9 +92,10 @@ class OldNorms(ZooTask):
         return model
 
 
-TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, OldNorms)
+TASKS = (NoiseInEvaluation, SoftmaxOverDocuments, KeepsWorldSize, FollowingTeacher, FlagOfSchedule, OldNorms)
 CASES = [(task, name) for task in TASKS for name in ("ddp", "fsdp", "pipeline")]
 CASES.remove((OldNorms, "fsdp"))  # refused
+CASES.remove((FlagOfSchedule, "pipeline"))  # refused, as the next one
 CASES.remove((FollowingTeacher, "pipeline"))  # refused: the teacher follows weights of which a stage has a part
 
 

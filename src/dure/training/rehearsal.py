@@ -54,11 +54,11 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     copied = ObjectState(
         {"data": session.train_loader.data} if session.train_loader.has_workers else {}, sees_data=True
     )
-    with _only_asked(session, given) as changed:
+    with _only_asked(session, given) as asked:
         schedule: Schedule | None = strategy.computed(check_schedule, given, strategy.optimizer)
         if schedule is not None:
             with _kept_groups(strategy.optimizer), _kept_groups(strategy.built_optimizer):
-                _ask_all_along(session, schedule)
+                _ask_all_along(session, schedule, asked)
     if in_data := [*copied.changed()]:
         session.notes.append(
             f"data: the schedule sets {few_of(in_data)}, of which loader processes keep the values that they began "
@@ -67,16 +67,31 @@ def asked_schedule(session: Session, given: Any) -> tuple[Schedule | None, froze
     copied.put_back()
     if strategy.group.world_size > 1:
         _compare_schedules(session, schedule)
-    return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(changed)
+    return None if schedule is None else WatchedSchedule(strategy, schedule), frozenset(asked.changed)
 
 
-def _ask_all_along(session: Session, schedule: Schedule) -> None:
+class _Asked:
+    """Plain state that calls of a schedule change."""
+
+    def __init__(self, state: ObjectState) -> None:
+        self._state = state
+        self.changed: set[str] = set()
+        """Paths of the state that was another one at some time."""
+
+    def note(self) -> None:
+        """Note what is another one now; the comparison itself does not count as a use of tensors."""
+        with torchcompat.without_function_modes():
+            self.changed.update(self._state.changed())
+
+
+def _ask_all_along(session: Session, schedule: Schedule, asked: _Asked) -> None:
     """Call a schedule at steps of the whole run, the end first; its errors are left to the steps."""
     started = time.monotonic()
     order, total = session.order, session.total_samples
     for seen in (total, *reversed(positions_of(total, order.epoch_samples, order.global_batch_size))):
         with suppress(Exception):
             session.strategy.computed(schedule, seen)
+        asked.note()
         if time.monotonic() - started > _MOST_SECONDS:
             break
 
@@ -190,19 +205,15 @@ def _compare_schedules(session: Session, schedule: Schedule | None) -> None:
 
 
 @contextmanager
-def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
-    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data.
-
-    Yields:
-        Paths of the plain state that they changed, once the context is left.
-    """
+def _only_asked(session: Session, schedule: Any) -> Iterator[_Asked]:
+    """Restore what calls of a schedule change: generators, weights, buffers, modules, hooks, plain state and data."""
     strategy = session.strategy
     model = strategy.model
     state = ObjectState({**strategy.objects, "model": model, "schedule": schedule}, sees_data=True)
     modules = KeptModules(model, strategy.objects)
     data_sets = KeptDataSets([session.train_loader.data])
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    changed: set[str] = set()
+    asked = _Asked(state)
     writes = Writes(
         {path: t.detach() for path, t in {**state.large, **tensors_of("data", session.train_loader.data)}.items()}
     )
@@ -213,9 +224,9 @@ def _only_asked(session: Session, schedule: Any) -> Iterator[set[str]]:
             writes,
             without_new_hooks(model, strategy.built_optimizer),
         ):
-            yield changed
+            yield asked
     finally:
-        changed.update(state.changed())
+        asked.note()
         modules.put_back()
         data_sets.put_back()
         state.put_back()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dure.documents import DocumentInvalid
 from dure.records import step_writer as record_writer
+from dure.records.jsonl import last_record
 from dure.records.step_record import (
     EpochRow,
     Metric,
@@ -130,3 +131,18 @@ def test_host_clock_measures_the_spans_between_marks():
     first, second = clock.spans(marks)
     assert first >= 0.02
     assert 0 <= second < first
+
+
+def test_last_record_when_its_line_is_long_and_the_one_behind_it_torn_then_it_is_found(tmp_path) -> None:
+    file = tmp_path / "rank0.jsonl"
+    samples = [*range(40_000)]
+    file.write_text(f'{{"step": 1}}\n{{"step": 2, "samples": {samples}}}\n{{"step": 3, "samples": {str(samples)[:-9]}')
+    assert last_record(file)["step"] == 2
+
+
+def test_last_record_when_there_is_none_then_it_is_empty_and_not_all_of_the_file_is_parsed(tmp_path) -> None:
+    file = tmp_path / "rank0.jsonl"
+    file.write_text('{"step": 1}\n' + "no record\n" * 100_000)
+    assert last_record(file) == {}
+    file.write_text("")
+    assert last_record(file) == {}

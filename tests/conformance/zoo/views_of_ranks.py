@@ -176,7 +176,9 @@ class StepsInBackward(SGD):
         return None
 
 
-@feature("Ranks and copies", "optimisers that step in backward, one for each parameter")
+@feature(
+    "Ranks and copies", "optimisers that step in backward, one for each parameter", declares=("written for every part",)
+)
 class OptimizerInBackward(ZooTask):
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         own = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}

@@ -1,1 +1,1 @@
-"""Interface between the training loop and a strategy, and what implementations share."""
+"""Interface between the training loop and a strategy, and code that the implementations share."""

@@ -1,6 +1,6 @@
-"""Abilities that only some strategies have, each a small interface, and questions to any strategy by way of them.
+"""Optional abilities of strategies, each a small protocol, and functions that query any strategy for them.
 
-Those of classes are looked for on the class itself, before there is an object of it.
+Abilities of classes are looked up on the class itself, before an object of it exists.
 """
 
 from collections.abc import Callable
@@ -18,59 +18,59 @@ from dure.strategies.state.saved_state import StrategyState
 
 @runtime_checkable
 class HasRoles(Protocol):
-    """Class of a strategy whose ranks have different parts in it."""
+    """Class of a strategy whose ranks have different roles."""
 
     @classmethod
     def role_for(cls, group: Group, spec: RunSpec) -> type[Strategy]:
-        """Return the class of this rank's part."""
+        """Return the class for this rank's role."""
 
 
 @runtime_checkable
 class ImportsLate(Protocol):
-    """Class of a strategy that has parts which every rank would import later."""
+    """Class of a strategy with modules that every rank would import later."""
 
     @classmethod
     def import_late_parts(cls) -> None:
-        """Import them; called once, in the process that forks the ranks."""
+        """Import these modules; called once, in the process that forks the ranks."""
 
 
 @runtime_checkable
 class ChecksModel(Protocol):
-    """Class of a strategy that cannot take every model."""
+    """Class of a strategy that cannot train every model."""
 
     @classmethod
     def check_model(cls, model: nn.Module, spec: RunSpec) -> list[str]:
-        """Return why it cannot take a model, a sentence each: the module's name and what to use instead.
+        """Return the reasons why it cannot train a model, one sentence each: the module's name and what to use instead.
 
-        Asked before any process starts, of strategies whose row says `checks_model`, and again on each rank.
+        Called for strategies whose row has `checks_model`, before any process starts and again on each rank.
 
         Args:
-            model: As the task builds it, on the meta device where that works: shapes are there, values are not.
-            spec: The run, which says over how many devices the model is to be spread.
+            model: Model as the task builds it; on the meta device if that works, with shapes but without values.
+            spec: Settings of the run, among them the number of devices over which the model is divided.
         """
 
 
 @runtime_checkable
 class ChecksOptimizer(Protocol):
-    """Class of a strategy that cannot take every optimiser."""
+    """Class of a strategy that cannot use every optimiser."""
 
     @classmethod
     def check_optimizer(cls, optimizer: Optimizer) -> list[str]:
-        """Return why it cannot take the task's optimiser, a sentence each; asked where `check_model` is.
+        """Return the reasons why it cannot use the task's optimiser, one sentence each; called where `check_model` is.
 
         Args:
-            optimizer: As the task builds it, over a model that may be on the meta device. It is left as it is.
+            optimizer: Optimiser as the task builds it, over a model that may be on the meta device. It is not changed.
         """
 
 
 @runtime_checkable
 class OutlivesRanks(Protocol):
-    """Strategy that goes on without ranks that die, and divides batches over the others."""
+    """Strategy that continues without ranks that die, and divides batches over the others."""
 
     def share_at(self, step: int) -> tuple[int, int]:
-        """Return which share of a step's batch is this rank's, and of how many.
+        """Return the index of this rank's share of a step's batch, and the number of shares.
 
-        Asked once for every step, in order: ahead of the step as far as loader processes fetch ahead.
+        Called once per step, in order, and as many steps ahead as the loader processes prefetch.
         """
 
     def lost_shares(self) -> list[LostShare]:
@@ -79,39 +79,40 @@ class OutlivesRanks(Protocol):
 
 @runtime_checkable
 class GathersState(Protocol):
-    """Strategy whose ranks exchange something for `state_dict`."""
+    """Strategy whose ranks communicate in `state_dict`."""
 
     def own_state(self) -> StrategyState:
-        """Return this rank's part of `state_dict`, without exchanging anything: for a snapshot in memory.
+        """Return this rank's part of `state_dict` without communication, for a snapshot in memory.
 
-        What other ranks know better is left out. The same groups of all ranks are brought together when it is read.
+        State of which other ranks have the newer values is left out. The same groups of all ranks are combined when the
+        snapshot is read.
         """
 
 
 def role_of(strategy: type[Strategy], group: Group, spec: RunSpec) -> type[Strategy]:
-    """Return the class of this rank's part in a strategy."""
+    """Return the class for this rank's role in a strategy."""
     entry: object = strategy
     return entry.role_for(group, spec) if isinstance(entry, HasRoles) else strategy
 
 
 def import_late_parts(strategy: object) -> None:
-    """Import what every rank would import later."""
+    """Import the modules of a strategy that every rank would import later."""
     if isinstance(strategy, ImportsLate):
         strategy.import_late_parts()
 
 
 def faults_of_model(strategy: object, model: nn.Module, spec: RunSpec) -> list[str]:
-    """Return why a strategy cannot take a model, a sentence each."""
+    """Return the reasons why a strategy cannot train a model, one sentence each."""
     return strategy.check_model(model, spec) if isinstance(strategy, ChecksModel) else []
 
 
 def faults_of_optimizer(strategy: object, optimizer: Optimizer) -> list[str]:
-    """Return why a strategy cannot take the task's optimiser, a sentence each."""
+    """Return the reasons why a strategy cannot use the task's optimiser, one sentence each."""
     return strategy.check_optimizer(optimizer) if isinstance(strategy, ChecksOptimizer) else []
 
 
 def share_by_step(strategy: Strategy) -> Callable[[int], tuple[int, int]]:
-    """Return a function that returns which share of a step's batch is this rank's, and of how many."""
+    """Return a function from a step to the index of this rank's share of its batch and the number of shares."""
     if isinstance(strategy, OutlivesRanks):
         return strategy.share_at
     return lambda step: (strategy.share.index, strategy.share.count)
@@ -123,14 +124,14 @@ def lost_shares(strategy: Strategy) -> list[LostShare]:
 
 
 def own_state(strategy: Strategy) -> StrategyState:
-    """Return this rank's part of a strategy's state, without exchanging anything."""
+    """Return this rank's part of a strategy's state, without communication."""
     return strategy.own_state() if isinstance(strategy, GathersState) else strategy.state_dict()
 
 
 def steady_names(strategy: Strategy) -> frozenset[str]:
-    """Return the names of the parameters that only `optimizer_step` changes, as its state does; none if unsure.
+    """Return the names of the parameters that only `optimizer_step` changes, together with its state; none if unsure.
 
-    Frozen parameters are not among them: that of a teacher, say, may follow its pupil whenever the task likes.
+    Frozen parameters are excluded: those of a teacher model, for example, may follow its student at any time.
     """
     if not strategy.rules.changes_in_step_only:
         return frozenset()

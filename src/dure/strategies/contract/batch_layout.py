@@ -1,7 +1,7 @@
 """Roles of the values in a batch, found by comparing batches of different numbers of samples.
 
-A tensor whose first dimension is as long as the batch may hold the samples, or may have that length by accident. In
-batches of two sizes the accident shows.
+A tensor whose first dimension equals the batch size may hold the samples, or may have that length by accident. Batches
+of two sizes tell the cases apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ class Role(Enum):
 
 
 Layout = Mapping[Path, Role]
-"""Role of each value by its path; a value that is not in it was not the same kind of thing in all batches."""
+"""Role of each value by its path; values that differ in kind between the batches are absent."""
 
 
 def layout_of(examples: Sequence[tuple[int, Any]]) -> Layout:
-    """Compare batches of the same data.
+    """Return the roles of the values in batches of the same data.
 
     Args:
-        examples: Pairs of a number of samples and a batch of so many, with at least two different numbers.
+        examples: Pairs of a number of samples and a batch of that size, with at least two different numbers.
     """
     roles: dict[Path, Role] = {}
     _compare((), [size for size, _ in examples], [batch for _, batch in examples], roles)
@@ -71,7 +71,7 @@ def _role_of_numbers(sizes: list[int], values: list[Any]) -> Role:
 
 
 def role_by_size(value: Any, num_samples: int) -> Role:
-    """Return the role of a value of which one batch is known: a tensor's first dimension is taken for the samples."""
+    """Return the role of a value known from one batch only: a tensor's first dimension is taken for the samples."""
     if isinstance(value, Tensor | np.ndarray):
         return Role.SAMPLES if has_rows(value) else Role.SHARED
     if isinstance(value, PackedSequence):
@@ -84,10 +84,10 @@ def role_by_size(value: Any, num_samples: int) -> Role:
 
 
 def is_by_sample(value: Sequence[Any], num_samples: int) -> bool:
-    """Return whether a list of that many items has one for each sample, and not a few tensors of all samples."""
+    """Return whether a list of that length has one item per sample, rather than a few tensors of all samples."""
     tensors = [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, tuple):
-        # a pair of numbers is more often a size than something of two samples
+        # a pair of numbers is more often a size than values of two samples
         return all(isinstance(item, str | bytes) for item in value)
     if tensors:
         return any(not has_rows(tensor) or len(tensor) != num_samples for tensor in tensors)
@@ -100,7 +100,7 @@ def has_rows(value: Any) -> bool:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two numbers, tensors or arrays hold the same, NaN being equal to NaN."""
+    """Return whether two numbers, tensors or arrays have equal values; NaN equals NaN."""
     if isinstance(one, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
             return False

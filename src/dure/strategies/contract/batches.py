@@ -20,8 +20,9 @@ class Microbatch(NamedTuple):
     """Batch as the task's `loss` takes it, on this rank's (first) device."""
     num_samples: int
     is_padding: bool = False
-    """True on a rank whose share is empty. The batch is then computed with weight zero, so that every rank takes part
-    in the collectives."""
+    """True on a rank with an empty share. The batch is then computed with weight zero, so that every rank takes part in
+    the collectives.
+    """
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -30,9 +31,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch's tensors; pinned host memory is copied without waiting, and what comes to the host is waited for.
+    """Move a batch's tensors to a device.
 
-    Objects with a method `to`, such as those of PyTorch Geometric, move themselves; a copy of each is asked.
+    Copies from pinned host memory are asynchronous; copies to the host are waited for. Objects with a method `to`, such
+    as those of PyTorch Geometric, move themselves; it is called on a copy of each.
     """
 
     def moved(leaf: Any) -> Any:
@@ -44,7 +46,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _may_arrive_later(device: torch.device) -> bool:
-    # whatever computes on a device comes after the copy in its stream; the host reads at once
+    # kernels on a device follow the copy in its stream; the host reads at once
     return device.type != "cpu"
 
 
@@ -55,7 +57,7 @@ def _moves_itself(value: Any) -> bool:
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    own = copy.copy(value)  # `to` may change the object itself, of which other devices need another
+    own = copy.copy(value)  # `to` may change the object itself, and other devices need their own
     try:
         names = inspect.signature(own.to).parameters
     except ValueError:
@@ -66,17 +68,17 @@ def _moved_by_itself(value: Any, device: torch.device) -> Any:
 
 
 def split_batch(batch: Any, counts: Sequence[int], layout: Layout | None = None) -> list[Any]:
-    """Split a batch by samples: tensors along dim 0, lists of one item per sample by position.
+    """Split a batch by samples: tensors along dim 0, lists with one item per sample by position.
 
-    Numbers, strings and 0-dim tensors go to every part as they are.
+    Numbers, strings and 0-dim tensors are passed to every part unchanged.
 
     Args:
         batch: Nested structure whose tensors are `(B, ...)` with `B = sum(counts)`.
         counts: Samples of each part.
-        layout: Roles of the values as batches of other sizes show them. Without it a value's own size decides.
+        layout: Roles of the values, found in batches of other sizes. Without it a value's own size decides.
 
     Raises:
-        TaskInvalid: A value that cannot be divided by samples.
+        TaskInvalid: A value cannot be divided by samples.
     """
     return _Split(counts, layout).of(batch, ())
 
@@ -135,5 +137,5 @@ def _tensor_rows(tensor: Tensor, start: int, count: int) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.index_select(0, torch.arange(start, start + count, device=tensor.device))
     rows = tensor[start : start + count]
-    # with a version of its own: what one device changes in place is not changed under another one's backward
+    # with its own version counter: what one device changes in place must not count as changed in another's backward
     return rows if rows.requires_grad else rows.data

@@ -1,4 +1,4 @@
-"""Context in which a strategy is made: its row, the ranks, the devices and the settings."""
+"""Context in which a strategy is constructed: its row, the ranks, the devices and the settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dure.strategies.contract.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class StrategyContext:
-    """Facts that are there before a strategy is."""
+    """Arguments with which a strategy is constructed."""
 
     info: StrategyInfo
     """Row of the strategy in the table."""

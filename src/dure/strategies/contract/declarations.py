@@ -1,4 +1,4 @@
-"""Declarations of what a run does not preserve of the one-device run, for its record."""
+"""Declarations for the record: the differences between a run and the run on one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDivision:
-    """Parts in which model and loss see the batch of a step."""
+    """Parts of a step's batch on which model and loss are called."""
 
     num_parts: int
     calls_per_step: int
-    """Calls of the loss in one process and step, at most."""
+    """Maximum calls of the loss in one process and step."""
     is_one_share: bool
     """True if the ranks do not divide the batch."""
     is_one_device: bool
@@ -33,7 +33,7 @@ class BatchDivision:
 
 
 def by_strategy(info: StrategyInfo, spec: RunSpec, found: Findings) -> list[str]:
-    """Return those declarations of a strategy's row that apply to a model and to settings."""
+    """Return the declarations of a strategy's row that apply to a model and to settings."""
     return [
         text
         for text in info.does_not_preserve
@@ -45,7 +45,7 @@ def by_strategy(info: StrategyInfo, spec: RunSpec, found: Findings) -> list[str]
 
 
 def by_trial(traits: LossTraits) -> list[str]:
-    """Return the differences that come from what a loss uses or keeps outside of samples, weights and kept state."""
+    """Return the differences that follow from what a loss uses or keeps outside samples, weights and saved state."""
     texts = []
     if traits.left_state:
         texts.append(
@@ -76,12 +76,12 @@ def by_trial(traits: LossTraits) -> list[str]:
 
 
 def depends_on_ranks(figures: str) -> str:
-    """Return the declaration about a task that reads how many ranks there are."""
+    """Return the declaration about a task that reads the number of ranks."""
     return f"the task depends on the number of ranks: {figures} (it reads WORLD_SIZE or asks torch.distributed)"
 
 
 def by_data(traits: LossTraits) -> list[str]:
-    """Return the differences that come from data which are not the same whenever, or wherever, they are read."""
+    """Return the differences that follow from data that vary with the time or the place of reading."""
     texts = []
     if traits.data_changes:
         texts.append(
@@ -97,7 +97,7 @@ def by_data(traits: LossTraits) -> list[str]:
 
 
 def by_division(division: BatchDivision, traits: LossTraits, found: Findings, declared: Sequence[str]) -> list[str]:
-    """Return the differences that come from dividing a batch, without those that are declared already."""
+    """Return the differences that follow from dividing a batch, without those that are declared already."""
     parts = division.num_parts
     if parts == division.calls_per_step == 1:
         return []
@@ -135,6 +135,6 @@ def by_division(division: BatchDivision, traits: LossTraits, found: Findings, de
 
 
 def few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names, and the number of further ones."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

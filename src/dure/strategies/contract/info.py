@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyInfo:
-    """One row of the table: what a user needs to know to choose a strategy, and what the tests hold it to."""
+    """Row of the table: the facts by which a user chooses a strategy, and which the tests verify."""
 
     name: str
     implementation: str
     """`module:Class`, imported when the strategy is used."""
     options: str = ""
-    """`module:Class` of the model of its own options, imported when they are asked for; the module does not import
-    torch. Empty if it has none."""
+    """`module:Class` of the model of its own options, imported on first use; the module does not import torch. Empty if
+    it has none.
+    """
     summary: str
     divides: str
     synchronises: str
@@ -38,23 +39,24 @@ class StrategyInfo:
     mesh_axes: tuple[str, ...] = ("data",)
     """Axes that `--mesh` may name, outermost first; without `--mesh`, the last one has all ranks."""
     extra_processes: str = ""
-    """Name of the option that counts processes in addition to the `nproc` devices (parameter servers), as many as
-    devices by default."""
+    """Name of the option that counts processes in addition to the `nproc` devices (parameter servers); its default is
+    the number of devices.
+    """
     exchanges_on_host: bool = False
-    """True if ranks with accelerators exchange tensors in host memory, which NCCL does not move."""
+    """True if ranks with accelerators exchange tensors in host memory, which NCCL does not support."""
     outlives_ranks_without: str = ""
-    """Name of the option without which a run goes on when a rank with a device is killed."""
+    """Name of the option without which a run continues after a rank with a device is killed."""
     checks_model: bool = False
-    """True if it cannot take every model, so that it is asked before any process starts."""
+    """True if it cannot train every model; `check_model` is then called before any process starts."""
     many_devices: bool = True
     default_for: str = ""
-    """`one` or `many` devices for which it is chosen when the user names no strategy; empty for neither."""
+    """`one` or `many` devices for which it is the default strategy; empty for neither."""
     settings: tuple[str, ...] = ()
-    """General settings that this strategy honours, but not every one does."""
+    """General settings that this strategy honours but some others do not."""
 
     @property
     def flag(self) -> str:
-        """Name as the strategy's flags have it: `ring-ddp`."""
+        """Name as in the strategy's flags: `ring-ddp`."""
         return self.name.replace("_", "-")
 
     def option_class(self) -> "type[StrategyOptions]":

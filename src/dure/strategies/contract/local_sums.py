@@ -7,7 +7,7 @@ from dure.strategies.contract.step_facts import LossTerm, Requests, StepFacts
 
 
 class LocalSums:
-    """Losses that this process has computed in the step under way."""
+    """Losses that this process has computed in the current step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -15,28 +15,28 @@ class LocalSums:
         self.requests = Requests()
         """Requests of this rank."""
         self.count: Tensor | float = 0.0
-        """Items that the losses count, over all ranks once their facts are together; on an accelerator a tensor."""
+        """Number of items in the losses, over all ranks once their facts are reduced; on an accelerator a tensor."""
 
     def begin(self, requests: Requests) -> None:
-        """Forget the step before."""
+        """Reset the sums at the start of a step."""
         self.terms = []
         self.requests = requests
 
     def add(self, term: LossTerm) -> None:
-        """Count a microbatch's loss in."""
+        """Add a microbatch's loss."""
         self.terms.append(term)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which facts are added up on the device."""
+        """Dtype in which facts are summed on the device."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def step_facts(self) -> StepFacts:
-        """Return the facts of the step where there is no other rank."""
+        """Return the facts of the step if there is no other rank."""
         return StepFacts(self.facts(), self.terms)
 
     def facts(self) -> Tensor | tuple[float, ...]:
-        """Return this process's `[loss sum, count, stop, save]`: numbers on the CPU, elsewhere a tensor."""
+        """Return this process's `[loss sum, count, stop, save]`: numbers on the CPU, otherwise a tensor."""
         if self.device.type == "cpu":
             total: float = 0.0
             count: float = 0
@@ -57,6 +57,6 @@ class LocalSums:
         return torch.stack([totals, self.count, *requests])
 
     def as_tensor(self) -> Tensor:
-        """Return the facts as a tensor on the device, also of a rank that has computed no loss."""
+        """Return the facts as a tensor on the device, even if this rank has computed no loss."""
         facts = self.facts() if self.terms else (0.0, 0.0, *self.requests)
         return facts if isinstance(facts, Tensor) else torch.tensor(facts, dtype=self.dtype, device=self.device)

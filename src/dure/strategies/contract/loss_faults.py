@@ -1,4 +1,4 @@
-"""Reasons why a strategy cannot take a task's loss, or what it builds."""
+"""Reasons why a strategy cannot train with a task's loss, model or optimiser."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,14 +26,14 @@ def faults_of_loss(
     num_ranks: int,
     num_shares: int,
 ) -> list[str]:
-    """Return why a loss cannot be divided over ranks, a sentence each.
+    """Return the reasons why a loss cannot be divided over ranks, one sentence each.
 
     Args:
-        traits: Of the loss.
-        model: Whole, as the task built it.
+        traits: Traits of the loss.
+        model: Whole model, as the task built it.
         objects: Objects of the task in which the loss may keep state, by name.
-        rules: Of the strategy for weights.
-        strategy: Its name, for sentences.
+        rules: The strategy's rules for weights.
+        strategy: Name of the strategy, for messages.
         num_ranks: Ranks of the run.
         num_shares: Shares into which batches are divided.
     """
@@ -72,18 +72,18 @@ def faults_of_loss(
 
 
 def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimizer, *, orders_parameters: bool) -> None:
-    """Refuse settings and first state of the optimiser that follow from a rank's part of the weights, or its number.
+    """Refuse an optimiser whose settings or first state depend on a rank's part of the weights, or on its number.
 
     Args:
         group: All ranks.
-        model: Of this rank.
-        optimizer: As the task built it.
+        model: Model of this rank.
+        optimizer: Optimiser as the task built it.
         orders_parameters: Whether the order of parameters in its groups matters.
 
     Communication: one gathered JSON message.
 
     Raises:
-        TaskInvalid: Ranks have other ones.
+        TaskInvalid: The ranks differ in them.
     """
     if group.world_size == 1:
         return
@@ -109,12 +109,12 @@ def refuse_unlike_optimizers(group: Group, model: nn.Module, optimizer: Optimize
 
 
 def hooks_added(before: dict[str, int], after: dict[str, int], known: Sequence[str]) -> list[str]:
-    """Return the parameters that have got hooks on their gradients, if any of them is not known for it.
+    """Return the parameters that have got hooks on their gradients, if any of them is not known to have them.
 
     Args:
         before: Number of hooks of each parameter.
-        after: The same later.
-        known: Parameters that a trial of the loss saw to have hooks.
+        after: Numbers at a later time.
+        known: Parameters whose hooks were found in a trial of the loss.
     """
     added = [name for name, number in after.items() if number > before.get(name, 0)]
     return [] if all(name in known for name in added) else added

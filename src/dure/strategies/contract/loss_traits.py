@@ -7,93 +7,95 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """Observations made by calling the loss on a few samples before training. JSON values only."""
+    """Findings from calls of the loss on a few samples before training. JSON values only."""
 
     reason_unknown: str | None = None
     """Reason why nothing was observed; None if something was."""
     unknown_phase: str | None = None
-    """Reason why nothing was observed with a state that the schedule sets later; None if something was."""
+    """Reason why nothing was observed in a state that the schedule sets later; None if something was."""
     phases: tuple[int, ...] = ()
-    """Numbers of samples seen at which the schedule sets states in which the loss behaves in other ways."""
+    """Positions, in samples, at which the schedule sets states in which the loss behaves differently."""
     has_failed: bool = False
-    """True if that reason is that the loss failed at once."""
+    """True if `reason_unknown` is that the loss failed at once."""
     needs_optimizer: bool = False
     """True if it failed until the task had built an optimiser."""
     draws: bool = False
-    """True if it draws random numbers, dropout included."""
+    """True if the loss draws random numbers, dropout included."""
     collate_draws: bool = False
-    """True if `collate` does."""
+    """True if `collate` draws random numbers."""
     data_changes: bool = False
-    """True if samples that were read twice differed."""
+    """True if samples differed when they were read twice."""
     not_additive: str | None = None
-    """Figures that show that the loss is not a mean, or a sum with its count, over samples; None if it is."""
+    """Figures that show that the loss is neither a mean over samples, nor a sum with its count; None if it is."""
     learned_buffers: tuple[str, ...] = ()
-    """Buffers that forward changes by what is in the samples, BatchNorm's left out."""
+    """Buffers, except those of BatchNorm, that forward changes depending on the samples."""
     counted_buffers: tuple[str, ...] = ()
-    """Buffers that forward changes by every call alike."""
+    """Buffers that forward changes in the same way at every call."""
     changed_parameters: tuple[str, ...] = ()
     """Parameters that the loss writes to."""
     rebound_parameters: tuple[str, ...] = ()
-    """Parameters among `changed_parameters` that it gives other memory (`p.data = ...`)."""
+    """Parameters among `changed_parameters` to which it assigns other memory (`p.data = ...`)."""
     writes_in_evaluation: tuple[str, ...] = ()
     """Parameters that the loss or the metrics write to in an evaluation."""
     is_evaluable: bool = False
-    """True if loss and metrics take training samples in an evaluation, too."""
+    """True if loss and metrics also accept training samples in an evaluation."""
     learned_writes: tuple[str, ...] = ()
-    """Parameters among `changed_parameters` whose new values depend on what is in the samples."""
+    """Parameters among `changed_parameters` whose new values depend on the samples."""
     repeated_writes: tuple[str, ...] = ()
     """Parameters among `changed_parameters` that every further call changes again."""
     learned_state: tuple[str, ...] = ()
-    """Plain state of the task, the model or the optimiser that the loss changes by what is in the samples."""
+    """Plain state of the task, the model or the optimiser that the loss changes depending on the samples."""
     counted_state: tuple[str, ...] = ()
-    """Plain state that every call changes alike."""
+    """Plain state that every call changes in the same way."""
     copied_state: tuple[str, ...] = ()
-    """Plain state of the training data that the loss changes, of which each loader process has a copy."""
+    """Plain state of the training data that the loss changes; each loader process has a copy of it."""
     forward_state: tuple[str, ...] = ()
-    """Plain state outside the model that its forward, or a hook on its modules, changes."""
+    """Plain state outside the model that is changed by its forward or by a hook on its modules."""
     fed_state: tuple[str, ...] = ()
-    """Tensors that the task keeps from one call of the loss to a later one, which hands them to the model."""
+    """Tensors that the task keeps from one call of the loss and passes to the model in a later one."""
     left_state: tuple[str, ...] = ()
     """Plain state that the calls changed and that could not be put back."""
     outer_state: tuple[str, ...] = ()
     """Files and environment variables that the loss writes, and cached functions whose values depend on the samples of
-    the first call: no checkpoint has them."""
+    the first call. They are in no checkpoint.
+    """
     hooked_parameters: tuple[str, ...] = ()
-    """Parameters, and modules, with hooks that see gradients."""
+    """Parameters and modules with hooks that receive gradients."""
     hooked_by_loss: tuple[str, ...] = ()
-    """Parameters and modules among these on which the loss itself registers such hooks."""
+    """Parameters and modules among `hooked_parameters` on which the loss itself registers the hooks."""
     fails_alone: str | None = None
-    """The exception that the loss raises for one sample, where it takes more; None if it takes one."""
+    """Exception that the loss raises for one sample although it accepts more; None if it accepts one."""
     nonlinear_gradients: bool = False
-    """True if gradients do not scale with the loss: a hook on the output, or a backward of its own, clips or rounds."""
+    """True if gradients do not scale with the loss: a hook on the output or a custom backward clips or rounds them."""
     sets_gradients: bool = False
-    """True if parameters have gradients when the loss returns: by a backward pass of its own, say."""
+    """True if parameters have gradients when the loss returns, for example from a backward pass of its own."""
     module_state: tuple[str, ...] = ()
-    """Plain state of the model's modules that the loss changes outside of the model's own calls."""
+    """Plain state of the model's modules that the loss changes outside the model's own calls."""
     uses_gradients: bool = False
-    """True if it is another loss where parameters have gradients already, as from earlier parts of a batch, or if it
-    changes these."""
+    """True if the loss changes existing gradients, such as those of earlier parts of a batch, or has another value if
+    there are any.
+    """
     differs_by_rank: str | None = None
-    """Figures that show that the loss of the same samples is another one on another rank; None if it is not."""
+    """Figures that show that the loss of the same samples differs between ranks; None if it does not."""
     differs_by_world: str | None = None
-    """Figures that show that the loss, or the optimiser, is another one where the process is alone; None if not."""
+    """Figures that show that the loss, or the optimiser, differs if the process is alone; None if not."""
     reduced_in_step: str | None = None
-    """Name of a reduction over ranks that the optimiser's step, or a hook on it, called itself; None if none did."""
+    """Name of a reduction over ranks called by the optimiser's step or a hook on it; None if there was none."""
     collective: str | None = None
-    """Name of a collective operation of torch.distributed that the loss or the metrics call; None if none was seen."""
+    """Name of a torch.distributed collective that the loss or the metrics call; None if none was seen."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "LossTraits":
-        """Return the traits that `dataclasses.asdict` gave, after their way through JSON."""
+        """Return the traits from the result of `dataclasses.asdict`, after a JSON round trip."""
         found: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
         return cls(**found)
 
     def joined(self, others: "LossTraits", when: str) -> "LossTraits":
-        """Return these traits together with those that the loss has in another state of the task.
+        """Return these traits merged with those of the loss in another state of the task.
 
         Args:
             others: Traits in that state.
-            when: Description of that state, for what is said about it.
+            when: Description of that state, for messages.
         """
         if others.reason_unknown is not None:
             others = replace(others, reason_unknown=None, unknown_phase=f"{others.reason_unknown} ({when})")

@@ -1,4 +1,4 @@
-"""Autocast and loss scaling: the one place that knows what `fp32`, `bf16` and `fp16` mean."""
+"""Autocast and loss scaling: the only module that knows the meaning of `fp32`, `bf16` and `fp16`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,7 +25,7 @@ class Precision:
         self.device_type = device_type
         self.scaler = torch.amp.GradScaler(device_type) if name == "fp16" else None
         if self.scaler is not None:
-            # it makes its scale at the first call, which must not be raced for by the device threads of balanced_dp
+            # the scaler creates its scale at the first call, in which device threads of balanced_dp would race
             self.scaler.scale(torch.zeros(1, device=device_type))
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -35,16 +35,16 @@ class Precision:
         return torch.autocast(self.device_type, dtype=_DTYPES[self.name])
 
     def scale(self, root: torch.Tensor) -> torch.Tensor:
-        """Scale what backward starts from."""
+        """Scale the tensor from which backward starts."""
         return root if self.scaler is None else self.scaler.scale(root)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the accumulated gradients back to their true size."""
+        """Divide the accumulated gradients by the scale."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Step the optimiser; with fp16, skip it when a gradient overflowed (the same on all ranks).
+        """Step the optimiser; with fp16, skip the step if a gradient overflowed (the same on all ranks).
 
         Raises:
             TaskInvalid: Its step computes the loss again, by a closure.
@@ -64,13 +64,13 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a scaler's state; a run resumed under another precision starts afresh."""
+        """Load a scaler's state; a run that resumes under another precision starts with a new scale."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 def refuse_closure(optimizer: Optimizer, error: Exception) -> None:
-    """Turn an optimiser's complaint about a missing closure into one sentence.
+    """Replace an optimiser's exception about a missing closure by a `TaskInvalid` of one sentence.
 
     Raises:
         TaskInvalid: Its step computes the loss again, by a closure.

@@ -1,4 +1,4 @@
-"""The step's facts over many processes, for strategies whose engine reduces gradients and nothing else."""
+"""Reduction of the step's facts over processes, for strategies whose engine reduces gradients only."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from dure.strategies.contract.strategy import Strategy
 
 
 def reduced_facts(strategy: Strategy, extra: Tensor | None = None) -> StepFacts:
-    """Add up the facts of all ranks; of ranks that work on the same samples only the one that leads the share counts.
+    """Sum the facts of all ranks; of ranks with the same share, only the first counts.
 
     Args:
-        strategy: One that has added its losses to its `sums`.
-        extra: Further numbers (N,) in the facts' dtype that travel with them; they are added up in place.
+        strategy: Strategy whose `sums` contain its losses.
+        extra: Further numbers (N,) in the facts' dtype that are sent with them; they are summed in place.
 
     Communication: one blocking all_reduce of 4 + N float64 (float32 on MPS) over all ranks.
     """

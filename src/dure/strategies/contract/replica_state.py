@@ -1,4 +1,4 @@
-"""State that ranks hold alike, bit by bit, as long as nothing is wrong: the object of replica checks."""
+"""State that is bitwise identical on several ranks unless something is wrong; replica checks compare it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from dure.strategies.state.sync_batchnorm import SyncBatchNorm
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaState:
-    """A rank's replica of a part of the state."""
+    """Replica of a part of the state on one rank."""
 
     part: str
-    """Ranks that hold the same part hold the same tensors, under the same names and in the same order."""
+    """Name of the part. Ranks with the same part hold the same tensors, with the same names and in the same order."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -25,16 +25,16 @@ def replica_state(
     optimizer: Optimizer | None = None,
     model: nn.Module | None = None,
 ) -> ReplicaState:
-    """Return parameters, the optimiser's state of them, and the statistics that a model's ranks have in common.
+    """Return parameters, their optimiser state, and the statistics that a model's ranks have in common.
 
-    Other buffers are left out: each rank may change them by its own samples, and before they are read those of one
-    rank are sent to all.
+    Other buffers are left out: each rank may change them by its own samples. Before they are read, those of one rank
+    are sent to all.
 
     Args:
-        part: What of the whole this is.
-        parameters: With their names; the very objects that the optimiser holds.
-        optimizer: Whose state every replica has; None where each has its own.
-        model: Whose synchronised BatchNorm layers are looked for.
+        part: Name of the part of the whole state.
+        parameters: Parameters with their names; the same objects as in the optimiser.
+        optimizer: Optimiser whose state is equal on all replicas; None if each has its own.
+        model: Model whose synchronised BatchNorm layers are included.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
@@ -52,14 +52,14 @@ def replica_state(
 
 @runtime_checkable
 class HasReplicas(Protocol):
-    """Strategy whose ranks hold the same, bit by bit, between any two steps."""
+    """Strategy with ranks that hold bitwise identical state between steps."""
 
     def replica(self) -> ReplicaState:
         """Return the tensors that other ranks hold too."""
 
 
 def replica_of(strategy: object) -> ReplicaState | None:
-    """Return the tensors that are equal bit by bit on all ranks that hold them, between any two steps, or None."""
+    """Return the tensors that are bitwise identical between steps on all ranks that hold them, or None."""
     return strategy.replica() if isinstance(strategy, HasReplicas) else None
 
 
@@ -71,5 +71,5 @@ class _Trained(Protocol):
 
 
 def whole_replica(strategy: _Trained) -> ReplicaState:
-    """Return everything, for strategies under which every rank holds everything."""
+    """Return the whole state, for strategies under which every rank has all of it."""
     return replica_state("all", strategy.model.named_parameters(), strategy.optimizer, strategy.model)

@@ -1,4 +1,4 @@
-"""Spans of a step, on the host's clock or the device's."""
+"""Spans of a step, on the clock of the host or of the device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch
 
 Mark = float | torch.Event
-"""A moment of the work."""
+"""Point in time within a step."""
 
 
 class StepClock:
-    """Marks the ends of a step's spans; reads them when the device has come past them.
+    """Clock that marks the ends of a step's spans, and reads them once the device has passed them.
 
     On the CPU a mark is `perf_counter`. On an accelerator work is queued, so the host's clock would measure queueing:
     there a mark is an event in the device's stream, read one step later.
@@ -21,7 +21,7 @@ class StepClock:
         self._device = device
         is_host = device.type not in ("cuda", "mps")
         self.mark: Callable[[], Mark] = time.perf_counter if is_host else self._record_event
-        """Mark this moment of the work."""
+        """Function that marks the current point in time."""
 
     def _record_event(self) -> torch.Event:
         event = torch.Event(device=self._device, enable_timing=True)
@@ -30,7 +30,7 @@ class StepClock:
 
     @staticmethod
     def spans(marks: Sequence[Mark]) -> list[float]:
-        """Return the seconds from each mark to the next; waits for the device to come past the last."""
+        """Return the seconds from each mark to the next; waits until the device has passed the last."""
         last = marks[-1]
         if isinstance(last, float):
             return [end - start for start, end in pairwise(marks)]  # type: ignore[operator]

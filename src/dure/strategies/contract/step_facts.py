@@ -1,4 +1,4 @@
-"""Facts of a step: its loss over all ranks, each microbatch's part of it, and the ranks' requests."""
+"""Facts of a step: its loss over all ranks, the contribution of each microbatch, and the ranks' requests."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from dure.errors import TaskInvalid
 
 
 class Requests(NamedTuple):
-    """Requests of a rank to all ranks, which get them with the step's facts and so act at the same step."""
+    """Requests of a rank to all ranks, received with the step's facts so that all act at the same step."""
 
     stop: bool = False
-    """Checkpoint and end: this rank got a signal."""
+    """Checkpoint and end: this rank received a signal."""
     save: bool = False
-    """Checkpoint and go on: this rank's clock says so."""
+    """Checkpoint and go on: this rank's checkpoint interval has passed."""
 
 
 NO_REQUESTS = Requests()
@@ -27,15 +27,15 @@ NO_REQUESTS = Requests()
 class StepFacts:
     """Facts of a step over all ranks: loss sum, loss count and requests.
 
-    On an accelerator the numbers travel to the host behind the computation; `read` waits for them. The loop reads
-    them one step late there, so that the device never runs dry.
+    On an accelerator the numbers are copied to the host behind the computation; `read` waits for them. There the loop
+    reads them one step late, so that the device never runs out of work.
     """
 
     def __init__(self, facts: Tensor | Sequence[float], terms: "Sequence[LossTerm]", *, is_local: bool = False) -> None:
         """Take `[loss sum, loss count, stop, save]`, summed over ranks, and this rank's own terms.
 
         Args:
-            is_local: The facts are this rank's alone: no other rank knows them or waits for them.
+            is_local: Whether the facts are of this rank alone: no other rank knows them or waits for them.
         """
         self.is_local = is_local
         self._terms = terms
@@ -59,7 +59,7 @@ class StepFacts:
         values = self._facts.tolist() if isinstance(self._facts, Tensor) else self._facts
         loss_sum, count, stop, save = values
         if isinstance(count, float) and math.isfinite(count) and self._counts_whole():
-            count = round(count)  # it went through float32 arithmetic on its way
+            count = round(count)  # it was converted to float32 on the way
         return loss_sum, count, Requests(stop > 0, save > 0) if stop or save else NO_REQUESTS
 
     def _counts_whole(self) -> bool:
@@ -68,7 +68,7 @@ class StepFacts:
 
 @dataclass(slots=True)
 class LossTerm:
-    """One microbatch's loss: what backward starts from, and what it adds to the step's sum and count."""
+    """Loss of one microbatch: the tensor that backward starts from, and its share of the step's sum and count."""
 
     root: Tensor
     """Differentiable loss, weighted for this step, not yet scaled for fp16."""
@@ -79,24 +79,24 @@ class LossTerm:
 
     @property
     def value(self) -> Tensor:
-        """The loss without its graph."""
+        """Loss without its graph."""
         return self.loss.detach()
 
     @property
     def total(self) -> Tensor:
-        """The loss summed over the items."""
+        """Loss summed over the items."""
         return self.value if self.factor == 1 else self.value * self.factor
 
     @property
     def is_counted_whole(self) -> bool:
-        """Return whether the count is of whole items; a sum of weights is not."""
+        """Return whether the count is one of whole items; a sum of weights is not."""
         count = self.count
         return not (count.is_floating_point() if isinstance(count, Tensor) else isinstance(count, float))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostShare:
-    """A share of a batch that was not computed, because its rank died and the others went on."""
+    """Share of a batch that was not computed, because its rank died and the others went on."""
 
     rank: int
     step: int
@@ -107,10 +107,10 @@ class LostShare:
 
 
 def checked_loss(value: object) -> Tensor:
-    """Return what a task gave as its loss, or as the total of a `Sum`.
+    """Return the value that a task gave as its loss, or as the total of a `Sum`.
 
     Raises:
-        TaskInvalid: It is no scalar tensor that backward can start from.
+        TaskInvalid: It is not a scalar tensor from which backward can start.
     """
     if isinstance(value, Tensor) and value.requires_grad and value.dim() == 0:
         return value
@@ -127,10 +127,10 @@ def checked_loss(value: object) -> Tensor:
 
 
 def checked_count(value: object) -> "Tensor | int | float":
-    """Return what a task gave as the count of a `Sum`.
+    """Return the value that a task gave as the count of a `Sum`.
 
     Raises:
-        TaskInvalid: It is no number.
+        TaskInvalid: It is not a number.
     """
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
         return value

@@ -1,4 +1,4 @@
-"""The contract between the loop and a strategy: three verbs, each one measured span."""
+"""Contract between the loop and a strategy: three methods for each step, each one measured span."""
 
 import math
 from abc import ABC, abstractmethod
@@ -48,21 +48,22 @@ LossFunction = Callable[[nn.Module, Any], "Tensor | Sum"]
 
 
 class Strategy(ABC):
-    """One way to divide the work of a step.
+    """Way of dividing the work of a step.
 
-    The loop calls `prepare` once and then, for every step, `forward_backward`, `sync_gradients` and
-    `optimizer_step`. After `sync_gradients` every replica's gradient is that of the global batch's mean loss.
+    The loop calls `prepare` once and then, for every step, `forward_backward`, `sync_gradients` and `optimizer_step`.
+    After `sync_gradients` every replica's gradient is that of the global batch's mean loss.
 
-    How the weights come out exact: every microbatch's loss enters backward divided by the step's *expected* count,
-    which all ranks know beforehand; gradients and counts are then only ever added. For a mean over samples the
-    expected count is the true one. For other counts (tokens) the true one is known after the forward passes, and
-    one multiplication before the optimiser's step corrects the difference; the expectation is a power of two there,
-    so that it never changes a bit of the result.
+    The weights are exact for this reason: every microbatch's loss enters backward divided by the step's *expected*
+    count, which all ranks know beforehand; gradients and counts are then only ever added. For a mean over samples the
+    expected count is the true one. Other counts (tokens) are known after the forward passes, and one multiplication
+    before the optimiser's step corrects the difference. The expectation is then a power of two, so that it never
+    changes a bit of the result.
     """
 
     is_synchronous = True
-    """True if ranks are never more than a step apart, and the run can go on from the state of a rank at any step.
-    Otherwise it goes on from its last checkpoint after a failure."""
+    """True if ranks are never more than a step apart, and the run can continue from the state of any rank at any step.
+    Otherwise it continues from its last checkpoint after a failure.
+    """
     rules = WeightRules()
     """Rules for parameters and optimiser."""
     gradient_divisor: float = 1
@@ -81,37 +82,42 @@ class Strategy(ABC):
         self.share = DataShare(index=self.group.rank, count=self.group.world_size)
         """Share of every batch that is this rank's."""
         self.parts = BatchParts(self.spec, self.share.count)
-        """Parts in which model and loss see a batch."""
+        """Parts of a batch on which model and loss are called."""
         self.random_stream = self.group.rank
-        """Number of the stream of random numbers: ranks with the same number draw the same (dropout)."""
+        """Number of the random stream: ranks with the same number draw the same random numbers (dropout)."""
         self.facts_lag = 0 if self.device.type == "cpu" else 1
-        """Steps between launching one and knowing its facts without waiting; the same on all ranks."""
+        """Steps between the launch of a step and the time when its facts are known without waiting; the same on all
+        ranks.
+        """
         self.example: Callable[[int], Any] | None = None
         """Function that returns the first samples of the training data as a batch, for a trial of the model before it
-        is cut."""
+        is cut.
+        """
         self.phases: Callable[[], Generator[str]] = _no_phases
-        """Function that yields descriptions of later phases of the loss, with the task in the state of each meanwhile;
-        a trial of the model is repeated there."""
+        """Generator function over later phases of the loss. It yields their descriptions, with the task in the state of
+        each; a trial of the model is repeated there.
+        """
         self.objects: Mapping[str, object] = {}
-        """Objects that the task's loss may keep state in, by name."""
+        """Objects in which the task's loss may keep state, by name."""
         self.last_gradient_time: float | None = None
-        """`perf_counter` when this step's last gradient was ready and only communication remained, if known."""
+        """`perf_counter` when the step's last gradient was ready and only communication remained; None if unknown."""
         self.expectation: float | None = None
-        """Power of two in place of a step's count of items until the true one is known; None for means. Checkpoints
-        keep it: under fp16 it decides with the loss scale whether a gradient overflows."""
+        """Power of two in place of a step's count of items until the true one is known; None for means. It is in
+        checkpoints, because under fp16 it decides with the loss scale whether a gradient overflows.
+        """
         self.sums = LocalSums(self.device)
-        """Losses of this process in the step under way."""
+        """Losses of this process in the current step."""
         self.carried: CarriedState | None = None
-        """State that this rank alone must keep to go on as if never interrupted, except weights and optimiser."""
+        """State that this rank alone must keep to continue as if never interrupted, except weights and optimiser."""
         self.first_steps = FirstSteps(self.devices, has_other_ranks=self.group.world_size > 1)
         """Findings in the optimiser's first steps."""
         self.drawing = DrawWatch(self.devices)
-        """Watch over the generators of random numbers."""
+        """Watch over the random number generators."""
         self.traits: LossTraits = NOTHING_SEEN
         """Traits of the task's loss, as far as they were found before `prepare`."""
 
     def prepare(self, model: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer], loss: LossFunction) -> None:
-        """Place the model, build the optimiser over it and make both ready, in the one visible order."""
+        """Place the model, build the optimiser over it and distribute both, in this fixed order."""
         self.loss = loss
         self.model = self.place(model)
         if self.spec.compile:
@@ -119,7 +125,7 @@ class Strategy(ABC):
         hooks = gradient_hooks(self.model)
         self.optimizer = self.built_optimizer = build_optimizer(self.model)
         self.stepped = self.optimizer
-        """Optimiser whose `state` this rank keeps; another one than `optimizer` where that is divided."""
+        """Optimiser whose `state` this rank keeps; differs from `optimizer` if that is divided."""
         if added := hooks_added(hooks, gradient_hooks(self.model), self.traits.hooked_parameters):
             hooked = tuple(dict.fromkeys((*self.traits.hooked_parameters, *added)))
             self.traits = replace(self.traits, hooked_parameters=hooked, nonlinear_gradients=True)
@@ -133,23 +139,23 @@ class Strategy(ABC):
         self._is_divided = self.group.world_size > 1 or self.parts.calls_per_step() > 1
         """True if the loss sees a step's batch in parts, here or on other ranks."""
         self.state_guard: AbstractContextManager[None] = _AS_IT_IS
-        """Context of calls of the task, in which it cannot use state of the optimiser that is not whole there."""
+        """Context for calls of the task, in which it cannot use optimiser state of which this rank has only a part."""
         if self.rules.divides_state and self.group.world_size * len(self.devices) > 1:
             self.state_guard = StateGuard(self.built_optimizer, self.info.name)
         self._is_bare = self.state_guard is _AS_IT_IS and self.precision.name == "fp32"
         self.watch = self.watched_parameters()
 
     def take_share(self, share: DataShare) -> None:
-        """Work on another share of every batch from here on."""
+        """Work on another share of every batch from now on."""
         self.share = share
         self.parts.num_shares = share.count
 
     def watched_parameters(self) -> ParameterWatch:
-        """Begin to watch over what the loss does to parameters."""
+        """Start to watch the parameters for changes by the loss."""
         return ParameterWatch(self.model, self.info.name, sees_writes=self.rules.undoes_writes)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move the model to the first device, its BatchNorm layers synchronised if that is asked for."""
+        """Move the model to the first device, with its BatchNorm layers synchronised if that was requested."""
         if self.spec.sync_batchnorm and not self.info.one_process:
             model = convert_sync_batchnorm(model, self.device)
         return model.to(self.device)
@@ -158,12 +164,12 @@ class Strategy(ABC):
         """Apply the parallelism to the placed model."""
 
     def forward_backward(self, microbatches: Iterable[Microbatch], *, global_samples: int, requests: Requests) -> None:
-        """Compute this rank's gradients of the step: one backward for each microbatch, unless the engine is another's.
+        """Compute this rank's gradients of the step: one backward per microbatch, unless the engine does it otherwise.
 
         Args:
             microbatches: This rank's share, at least one.
             global_samples: Samples of the step over all ranks.
-            requests: This rank's; all ranks learn them with the step's facts.
+            requests: Requests of this rank; all ranks receive them with the step's facts.
         """
         self.sums.begin(requests)
         for microbatch in microbatches:
@@ -173,10 +179,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def sync_gradients(self) -> StepFacts:
-        """Bring gradients and facts together over all ranks and return the facts."""
+        """Combine gradients and facts of all ranks, and return the facts."""
 
     def optimizer_step(self) -> None:
-        """Correct the count, clip by the true global gradient's norm, and step."""
+        """Correct the count, clip by the norm of the true global gradient, and step."""
         self._correct_count()
         self.unscale_gradients()
         if self.spec.clip_norm is not None:
@@ -193,23 +199,23 @@ class Strategy(ABC):
         self.zero_gradients()
 
     def skip_step(self) -> None:
-        """Leave the weights as they are, and drop the gradients; called instead of `optimizer_step`, on all ranks."""
+        """Leave the weights unchanged and drop the gradients; called on all ranks instead of `optimizer_step`."""
         self.zero_gradients()
 
     def unscale_gradients(self) -> None:
-        """Bring fp16's gradients back to their true size, and note whether one overflowed."""
+        """Divide fp16's gradients by the loss scale, and note whether one overflowed."""
         self.precision.unscale(self.optimizer)
 
     def stepped_parameters(self) -> list[nn.Parameter]:
-        """Return what this rank's optimiser steps: other gradients are not unscaled, nor part of the norm."""
+        """Return the parameters that this rank's optimiser steps; no other gradients are unscaled or enter the norm."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def clip_gradients(self, parameters: list[nn.Parameter], most: float) -> None:
-        """Scale the gradients down to a norm of `most`, the norm being that of the whole model's gradient."""
+        """Scale the gradients down to a norm of at most `most`; the norm is that of the whole model's gradient."""
         nn.utils.clip_grad_norm_(parameters, most)
 
     def zero_gradients(self) -> None:
-        """Drop all gradients, those outside the optimiser too: a stale one would enter the norm."""
+        """Drop all gradients, also those outside the optimiser: a stale one would enter the norm."""
         for parameter in self.trainable:
             parameter.grad = None
 
@@ -218,18 +224,18 @@ class Strategy(ABC):
         """Return the bytes that this rank sends to other ranks or devices in one step."""
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run: how this strategy has divided what it was given."""
+        """Return lines for the start of a run that describe how this strategy has divided model and batch."""
         return []
 
     def measured(self) -> "dict[str, float] | Callable[[], dict[str, float]] | None":
-        """Return what this strategy alone has to tell of the step that was just done, for its record.
+        """Return measurements of the last step that only this strategy makes, for its record.
 
-        A function is called when the step's facts are read: on an accelerator one step later.
+        If they are a function, it is called when the step's facts are read: on an accelerator one step later.
         """
         return None
 
     def evaluation_models(self) -> list[nn.Module]:
-        """Return one up-to-date model per device of this process, to evaluate on all of them."""
+        """Return one current model per device of this process, to evaluate on all of them."""
         return [self.model]
 
     def state_dict(self) -> StrategyState:
@@ -237,12 +243,12 @@ class Strategy(ABC):
         return StrategyState(model=self.model.state_dict(), optimizer=optimizer_to_names(self.model, self.optimizer))
 
     def load_state_dict(self, source: StateSource) -> None:
-        """Take over a checkpoint's weights and optimiser state, saved under whatever strategy and world size."""
+        """Load a checkpoint's weights and optimiser state, saved under any strategy and world size."""
         source.load_model(self.model)
         source.load_optimizer(self.model, self.optimizer)
 
     def needs(self) -> Needs:
-        """Return which part of a checkpoint `load_state_dict` takes up on this rank: nothing else is read."""
+        """Return the part of a checkpoint that `load_state_dict` uses on this rank; nothing else is read."""
         return Needs(
             model=rectangles(self.model.state_dict().items()),
             optimizer=rectangles(self.model.named_parameters(remove_duplicate=False)),
@@ -250,7 +256,7 @@ class Strategy(ABC):
         )
 
     def before_reading(self) -> None:
-        """Make buffers and weights the same everywhere before an evaluation or a checkpoint reads them.
+        """Make buffers and weights equal on all ranks before an evaluation or a checkpoint reads them.
 
         Rank 0's buffers are sent to all: without synchronised BatchNorm each rank has statistics of its own samples.
         """
@@ -263,7 +269,7 @@ class Strategy(ABC):
         return by_strategy(self.info, self.spec, found) if is_many else []
 
     def not_preserved(self) -> list[str]:
-        """Return what this run, with its model and options, does not preserve of the one-device run."""
+        """Return the differences between this run, with its model and options, and the run on one device."""
         has_batchnorm = any(isinstance(m, torchcompat.BatchNorm) for m in self.model.modules())
         has_step_hooks = bool(torchcompat.step_hooks(self.optimizer))
         found = Findings(draws=self.draws, has_batchnorm=has_batchnorm, has_step_hooks=has_step_hooks)
@@ -283,15 +289,15 @@ class Strategy(ABC):
 
     @property
     def draws(self) -> bool:
-        """True if model or loss draw random numbers in training, as far as is known."""
+        """True if model or loss are known to draw random numbers in training."""
         has_dropout = any(isinstance(m, torchcompat.Dropout) and m.p > 0 for m in self.model.modules())
         return has_dropout or self.traits.draws
 
     def check_traits(self, model: nn.Module) -> list[str]:
-        """Return why this strategy cannot take the task's loss, a sentence each; asked before `prepare`.
+        """Return the reasons why this strategy cannot use the task's loss, one sentence each; called before `prepare`.
 
         Args:
-            model: Whole, as the task built it.
+            model: Whole model, as the task built it.
         """
         return faults_of_loss(
             self.traits,
@@ -304,14 +310,14 @@ class Strategy(ABC):
         )
 
     def close(self) -> None:
-        """Let go of threads and engines."""
+        """Release threads and engines."""
 
-    # what the strategies share
+    # shared by the strategies
 
     def loss_term(
         self, model: nn.Module, microbatch: Microbatch, global_samples: int, loss: LossFunction | None = None
     ) -> LossTerm:
-        """Compute one microbatch's loss, by the task's own unless another is given, weighted for this step."""
+        """Compute one microbatch's loss, by the task's own function unless another is given, weighted for this step."""
         result = self.watched(loss or self.loss, model, microbatch.batch)
         if isinstance(result, Sum):
             count = checked_count(result.count)
@@ -333,18 +339,18 @@ class Strategy(ABC):
         return term
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the task, which may use the model as it likes, and return its value as plain tensors.
+        """Call a function of the task, which may use the model in any way, and return its value as plain tensors.
 
         Args:
             function: The task's loss or metrics.
-            *args: Its arguments.
+            *args: Arguments of the function.
         """
         return function(*args)
 
     def watched(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Compute a function of the task under autocast, and act on what it did to parameters and optimiser."""
+        """Call a function of the task under autocast, and act on its changes to parameters and optimiser."""
         settings = settings_of(self.built_optimizer) if self._is_divided else None
-        if self._is_bare:  # to enter contexts that do nothing takes a microsecond of every step
+        if self._is_bare:  # entering contexts that do nothing takes a microsecond of every step
             with self.watch:
                 result = self.computed(function, *args)
         else:
@@ -362,20 +368,20 @@ class Strategy(ABC):
         return result
 
     def check_groups(self) -> None:
-        """Refuse groups of parameters that were added to the optimiser during the run, where it was divided before.
+        """Refuse parameter groups that were added to the optimiser during the run, if it was divided before.
 
         Raises:
-            TaskInvalid: There are others than at the beginning.
+            TaskInvalid: There are other groups than at the start.
         """
         if self.rules.follows_groups or len(self.optimizer.param_groups) == self._num_groups:
             return
         self.refuse_group()
 
     def refuse_group(self, param_group: dict[str, Any] | None = None) -> NoReturn:
-        """Refuse a group of parameters that is added during the run.
+        """Refuse a parameter group that is added during the run.
 
         Raises:
-            TaskInvalid: In any case.
+            TaskInvalid: Always.
         """
         raise TaskInvalid(
             f"a parameter group was added to the optimiser during the run, and {self.info.name} divided the work when "
@@ -384,10 +390,10 @@ class Strategy(ABC):
         )
 
     def follow_freezing(self, freezing: Freezing) -> None:
-        """Take note of parameters that the loss has frozen or unfrozen, by the rule for these.
+        """Handle parameters that the loss has frozen or unfrozen, by the rule for these.
 
         Raises:
-            TaskInvalid: This strategy decided when the run began which parameters are trained.
+            TaskInvalid: This strategy fixed the set of trained parameters when the run began.
         """
         if self.rules.freezing == "followed":
             self.train_all()
@@ -398,18 +404,18 @@ class Strategy(ABC):
             raise TaskInvalid(freezing_fault(freezing.frozen, "froze", self.info.name))
 
     def train_all(self) -> None:
-        """Train whatever requires a gradient now, or did before: gradients of both are zeroed."""
+        """Train all parameters that require a gradient now or did before: gradients of both are zeroed."""
         known = {id(parameter) for parameter in self.trainable}
         self.trainable = [p for p in self.model.parameters() if p.requires_grad or id(p) in known]
 
     def expected_items(self, global_samples: int) -> float:
-        """Return the power of two that stands in for the step's count until the true one is known."""
+        """Return the power of two that replaces the step's count until the true one is known."""
         if self.expectation is None:
             self.expectation = 2.0 ** round(math.log2(global_samples))
         return self.expectation
 
     def expect(self, count: float) -> None:
-        """Expect the next steps to count about as many items as a step that is now known, if it had any."""
+        """Set the expectation for the next steps from the count of a step that is now known, if it had any items."""
         if self.expectation is not None and count > 0:
             self.expectation = 2.0 ** round(math.log2(count))
 

@@ -1,4 +1,4 @@
-"""Rules of a strategy for parameters and optimiser: what the task may do to them, and when they change."""
+"""Rules of a strategy for parameters and optimiser: permitted changes by the task, and the times of changes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,20 +9,23 @@ class WeightRules:
     """Rules for parameters and optimiser. The defaults are those of a strategy that promises nothing."""
 
     changes_in_step_only: bool = False
-    """True if `optimizer_step` is the only one of the three verbs that changes trained parameters and the optimiser's
-    state, so that they may be read until it begins."""
+    """True if, of the three methods, only `optimizer_step` changes trained parameters and the optimiser's state, so
+    that they may be read until it begins.
+    """
     follows_groups: bool = True
-    """True if groups of parameters may be added to the optimiser during the run."""
+    """True if parameter groups may be added to the optimiser during the run."""
     freezing: Literal["followed", "not undone", "refused"] = "not undone"
-    """Parameters that the loss freezes or unfreezes during the run: trained as they then are, refused where they are
-    unfrozen, or refused at all. What is frozen simply gets no gradient."""
+    """Treatment of parameters that the loss freezes or unfreezes during the run: trained as they then are, refused if
+    they are unfrozen, or always refused. A frozen parameter simply gets no gradient.
+    """
     undoes_writes: bool = False
-    """True if parameters that the loss writes to would lose what it wrote, on some or all ranks."""
+    """True if values that the loss writes to parameters would be lost on some or all ranks."""
     orders_parameters: bool = False
-    """True if ranks divide the optimiser's parameters in the order that its groups have."""
+    """True if ranks divide the optimiser's parameters in the order of its groups."""
     holds_memory: bool = False
     """True if it keeps the memory of the parameters that it was given, so that other memory assigned to them would be
-    lost."""
+    lost.
+    """
     divides_gradients: bool = False
     """True if a rank has only a part of the gradients, or none, when the optimiser steps."""
     divides_state: bool = False

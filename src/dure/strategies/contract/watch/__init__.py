@@ -1,1 +1,1 @@
-"""Watch over what the task does to parameters, generators and other ranks while it trains."""
+"""Watches for effects of the task on parameters, generators and other ranks during training."""

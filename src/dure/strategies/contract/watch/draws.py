@@ -1,4 +1,4 @@
-"""Watch over the global generators of random numbers."""
+"""Watch over the global random number generators."""
 
 from collections.abc import Sequence
 

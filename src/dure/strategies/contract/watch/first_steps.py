@@ -1,4 +1,4 @@
-"""Watch over the optimiser's first steps, where ranks have to do the same."""
+"""Watch over the optimiser's first steps, which must be the same on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from dure.data.randomness import GeneratorStates
 from dure.strategies.contract.watch.own_collectives import watched_collectives
 
 _WATCHED_STEPS = 3
-"""Steps of the optimiser in which random numbers and collectives are looked for."""
+"""Steps of the optimiser in which random numbers and collectives are detected."""
 
 
 class StepFindings(NamedTuple):
@@ -35,7 +35,7 @@ class FirstSteps:
         """True if the optimiser drew random numbers in any of them."""
 
     def take(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> StepFindings:
-        """Take a step, and look at it if it is among the first."""
+        """Take a step, and examine it if it is among the first."""
         if not self._num_left:
             step(optimizer)
             return _NOTHING_FOUND

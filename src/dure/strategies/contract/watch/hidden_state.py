@@ -1,4 +1,4 @@
-"""State of an optimiser that code of the task must not read, because this rank has only a part of it."""
+"""Optimiser state that code of the task must not read, because this rank has only a part of it."""
 
 import threading
 from types import TracebackType
@@ -22,21 +22,21 @@ class HiddenState(dict[Any, Any]):
             "not have whole at each call: let the task keep what it needs in a buffer of its own, or use ddp"
         )
 
-    # the names of `dict` that read or change entries
+    # methods of `dict` that read or change entries
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = _refuse
     get = setdefault = pop = popitem = clear = update = copy = keys = values = items = _refuse
     __hash__ = None
 
 
 class StateGuard:
-    """Context of calls of the task, in one thread or several, in which the optimiser's state is hidden."""
+    """Context for calls of the task, in one thread or several, in which the optimiser's state is hidden."""
 
     def __init__(self, optimizer: Optimizer, strategy: str) -> None:
-        """Prepare.
+        """Prepare to hide the state.
 
         Args:
-            optimizer: As the task built it; a wrapper that has the state of another one is left alone.
-            strategy: Its name, for the message.
+            optimizer: Optimiser as the task built it; a wrapper that has the state of another one is left unchanged.
+            strategy: Name of the strategy, for the message.
         """
         self._optimizer = optimizer
         self._hidden = HiddenState(strategy)

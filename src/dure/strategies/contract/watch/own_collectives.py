@@ -1,4 +1,4 @@
-"""Collectives that an optimiser's step, or a hook on it, calls itself: ranks have exchanged gradients before it."""
+"""Collectives that an optimiser's step, or a hook on it, calls itself, although gradients are already reduced."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ from dure.errors import TaskInvalid
 from dure.torchcompat import replaced_collectives
 
 _REDUCTIONS = ("all_reduce", "reduce")
-"""Beginnings of the names of those that compute: their result depends on the number of ranks."""
+"""Prefixes of the names of those that compute: their result depends on the number of ranks."""
 
 
 @contextmanager
 def watched_collectives(optimizer: Optimizer, called: list[str]) -> Iterator[None]:
-    """Note the reductions that are called by code that is neither dure's nor torch's, and refuse those of gradients.
+    """Record reductions called by code that is neither dure's nor torch's, and refuse those of gradients.
 
-    Others pass: an optimiser whose ranks share the work sends its results on by `broadcast` or `all_gather`.
+    Other collectives pass: an optimiser whose ranks share the work sends its results by `broadcast` or `all_gather`.
 
     Args:
-        optimizer: The one whose step is taken inside.
-        called: List to which names are added.
+        optimizer: Optimiser whose step is taken inside the context.
+        called: List to which names are appended.
 
     Raises:
-        TaskInvalid: A gradient was to be reduced; nothing has been sent.
+        TaskInvalid: A gradient was about to be reduced; nothing has been sent.
     """
     gradients = {
         parameter.grad.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""A watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
+"""Watch over a model's parameters while the task's loss runs: frozen, unfrozen, written to, or replaced."""
 
 import functools
 import math
@@ -20,10 +20,10 @@ from dure.strategies.contract.declarations import few
 from dure.strategies.state.checksum import checksum
 
 _WRITTEN_PLACEHOLDER = "more than one element of the written-to tensor refers to a single memory location"
-"""Words of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
+"""Part of torch's error for a write to a parameter of another rank, which is expanded from one number here."""
 
 _SUM_INTERVAL = 200
-"""Time between two comparisons of checksums, in times that one computation of them takes; a comparison takes two."""
+"""Time between two comparisons of checksums, as a multiple of one computation; a comparison takes two."""
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -46,13 +46,13 @@ class ParameterWatch:
         sees_writes: bool = False,
         named: Callable[[], NamedParameters] | None = None,
     ) -> None:
-        """Begin with the parameters as they are.
+        """Start with the current parameters.
 
         Args:
-            model: All its modules are to stay.
-            strategy: Its name, for sentences.
-            sees_writes: Whether writes are looked for too, for strategies that would undo them.
-            named: Lists the parameters before each call, where their objects change; None if they stay the same.
+            model: Model whose modules may not be replaced.
+            strategy: Name of the strategy, for messages.
+            sees_writes: Whether writes are detected too, for strategies that would undo them.
+            named: Lists the parameters before each call, if their objects change; None if they stay the same.
         """
         self._strategy = strategy
         self._named = named
@@ -65,11 +65,11 @@ class ParameterWatch:
         """Checksums of the parameters when the call began; None if they are not compared after it."""
         self._sum_seconds = 0.0
         self._summed_at = -math.inf
-        # by their attributes, which a stand-in for the model shares
+        # identified by their attributes, which a proxy of the model shares
         self._modules = {id(vars(module)) for module in model.modules()}
         self._calls: list[None] = []
-        """One entry for each call under way: replicas on threads call their losses at once."""
-        # for as long as this lives: to register them at each call would take a fiftieth of a small step
+        """One entry per call in progress: replicas on threads call their losses at the same time."""
+        # registered for the lifetime of this object: to register at each call would take a fiftieth of a small step
         refuse = weakref.WeakMethod(self._refuse_replacing)
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             weakref.finalize(self, register(functools.partial(_call_if_alive, refuse)).remove)
@@ -90,10 +90,10 @@ class ParameterWatch:
         )
 
     def __enter__(self) -> None:
-        """Note the parameters before a call of the loss.
+        """Record the parameters before a call of the loss.
 
-        A write through `.data` leaves no version behind. For these, checksums are compared: at every call whose number
-        is a power of two, and otherwise as often as it takes a hundredth of the time.
+        A write through `.data` changes no version counter. Checksums detect such writes. They are compared at every
+        call whose number is a power of two, and otherwise so often that it takes a hundredth of the time.
         """
         self._calls.append(None)
         if self._named is not None:
@@ -108,7 +108,7 @@ class ParameterWatch:
     def _sums_now(self) -> list[int]:
         began = time.monotonic()
         local = (p.to_local() if isinstance(p, DTensor) else p for p in self._parameters)
-        # of another rank's there is one number here, expanded: torch refuses writes to it
+        # a parameter of another rank is one expanded number here, and torch refuses writes to it
         sums = [checksum([tensor]) if 0 not in tensor.stride() else 0 for tensor in local]
         self._summed_at = time.monotonic()
         self._sum_seconds = self._summed_at - began
@@ -117,7 +117,7 @@ class ParameterWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Compare after the call.
+        """Compare the parameters after the call.
 
         Raises:
             TaskInvalid: The loss wrote to parameters, which the strategy would undo.
@@ -143,7 +143,7 @@ class ParameterWatch:
         return found
 
     def freezing(self) -> Freezing | None:
-        """Return which parameters were frozen or unfrozen since it was asked last, or None."""
+        """Return the parameters that were frozen or unfrozen since the last call of this method, or None."""
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._flags:
             return None
@@ -161,7 +161,7 @@ def _call_if_alive(method: "weakref.WeakMethod[Callable[..., None]]", *arguments
 
 
 def write_fault(names: Sequence[str], strategy: str) -> str:
-    """Return the sentence about a loss that writes to parameters."""
+    """Return the message about a loss that writes to parameters."""
     return (
         f"the task's loss writes to parameters ({few(names)}), which {strategy} would undo: change them in "
         "an optimiser of your own, compute with a changed copy (torch.nn.utils.parametrize), or use ddp"
@@ -169,7 +169,7 @@ def write_fault(names: Sequence[str], strategy: str) -> str:
 
 
 def freezing_fault(names: Sequence[str], what: str, strategy: str) -> str:
-    """Return the sentence about a task that froze or unfroze parameters."""
+    """Return the message about a task that froze or unfroze parameters."""
     return (
         f"the task {what} {few(names)} during the run, and {strategy} divided the work when the run "
         "began: use ddp or naive_ddp, also to go on with this run, or decide in build_model what is trained"
